@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainloop._support.signals import Heard, rank_signals, signals, uninterrupted
+from trainloop._support.signals import ReceivedSignals, rank_signals, signals, uninterrupted
 from trainloop._support.stopping import (
     CHECKPOINT,
     EARLY_STOP,
@@ -35,8 +35,8 @@ Plan = dict[tuple[int, int], int]
 
 
 def shared(world_size: int, timeout_s: float = 20.0) -> list[SharedStop]:
-    words = memoryview(bytearray(8 * SharedStop.num_words(world_size))).cast("q")
-    return [SharedStop(words, rank, world_size, timeout_s) for rank in range(world_size)]
+    slots = memoryview(bytearray(8 * SharedStop.num_slots(world_size))).cast("q")
+    return [SharedStop(slots, rank, world_size, timeout_s) for rank in range(world_size)]
 
 
 def run(stop: StopAgreement, rank: int, plan: Plan, steps: int, delays: dict[int, float] | None = None) -> Any:
@@ -141,8 +141,8 @@ def test_any_requests_at_any_speed_have_one_outcome(plan: Plan, delays: dict[int
 
 
 def test_the_launching_process_asks_and_gives_up() -> None:
-    words = memoryview(bytearray(8 * SharedStop.num_words(2))).cast("q")
-    parent, zero, one = SharedStop(words, -1, 2), SharedStop(words, 0, 2), SharedStop(words, 1, 2)
+    slots = memoryview(bytearray(8 * SharedStop.num_slots(2))).cast("q")
+    parent, zero, one = SharedStop(slots, -1, 2), SharedStop(slots, 0, 2), SharedStop(slots, 1, 2)
     parent.request(TERMINATE | CHECKPOINT)
     assert parent.requested == TERMINATE | CHECKPOINT
     assert run_all([zero, one], {}, 5) == [(1, TERMINATE | CHECKPOINT)] * 2
@@ -225,7 +225,7 @@ def test_what_the_users_handler_raises_waits_for_the_end() -> None:
 def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
     lines: list[str] = []
     stop = LocalStop()
-    with pytest.raises(KeyboardInterrupt), signals(stop, say=lines.append):
+    with pytest.raises(KeyboardInterrupt), signals(stop, print_line=lines.append):
         send(signal.SIGINT)
         assert stop.reached() == INTERRUPT
         send(signal.SIGINT)
@@ -237,11 +237,11 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
 def test_at_once_a_ctrl_c_raises_where_it_strikes_or_after_what_must_be_whole() -> None:
     lines: list[str] = []
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), signals(say=lines.append, at_once=True), signals(LocalStop()):
+        with pytest.raises(KeyboardInterrupt), signals(print_line=lines.append, at_once=True), signals(LocalStop()):
             send(signal.SIGINT)
             raise AssertionError("not reached")
     done = False
-    with pytest.raises(KeyboardInterrupt), signals(say=lines.append, at_once=True):
+    with pytest.raises(KeyboardInterrupt), signals(print_line=lines.append, at_once=True):
         with uninterrupted():
             send(signal.SIGINT)
             done = True
@@ -265,7 +265,7 @@ def test_at_once_the_users_handler_runs_first(number: str, own: int | None, stat
     before = signal.signal(getattr(signal, number), handler)
     done = 0
     try:
-        with pytest.raises(SystemExit, match=str(status)), signals(at_once=True) as heard:
+        with pytest.raises(SystemExit, match=str(status)), signals(at_once=True) as received:
             send(getattr(signal, number))
             raise AssertionError("not reached")
         with pytest.raises(SystemExit, match=str(status)), signals(at_once=True), uninterrupted():
@@ -273,7 +273,7 @@ def test_at_once_the_users_handler_runs_first(number: str, own: int | None, stat
             done = 1
     finally:
         signal.signal(getattr(signal, number), before)
-    assert heard.reasons
+    assert received.reasons
     assert (len(seen), done) == (2, 1)
 
 
@@ -302,7 +302,7 @@ def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
 def test_contexts_for_one_stop_are_one() -> None:
     lines: list[str] = []
     stop = LocalStop()
-    with signals(stop, say=lines.append), signals(stop, say=lines.append):
+    with signals(stop, print_line=lines.append), signals(stop, print_line=lines.append):
         send(signal.SIGINT)
     assert len(lines) == 1
 
@@ -354,7 +354,7 @@ IN_A_FORK = """
 import os, signal, sys, time
 from trainloop._support import signals as module
 module._SAME_SIGNAL_S = float(sys.argv[3])
-with module.signals() as heard:
+with module.signals() as received:
     pid = os.fork()
     if pid == 0:
         for _ in range(int(sys.argv[1])):
@@ -368,7 +368,7 @@ with module.signals() as heard:
     if sys.argv[2] == "group":
         time.sleep(1)  # in native code, say: its handler runs late
         os.kill(os.getpid(), signal.SIGTERM)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), heard.reasons)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), received.reasons)
 """
 
 
@@ -393,39 +393,39 @@ def test_a_forked_worker_outlives_the_groups_signals(times: int, who: str, outco
 
 def test_what_was_heard_before_ranks_are_there_is_told_to_them() -> None:
     stop = LocalStop()
-    with signals() as heard:
+    with signals() as received:
         send(signal.SIGTERM)
         with signals(stop) as inner:
-            assert inner is heard
+            assert inner is received
             assert stop.reached() == TERMINATE
             send(signal.SIGUSR1)
             assert stop.reached() == TERMINATE | CHECKPOINT
         send(signal.SIGINT)
     assert stop.reached() == TERMINATE | CHECKPOINT
-    assert heard.reasons == TERMINATE | CHECKPOINT | INTERRUPT
+    assert received.reasons == TERMINATE | CHECKPOINT | INTERRUPT
 
 
 @pytest.mark.parametrize(
     ("reasons", "end"), [(INTERRUPT | TERMINATE, KeyboardInterrupt), (12, SystemExit(143)), (8, SystemExit(138))]
 )
 def test_how_a_signal_ends_fit(reasons: int, end: Any) -> None:
-    heard = Heard()
-    heard.end()
-    heard.note(reasons)
+    received = ReceivedSignals()
+    received.end()
+    received.note(reasons)
     with pytest.raises(end if isinstance(end, type) else type(end)) as caught:
-        heard.end()
+        received.end()
     assert getattr(caught.value, "code", None) == getattr(end, "code", None)
 
 
 def test_a_reason_that_is_no_signal_is_no_end() -> None:
-    heard = Heard()
-    heard.note(EARLY_STOP)
-    heard.end()
+    received = ReceivedSignals()
+    received.note(EARLY_STOP)
+    received.end()
 
 
 def test_the_second_ctrl_c_waits_for_what_must_not_be_half_done() -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), signals(say=lambda line: None):
+    with pytest.raises(KeyboardInterrupt), signals(print_line=lambda line: None):
         with uninterrupted():
             send(signal.SIGINT)
             send(signal.SIGINT)

@@ -68,7 +68,7 @@ def by_hand(model: nn.Module, method: str) -> None:
     register_fsdp_forward_method(model, method)
 
 
-def given_back(gives_back: str) -> dict[str, Any]:
+def given_back(values_to: str) -> dict[str, Any]:
     """Where the optimizer's state is after a run, and how many whole tensors there were beside the one just gathered.
 
     Where each rank gathers, the caller's parameters are on another device than the shards: one without memory, so that
@@ -76,7 +76,7 @@ def given_back(gives_back: str) -> dict[str, Any]:
     """
     from torch.distributed.tensor import DTensor
 
-    with torch.device("meta" if gives_back == "all" else "cpu"):
+    with torch.device("meta" if values_to == "all" else "cpu"):
         model = Tower()
     del model.temperature
     model.temperature = 1.0
@@ -89,7 +89,7 @@ def given_back(gives_back: str) -> dict[str, Any]:
         found.append(weakref.ref(result))
         return result
 
-    with sharded_while(model, [optimizer], {}, gives_back=gives_back) as wrapper:
+    with sharded_while(model, [optimizer], {}, values_to=values_to) as wrapper:
         wrapper.get_loss(words(1), CRITERION, CPU).backward()
         optimizer.step()
         DTensor.full_tensor = watched
@@ -98,12 +98,12 @@ def given_back(gives_back: str) -> dict[str, Any]:
     return {"devices": {t.device.type for t in state}, "beside": max(beside, default=0), "states": len(state)}
 
 
-def as_it_came(gives_back: str, *, fails: bool) -> bool:
+def as_it_came(values_to: str, *, fails: bool) -> bool:
     """Whether scalars, buffers and all the rest have their first values, and memory, after a run given back nowhere."""
     model = Normed()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     before = {name: (t.clone(), t.data_ptr(), id(t)) for name, t in model.state_dict(keep_vars=True).items()}
-    with suppress(ZeroDivisionError), sharded_while(model, [optimizer], {}, gives_back=gives_back) as wrapper:
+    with suppress(ZeroDivisionError), sharded_while(model, [optimizer], {}, values_to=values_to) as wrapper:
         wrapper.get_loss(words(1), CRITERION, CPU).backward()
         optimizer.step()
         assert not torch.equal(model.norm.running_mean, before["norm.running_mean"][0])

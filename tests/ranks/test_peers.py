@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import only_trusted_peers
 
 CONNECT = """
 import encodings.idna, os, socket, sys
@@ -49,16 +49,16 @@ def test_another_user_who_connects_is_named(host: str) -> None:
             return undo.enter_context(socket.create_server((host, 0), family=family))
 
         server = listener()
-        with no_strangers():
+        with only_trusted_peers():
             undo.enter_context(connected(listener(), os.geteuid()))  # a rank
             undo.enter_context(connected(server, 65534))  # one's own server, from before, takes whom it likes
         text = r"user nobody \(uid 65534\) connected to this run's process group .*Nothing was exchanged"
-        with pytest.raises(ConnectionError, match=text), no_strangers():
+        with pytest.raises(ConnectionError, match=text), only_trusted_peers():
             undo.enter_context(connected(listener(), 65534))
         then = rf"{text}. It then failed: Gloo's own error. Start"
-        with pytest.raises(ConnectionError, match=then) as caught, no_strangers():
+        with pytest.raises(ConnectionError, match=then) as caught, only_trusted_peers():
             undo.enter_context(connected(listener(), 65534))
             raise RuntimeError("Gloo's own error.")
         assert caught.value.__suppress_context__  # else it would look like the loss of another rank
-        with pytest.raises(RuntimeError, match="no stranger there"), no_strangers():
+        with pytest.raises(RuntimeError, match="no stranger there"), only_trusted_peers():
             raise RuntimeError("no stranger there")

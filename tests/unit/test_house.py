@@ -216,7 +216,7 @@ FOREIGN: dict[str, str] = {
     "data/loaders.py": "_config",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
-    "data/twins.py": "_iterator _shutdown_workers",
+    "data/loader_copies.py": "_iterator _shutdown_workers",
     "_launch/rank_process.py": "_config _run_exitfuncs _shutdown",
     "_launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (

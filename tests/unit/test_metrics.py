@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainloop._metrics import Asked, EpochEnd, Recorder, exact_sum, named_losses, rows_of
+from trainloop._metrics import EpochEnd, LogCall, Recorder, exact_sum, named_losses, rows_of
 from trainloop.errors import ConfigurationError
 
-PLAIN = Asked()
+PLAIN = LogCall()
 
 
 def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **asked: Any) -> None:
-    recorder.log(name, value, Asked(**asked), batch_size)
+    recorder.log(name, value, LogCall(**asked), batch_size)
 
 
 def in_ranks(world_size: int, work: Callable[[Recorder, int], Any], **arguments: Any) -> tuple[list[Any], int]:

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_group import RankOfGroup, SimulatedGroup
 
-from trainloop._metrics import Asked, Recorder, rows_of
+from trainloop._metrics import LogCall, Recorder, rows_of
 from trainloop._metrics.exchange import Gathered, Summed
 from trainloop.errors import ConfigurationError
 
 
 def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **asked: Any) -> None:
-    recorder.log(name, value, Asked(**asked), batch_size)
+    recorder.log(name, value, LogCall(**asked), batch_size)
 
 
 # -- the same as by gathering ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainloop import ModelWrap, TTBasicModel, TTModel
-from trainloop._metrics import Asked, Recorder
+from trainloop._metrics import LogCall, Recorder
 from trainloop.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ def test_log_goes_to_whoever_listens() -> None:
     model.log("z", 3.0, rank_zero_only=True)
     model.log("z", 3.0, batch_size=0)
     assert heard == [
-        ("x", 1.0, Asked(), None),
-        ("y", 2.0, Asked(on_step=False, on_epoch=True, reduce="sum", sync_dist=False, prog_bar=True), 3),
-        ("z", 3.0, Asked(rank_zero_only=True), 5),
-        ("z", 3.0, Asked(), 0),
+        ("x", 1.0, LogCall(), None),
+        ("y", 2.0, LogCall(on_step=False, on_epoch=True, reduce="sum", sync_dist=False, prog_bar=True), 3),
+        ("z", 3.0, LogCall(rank_zero_only=True), 5),
+        ("z", 3.0, LogCall(), 0),
     ]
 
 

@@ -73,12 +73,12 @@ def test_a_server_that_ends_at_an_import_is_asked_a_few_times(monkeypatch: pytes
 
 
 def test_a_process_that_was_forked_but_cannot_be_like_the_caller_is_told_by_name() -> None:
-    surroundings = processes._Surroundings({}, [], [], processes.fixed_state(), {}, ())
-    assert surroundings.changed(dict(os.environ)) == set()
-    assert surroundings.changed({**os.environ, "TORCH_LOGS": "+dynamo"}) == {"TORCH_LOGS"}
-    assert surroundings.changed(None) == {processes._NOT_OWN}
-    surroundings.fixed["Umask"] = "\t0777"  # taken over
-    assert surroundings.changed(dict(os.environ)) == set()
+    context = processes._ProcessContext({}, [], [], processes.fixed_state(), {}, ())
+    assert context.changed(dict(os.environ)) == set()
+    assert context.changed({**os.environ, "TORCH_LOGS": "+dynamo"}) == {"TORCH_LOGS"}
+    assert context.changed(None) == {processes._NOT_OWN}
+    context.fixed["Umask"] = "\t0777"  # taken over
+    assert context.changed(dict(os.environ)) == set()
 
 
 def test_a_forked_process_ends_quietly_if_its_caller_has_been_interrupted() -> None:

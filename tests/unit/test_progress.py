@@ -99,7 +99,7 @@ def test_without_a_screen_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> No
 def test_disabled_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     screen = on_screen(monkeypatch)
     shown = Progress(False)
-    shown.say("hello")
+    shown.write("hello")
     shown.begin_epoch(0, 1, 10)
     shown.row({"epoch": 1}, Timings())
     assert shown.next_look == math.inf

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.orders import permutations
-from trainloop.data.randomness import Aside
+from trainloop.data.randomness import IsolatedRandomState
 from trainloop.data.samplers import ShardSampler
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -50,7 +50,7 @@ def shares(make: Callable[[], Any], world_size: int, epoch: int, first_batch: in
 def test_shares_are_cut_from_torchs_own_order(kind: str, world_size: int) -> None:
     make = KINDS[kind]
     for epoch in range(2):
-        with Aside(derive_seed(3, "sampler", epoch)):
+        with IsolatedRandomState(derive_seed(3, "sampler", epoch)):
             order = list(make())
         whole = shares(make, world_size, epoch)
         together = [[batches[i][0] for batches, _ in whole] for i in range(max(len(batches) for batches, _ in whole))]

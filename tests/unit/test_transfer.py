@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop import _transfer as transfer
 from trainloop._transfer import pack, pages
-from trainloop._transfer.pages import MovedPages, anonymous_file, drop_unwritten_pages
+from trainloop._transfer.pages import MovedPages, anonymous_file, evict_clean_pages
 
 MIB = 1 << 20
 
@@ -41,7 +41,7 @@ def give_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def there_and_back(obj: Any) -> Any:
     """``obj`` as a rank would get it, read in this process; valid to the test's end."""
     _sent.append(pack(obj))
-    return _sent[-1].parcel.open()
+    return _sent[-1].handle.open()
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -113,7 +113,7 @@ def test_arrays_of_every_form(name: str) -> None:
 
 def test_a_thin_slice_does_not_drag_its_base_along() -> None:
     with pack(np.zeros((1000, 1000))[:, :3]) as payload:
-        assert payload.parcel.size < 100_000
+        assert payload.handle.size < 100_000
 
 
 @pytest.mark.parametrize("mode", ["r", "r+", "c"])
@@ -125,11 +125,11 @@ def test_a_mapped_file_is_mapped_there_too(tmp_path: Path, mode: Any) -> None:
         whole[5] = -1  # not in the file: its memory travels
     for a in (whole, whole[1000:90_000:3], whole[50_000:].reshape(100, 500)):
         with pack(a) as payload:
-            b = payload.parcel.open()
+            b = payload.handle.open()
             assert equal(b, a)
             assert b.flags.writeable == a.flags.writeable
             if mode != "c":
-                assert payload.parcel.size < 4096
+                assert payload.handle.size < 4096
                 assert b.filename == whole.filename
 
 
@@ -243,8 +243,8 @@ def test_large_data_is_held_once_and_comes_back(kind: str) -> None:
     with pack(data) as payload:
         assert payload.shared_in_place > 0.98 * size
         assert private_bytes() < before - 0.95 * size  # it is the file's now
-        assert file_bytes(payload.parcel.fd) < 1.05 * size
-        there = payload.parcel.open()
+        assert file_bytes(payload.handle.fd) < 1.05 * size
+        there = payload.handle.open()
         pairs = zip(data, there, strict=True) if isinstance(data, list) else [(data, there)]
         assert all(equal(b, a) for a, b in pairs)
         there_head = there[0] if isinstance(data, list) else there
@@ -263,7 +263,7 @@ def test_memory_is_given_back_when_the_sender_is_done() -> None:
     for _ in range(25):
         data = torch.ones(4 * MIB)
         with pack(data) as payload:
-            payload.parcel.open()
+            payload.handle.open()
         del data
         used.append(private_bytes())
     # malloc keeps a few for itself.
@@ -284,7 +284,7 @@ def test_a_forked_child_sees_its_own_memory_while_it_is_shared() -> None:
 def test_many_small_arrays_are_one_mapping() -> None:
     data = [np.full(600, i, np.int16) for i in range(20_000)]
     with pack(data) as payload:
-        there = payload.parcel.open()
+        there = payload.handle.open()
         with open("/proc/self/maps") as file:
             assert sum("trainloop-payload" in line for line in file) < 10
         assert all(equal(a, b) for a, b in zip(data, there, strict=True))
@@ -299,7 +299,7 @@ def test_unusual_memory_stays_where_it_is(tmp_path: Path) -> None:
     array = np.frombuffer(anonymous, dtype=np.uint8)
     with pack((torch.empty(0, dtype=torch.uint8).set_(of_file), array)) as payload:
         assert payload.shared_in_place == 0
-        t, a = payload.parcel.open()
+        t, a = payload.handle.open()
         assert (t.sum(), a.sum()) == (0, 0)
         array[5] = 1
         assert a[5] == 0
@@ -334,12 +334,12 @@ def test_what_was_only_read_of_a_file_leaves_this_process_and_what_was_written_s
         expected, address = data.copy(), data.__array_interface__["data"][0]
         written = -(-310_000 // mmap.PAGESIZE) - 300_000 // mmap.PAGESIZE
         # What lies beside a span, on its first and last page, may be in use by others.
-        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == MIB - (written + 2) * mmap.PAGESIZE
-        assert drop_unwritten_pages([(address + 1, MIB - 2)]) == 0
+        assert evict_clean_pages([(address + 1, MIB - 2)]) == MIB - (written + 2) * mmap.PAGESIZE
+        assert evict_clean_pages([(address + 1, MIB - 2)]) == 0
         assert (data == expected).all()
-        assert drop_unwritten_pages([(address, MIB)]) == MIB - written * mmap.PAGESIZE  # read again just now
+        assert evict_clean_pages([(address, MIB)]) == MIB - written * mmap.PAGESIZE  # read again just now
         own = np.ones(MIB, np.uint8)
-        assert drop_unwritten_pages([(own.__array_interface__["data"][0], MIB)]) == 0
+        assert evict_clean_pages([(own.__array_interface__["data"][0], MIB)]) == 0
         assert (own == 1).all()
         del data
         mapped.close()
@@ -351,7 +351,7 @@ def test_without_memfd_a_temporary_file_without_a_name_serves(monkeypatch: pytes
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pack(np.arange(100_000)) as payload:
-        assert equal(payload.parcel.open(), np.arange(100_000))
+        assert equal(payload.handle.open(), np.arange(100_000))
         assert not list(tmp_path.iterdir())
 
 
@@ -381,7 +381,7 @@ def test_definitions_of_main_are_found_by_name_there() -> None:
         batch = main.Batch
         with pack([batch((1, 2))]) as payload:
             del main.Batch
-            (there,) = payload.parcel.open()
+            (there,) = payload.handle.open()
             assert main.Batch is type(there)
             assert tuple(there) == (1, 2)
     finally:
@@ -395,7 +395,7 @@ def test_modules_that_a_new_process_could_not_import_travel_by_value() -> None:
     try:
         with pack(module.double) as payload:
             del sys.modules["made_by_hand"]
-            assert payload.parcel.open()(4) == 8
+            assert payload.handle.open()(4) == 8
     finally:
         sys.modules.pop("made_by_hand", None)
 
@@ -444,7 +444,7 @@ def test_both_sides_objects_meet_in_the_state_that_returns() -> None:
 
     mine, other = Callback(), nn.Linear(2, 2)
     with pack([mine, other]) as payload:
-        there, other_there = payload.parcel.open()
+        there, other_there = payload.handle.open()
         there.best = {"model": other_there, "again": there, "t": torch.ones(3), "kind": type(there)}
         data = transfer.dump_state(there.__dict__, [there, other_there])
     state = transfer.load_state(data, [mine, other])
@@ -465,8 +465,8 @@ def test_a_class_that_is_gone_is_named() -> None:
 def test_cuda_tensors_go_to_the_device_of_the_rank() -> None:
     model = nn.Linear(100, 100).cuda()
     with pack(model) as payload:
-        on_cpu = payload.parcel.open(torch.device("cpu"))
-        on_gpu = payload.parcel.open(torch.device("cuda", 0))
+        on_cpu = payload.handle.open(torch.device("cpu"))
+        on_gpu = payload.handle.open(torch.device("cuda", 0))
     assert on_cpu.weight.device.type == "cpu"
     assert on_gpu.weight.device == torch.device("cuda", 0)
     assert torch.equal(on_cpu.weight, model.weight.cpu())

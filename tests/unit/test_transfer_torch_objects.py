@@ -32,7 +32,7 @@ def give_back() -> Iterator[None]:
 def there_and_back(obj: Any) -> Any:
     """``obj`` as a rank would get it, read in this process; valid to the test's end."""
     _sent.append(pack(obj))
-    return _sent[-1].parcel.open()
+    return _sent[-1].handle.open()
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

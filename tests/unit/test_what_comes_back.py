@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop._transfer import pack
-from trainloop.train_loop.handover import Arrival, Departure
+from trainloop.train_loop.handover import CallerSide, RankSide
 
 
 class Net(TTBasicModel):
@@ -119,13 +119,13 @@ def train(loop: TrainLoop, steps: int = 3) -> None:
 
 
 def through_a_rank(loop: TrainLoop, work: Callable[[TrainLoop], Any]) -> None:
-    departure = Departure(loop)
+    caller_side = CallerSide(loop)
     with pack(loop) as payload:
-        there = payload.parcel.open()
-        arrival = Arrival(there, departure.paths)
+        there = payload.handle.open()
+        rank_side = RankSide(there, caller_side.paths)
         work(there)
-        data = arrival.end_state(None)
-    departure.receive(data)
+        data = rank_side.end_state(None)
+    caller_side.receive(data)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -33,7 +33,7 @@ from trainloop._support.platform import blocked_signals, loopback_interface
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
-from trainloop._transfer import Parcel, pack
+from trainloop._transfer import PayloadHandle, pack
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
@@ -126,7 +126,7 @@ def launch(
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_taken_at_start()]
+        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_inherited_at_start()]
     settings = dumped_settings()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
@@ -144,7 +144,7 @@ def launch(
             backend=backend,
             timeout_s=timeout_s,
             num_threads=num_threads,
-            parcel=payload.parcel,
+            handle=payload.handle,
             inherited=tuple(payload.inherited),
             interface=loopback_interface() if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
@@ -153,7 +153,7 @@ def launch(
             main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.parcel, payload.inherited, settings, environment)
+        work = _GivenWork(payload.handle, payload.inherited, settings, environment)
         starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
         result: T = starts.run()
         return result
@@ -162,14 +162,14 @@ def launch(
 class _GivenWork(NamedTuple):
     """Work for the next call, for ranks that are already running."""
 
-    parcel: Parcel
+    handle: PayloadHandle
     inherited: Sequence[int]
     settings: bytes
     environment: dict[str, str]
 
 
 class _Starts:
-    """The starts of one call's ranks: the first, and further ones after failures."""
+    """All starts of one call's ranks: the first, and restarts after failures."""
 
     def __init__(
         self,
@@ -186,16 +186,16 @@ class _Starts:
         self._method, self._served = method, served
         self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
         self._first = True
-        self._disturbed = False  # a start has been repeated, since another user's process had connected to it
+        self._disturbed = False  # True once a start was repeated because an untrusted process had connected
         self._failed: WorkerFailedError | None = None
-        """The failure after which ranks start again."""
+        """Failure after which the ranks restart."""
 
     def run(self) -> Any:
         """Start ranks until their work is done; return the result of local rank 0's function."""
         while True:
             with contextlib.ExitStack() as undo:
                 self._agree_on_start()
-                up = self._kept.take_up(self._terms, undo) if self._kept is not None else None
+                up = self._kept.resume(self._terms, undo) if self._kept is not None else None
                 ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
                 if self._is_done_by(ranks, are_up=up is not None):
                     result = ranks.result()
@@ -218,26 +218,26 @@ class _Starts:
 
     def _is_done_by(self, ranks: Ranks, *, are_up: bool) -> bool:
         """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
-        with signals(ranks.stop) as heard:
+        with signals(ranks.stop) as received:
             if self._first:
-                heard.end()  # nothing has begun, so nothing has to stop
+                received.end()  # no work has begun yet, so end at once
             try:
-                with _none_left_on_error(ranks):
+                with _terminate_ranks_on_error(ranks):
                     if not are_up:
                         self._served = _start(ranks, self._work.environment, self._method, self._served)
                         if self._first:
-                            heard.end()  # the server's imports may have taken long
+                            received.end()  # the server's imports may have taken long
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
                         ranks.give(*self._work)
                     else:
                         ranks.give_first()
-                    ranks.watch(at_once=heard.at_once)
+                    ranks.watch(at_once=received.at_once)
                     ranks.part()
             except WorkerFailedError as error:
                 self._check_may_start_again(ranks, error)
                 return False
-            heard.note(ranks.stop.requested)  # a signal to a rank after its last step
+            received.note(ranks.stop.requested)  # include a signal that a rank received after its last step
         return True
 
     def _check_may_start_again(self, ranks: Ranks, error: WorkerFailedError) -> None:
@@ -278,8 +278,8 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
     """
     environment = dict(child_env)
     if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
-        return environment, own  # set, too: when torch is loaded, MKL's variable may count for more
-    threads = torch.get_num_threads()  # the caller may have chosen fewer than the variable says
+        return environment, own  # set it nevertheless: MKL's variable takes precedence when torch is loaded
+    threads = torch.get_num_threads()  # the caller may have set fewer threads than the variable
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = min(threads, max(1, usable_cores() // ranks_per_node))
         environment["OMP_NUM_THREADS"] = str(threads)  # also for libraries that read it before a rank can set theirs
@@ -296,7 +296,7 @@ def _new_ranks(
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
     spec = spec_with(
-        words_fd=file("words", 8 * (SharedStop.num_words(ranks_per_node) + ranks_per_node)),
+        slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
         record_fds=tuple(file("record") for _ in range(ranks_per_node)),
@@ -313,7 +313,7 @@ def _new_ranks(
 
 
 @contextlib.contextmanager
-def _none_left_on_error(ranks: Ranks) -> Iterator[None]:
+def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -342,7 +342,7 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
     return fd
 
 
-def _taken_at_start() -> list[Any]:
+def _inherited_at_start() -> list[Any]:
     """Return state that a process inherits at its start and keeps: if it changes, new ranks are needed."""
     return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 

@@ -48,13 +48,13 @@ _TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
 
 
 LOST_HOST = "LostHost"
-"""Type of the failure of ranks whose host was lost."""
+"""Failure type of ranks whose host was lost."""
 RECORDED = "trainloop_recorded"
-"""Attribute of an exception: the file in which a ``FailureRecorder`` has recorded the step."""
+"""Name of an exception's attribute: the file in which a ``FailureRecorder`` has recorded the step."""
 
 
 def about_record(path: str) -> str:
-    """The sentence that says where a failure is recorded, and which line repeats it."""
+    """Return the sentence that names the record of a failure, and the line that repeats it."""
     return f'The failure was recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
 
 
@@ -75,7 +75,7 @@ class Failure:
     exitcode: int | None = None
     """Exit code; the negative number of a signal; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """True if the failure seems to be a consequence of losing another rank, and so is not the cause."""
+    """True if the failure probably results from the loss of another rank, and so is not the cause."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
@@ -219,7 +219,7 @@ def _text_of(error: BaseException) -> str:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others: the earliest that is not a consequence of another.
 
-    If all seem to be consequences, a rank that died precedes those that only lost their connection.
+    If all are probably consequences, a rank that died precedes those that only lost their connection.
     """
     return min(failures, key=lambda f: (f.consequence, f.consequence and f.type is not None, f.time_ns))
 
@@ -236,7 +236,7 @@ def exit_text(exitcode: int | None) -> str:
         return f"signal {-exitcode}"
 
 
-# Advice by patterns in the traceback or message; the first match is used.
+# Advice by patterns in the traceback or message; the first match wins.
 _HINTS = [
     (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
     (
@@ -418,7 +418,7 @@ _MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the beginning and end of a long text, and the number of characters between them."""
+    """Return the beginning and end of a long text, and between them the number of omitted characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters left out ...] {text[-(most // 2) :]}"

@@ -34,12 +34,12 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Hosts", "meet_hosts"]
 
 RENDEZVOUS_WAIT_S = 600.0
-"""The longest time that hosts wait for each other at the start; a shorter time-out of the run counts."""
+"""Longest time that hosts wait for each other at the start; a shorter time-out of the run takes precedence."""
 
 SILENCE_S = 15.0
 """Seconds after which a host without heartbeat is lost: its link was cut, or it is down."""
 
-_MISSED_S = 2.5  # the same, once a rank has lost its connection, to find the host
+_MISSED_S = 2.5  # the same, once a rank has lost its connection, to find the lost host
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
 _CONNECT_S = 15.0
@@ -51,7 +51,7 @@ class _NoProofError(ConnectionError):
 
 
 class _Entries:
-    """The entries of a store, one a host, each signed if the run has a key."""
+    """Entries in a store, one per host, each signed if the run has a key."""
 
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
@@ -158,15 +158,15 @@ class Hosts:
         """Host and port of the store, which the ranks use as well."""
         self._name, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._key = key
-        self._own: dict[str, Any] = {
+        self._entry: dict[str, Any] = {
             "id": secrets.token_hex(16),
             "facts": {"num_nodes": num_nodes, "ranks": ranks_per_node, "restarts": restarts},
             "address": "",
-            "count": 0,  # grows while the host lives
+            "count": 0,  # increases while the host is alive
             "start": 1,
             "done": 0,  # the start whose ranks are done
             "failed": [],  # start, node, failure
-            "left": "",  # why
+            "left": "",  # reason
         }
         self._others: dict[int, dict[str, Any]] = {}
         self._seen_at: dict[int, float] = {}
@@ -175,8 +175,8 @@ class Hosts:
         self.done_since: float | None = None
         """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
         self._wake, self._leaving = threading.Event(), threading.Event()
-        with signals() as heard:
-            self._check_signals: Callable[[], None] = heard.end
+        with signals() as received:
+            self._check_signals: Callable[[], None] = received.end
             self._entries = self._join() if node_rank else self._gather()
         other = self._others[1]["address"] if node_rank == 0 else point[0]
         # Gloo uses the interface of the host's name, which often is loopback or the wrong network.
@@ -204,10 +204,10 @@ class Hosts:
             master_listen_fd=listener.detach(),
         )
         entries = _Entries(store, self._key)
-        entries.session = self._own["id"]
+        entries.session = self._entry["id"]
         deadline = time.monotonic() + self._wait_s
         try:
-            entries.put(0, self._own)
+            entries.put(0, self._entry)
             while len(self._others) < self._num_nodes - 1:
                 self._check_signals()
                 if time.monotonic() > deadline:
@@ -217,23 +217,23 @@ class Hosts:
                     self._look_for(node, entries)
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
-                entries.put(0, {**self._own, "left": str(error) or type(error).__name__})
+                entries.put(0, {**self._entry, "left": str(error) or type(error).__name__})
                 time.sleep(4 * _MEET_S)  # the others read it
             raise
-        self._own["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
-        entries.put(0, self._own)
+        self._entry["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
+        entries.put(0, self._entry)
         return entries
 
     def _look_for(self, node: int, entries: _Entries) -> None:
         """Node 0: take the entry of another host, or print once why a host could not join."""
-        # Anybody can write into the store; the entry of a host replaces it.
+        # Any process can write to the store; a host's valid entry replaces a rejected one.
         with contextlib.suppress(_NoProofError, ValueError):
             entry = entries.get(node)
-            if entry is not None and entry["facts"] == self._own["facts"]:
+            if entry is not None and entry["facts"] == self._entry["facts"]:
                 self._others[node] = entry
         theirs = entries.refused(node)
         if theirs is not None and node not in self._refused:
-            if theirs == self._own["facts"]:
+            if theirs == self._entry["facts"]:
                 why = f"node {node} does not have the same key: set {KEY_VARIABLE} to the same secret on all hosts"
             else:
                 why = self._contradiction(0, node, theirs)
@@ -259,7 +259,7 @@ class Hosts:
             try:
                 # torch's store would print each attempt, with a stack.
                 with socket.create_connection(self.store_address, timeout=min(left, 5.0)) as connection:
-                    self._own["address"] = connection.getsockname()[0]
+                    self._entry["address"] = connection.getsockname()[0]
             except OSError as error:
                 reason = str(error)
                 time.sleep(min(0.2, left))  # node 0 may start later
@@ -317,7 +317,7 @@ class Hosts:
             try:
                 first = entries.get(0)
             except _NoProofError as error:
-                entries.refuse(self._me, self._own["facts"])
+                entries.refuse(self._me, self._entry["facts"])
                 raise ConfigurationError(self._key_error(who, str(error))) from None
             except ValueError:
                 first = None
@@ -327,14 +327,14 @@ class Hosts:
                 try:
                     self._check_facts(first["facts"])
                 except ConfigurationError:
-                    entries.refuse(self._me, self._own["facts"])
+                    entries.refuse(self._me, self._entry["facts"])
                     raise
                 entries.session = first["id"]
-                entries.put(self._me, self._own)
+                entries.put(self._me, self._entry)
                 written = True
             elif first is not None and "hosts" in first:
-                if first["hosts"].get(str(self._me)) != self._own["id"]:
-                    raise ConfigurationError(self._taken())
+                if first["hosts"].get(str(self._me)) != self._entry["id"]:
+                    raise ConfigurationError(self._index_in_use())
                 self._others[0] = first
                 return True
             elif first is not None and first["left"]:
@@ -357,13 +357,13 @@ class Hosts:
         )
 
     def _check_facts(self, first: dict[str, Any]) -> None:
-        if first != self._own["facts"]:
+        if first != self._entry["facts"]:
             raise ConfigurationError(f"{self._contradiction(self._me, 0, first)}.")
         if self._me not in range(1, self._num_nodes):
-            raise ConfigurationError(self._taken())
+            raise ConfigurationError(self._index_in_use())
 
     def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
-        own = self._own["facts"]
+        own = self._entry["facts"]
         if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
             return "fit(max_restarts=...) was passed only on some hosts: pass it on all of them, or on none"
         return (
@@ -371,7 +371,7 @@ class Hosts:
             f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
         )
 
-    def _taken(self) -> str:
+    def _index_in_use(self) -> str:
         return f"node_rank={self._me} is used by another host: give each host its own, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------
@@ -399,9 +399,9 @@ class Hosts:
         )
 
     def _reported(self) -> list[Any]:
-        """Start, node and fields of the failure that another host has reported; empty if there is none."""
+        """Return start, node and fields of the failure that another host has reported; empty if there is none."""
         reports = (entry["failed"] for entry in self._others.values())
-        start = self._own["start"]
+        start = self._entry["start"]
         return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
 
     def _lost(self, silence_s: float) -> tuple[int, str] | None:
@@ -410,7 +410,7 @@ class Hosts:
         for node, entry in self._others.items():
             silent_s = now - self._seen_at[node]
             if entry["left"]:
-                if entry["done"] < self._own["start"]:
+                if entry["done"] < self._entry["start"]:
                     return node, f"has ended its run: {entry['left']}"
                 continue
             if node in self._losses:
@@ -434,7 +434,7 @@ class Hosts:
 
     def report(self, failure: Failure) -> None:
         """Report this host's failure to all other hosts."""
-        self._own["failed"] = [self._own["start"], self._me, asdict(failure)]
+        self._entry["failed"] = [self._entry["start"], self._me, asdict(failure)]
         self._wake.set()
 
     def start_again(self, order: Any = None) -> Any:
@@ -456,14 +456,14 @@ class Hosts:
             If another host has ended its run, or was lost.
         """
         # Keep the failure: other hosts may not have read it yet. Set the start last: another thread sends these.
-        self._own["order"] = order
-        self._own["start"] += 1
+        self._entry["order"] = order
+        self._entry["start"] += 1
         self.done_since = None
         self._wake.set()
         deadline = time.monotonic() + RENDEZVOUS_WAIT_S
-        with signals() as heard:
-            while not self._all("start", self._own["start"]):
-                heard.end()
+        with signals() as received:
+            while not self._all("start", self._entry["start"]):
+                received.end()
                 failure = self.failure()
                 if failure is not None:
                     raise ConfigurationError(failure.message)
@@ -474,16 +474,16 @@ class Hosts:
 
     @property
     def start(self) -> int:
-        """Number of the present start of ranks; 1 is the first."""
-        number: int = self._own["start"]
+        """Number of the current start of ranks; the first is 1."""
+        number: int = self._entry["start"]
         return number
 
     def part(self, seconds: float) -> bool:
         """Return True if, after this host's ranks, those of all hosts are done within ``seconds``."""
-        self._own["done"] = self._own["start"]
+        self._entry["done"] = self._entry["start"]
         self._wake.set()
         deadline = time.monotonic() + seconds
-        while not (over := self._all("done", self._own["start"])) and time.monotonic() < deadline:
+        while not (over := self._all("done", self._entry["start"])) and time.monotonic() < deadline:
             time.sleep(0.02)
         return over
 
@@ -491,7 +491,7 @@ class Hosts:
         """Return True if all hosts have reached this number; node 0 decides, the others read it there."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
-        return all(entry[what] >= number for entry in (self._own, *self._others.values()))
+        return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
 
     # -- the thread, which alone uses the store during the run ------------------------------------------------------
 
@@ -507,7 +507,7 @@ class Hosts:
             except RuntimeError as error:
                 self._losses[0] = f"the connection to it was lost ({str(error).splitlines()[0]})"
                 return
-            # Node 0 keeps the store for those that have not left yet.
+            # Node 0 keeps the store for hosts that have not left yet.
             stays = self._me == 0 and not all(e["left"] or n in self._losses for n, e in self._others.items())
             if leaving and (not stays or time.monotonic() > leave_at):
                 return
@@ -515,10 +515,10 @@ class Hosts:
 
     def _exchange(self) -> None:
         """Write this host's entry and read the others'."""
-        self._own["count"] += 1
-        if self._me == 0 and self._own["failed"][:1] != [self._own["start"]]:
-            self._own["failed"] = self._reported() or self._own["failed"]
-        own = dict(self._own)
+        self._entry["count"] += 1
+        if self._me == 0 and self._entry["failed"][:1] != [self._entry["start"]]:
+            self._entry["failed"] = self._reported() or self._entry["failed"]
+        own = dict(self._entry)
         if self._me == 0:
             own["lost"] = self._lost(SILENCE_S)
             own["all start"] = min(e["start"] for e in (own, *self._others.values()))
@@ -544,7 +544,7 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self._own["left"] = (
+        self._entry["left"] = (
             "its work is done" if error is None else (str(error) or type(error).__name__).splitlines()[0]
         )
         self._leaving.set()

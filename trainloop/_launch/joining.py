@@ -22,7 +22,7 @@ from trainloop._support.signals import signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, barrier, exchange_ints
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
@@ -197,7 +197,7 @@ def _process_group(me: Rank, backend: str, init_method: str | None, timeout_s: f
         init_method = "env://" if "RANK" in os.environ and "MASTER_ADDR" in os.environ else rendezvous_point(os.environ)
     timeout = timedelta(seconds=timeout_s)
     store = _fresh_store(init_method, me, timeout)
-    with no_strangers():
+    with only_trusted_peers():
         dist.init_process_group(backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
     try:
         yield
@@ -215,8 +215,8 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     """Return a store for one process group, without the addresses of earlier groups.
 
     torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
-    group, numbered alike on all ranks, has its own part of the store. The store also outlives processes, if ``torchrun
-    --max-restarts`` starts them again.
+    group has its own prefix in the store, with the same number on all ranks. The store also outlives processes, if
+    ``torchrun --max-restarts`` starts them again.
     """
     if init_method not in _stores:
         _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
@@ -224,22 +224,22 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
 
 
-def _common_words(me: Rank) -> memoryview | None:
+def _common_slots(me: Rank) -> memoryview | None:
     """Map the int64 slots that all ranks of this machine share, in a file of rank 0; ``None`` if it can't be opened."""
     fd = anonymous_file("stop") if me.rank == 0 else -1
     try:
         if me.rank == 0:
-            os.ftruncate(fd, 8 * SharedStop.num_words(me.world_size))
+            os.ftruncate(fd, 8 * SharedStop.num_slots(me.world_size))
         pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
-        words = None
-        # A process in another container may have the same number; the file's own number tells them apart.
+        slots = None
+        # A process in another container may have the same PID; the inode distinguishes the files.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
-            # Whoever named the path, the file has to be this user's.
+            # The file must belong to this user, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
-                words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+                slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all have mapped it
-        return words
+        return slots
     finally:
         if me.rank == 0:
             close_file(fd)
@@ -252,15 +252,15 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
         yield LocalStop()
         return
     if me.local_world_size == me.world_size:
-        words = _common_words(me)
+        slots = _common_slots(me)
         pids = [pid for (pid,) in exchange_ints([os.getpid()])]
-        if all(found for (found,) in exchange_ints([int(words is not None)])):
-            assert words is not None
-            shared = SharedStop(words, me.rank, me.world_size, timeout_s, pids)
+        if all(found for (found,) in exchange_ints([int(slots is not None)])):
+            assert slots is not None
+            shared = SharedStop(slots, me.rank, me.world_size, timeout_s, pids)
             yield shared
             shared.release()
             return
-    with no_strangers():
+    with only_trusted_peers():
         # A separate group: its exchanges must not mix with those of the user's code in the default group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)

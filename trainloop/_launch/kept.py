@@ -5,7 +5,7 @@
     with keeping():                 # TrainLoop.ranks()
         launch(first, ...)          # starts ranks
         launch(second, ...)         # the same processes: their group, their GPUs' memory, what they have imported
-                                    # here they end
+    # here the ranks end
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class KeptRanks:
         self._terms: object = None
         self._undo = contextlib.ExitStack()
 
-    def take_up(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
-        """Return the ranks, ready for new work and ended by ``undo``; end them if settings differ or one is not up."""
+    def resume(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
+        """Return the ranks, reset for new work and ended by ``undo``; end them if settings differ or one has ended."""
         if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
             self.close()
         if self._ranks is not None:
@@ -40,13 +40,13 @@ class KeptRanks:
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
-        """Keep these ranks, whose work has succeeded; ``undo`` then runs at their end."""
+        """Keep these ranks, whose work has succeeded; ``undo`` then runs when they end."""
         ending = undo.pop_all()
-        if ranks is not self._ranks:  # otherwise it is this object's own close()
+        if ranks is not self._ranks:  # otherwise ``undo`` has only this object's close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
 
     def close(self) -> None:
-        """End them."""
+        """End the ranks."""
         self._ranks, self._terms = None, None
         self._undo.close()
 

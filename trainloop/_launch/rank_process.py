@@ -34,17 +34,17 @@ from trainloop._support.platform import resource
 from trainloop._support.scratch import Scratch, name_semaphores
 from trainloop._support.signals import rank_signals
 from trainloop._support.stopping import GroupStop, SharedStop
-from trainloop._transfer import Parcel
+from trainloop._transfer import PayloadHandle
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
-from trainloop.distributed.peers import DisturbedStartError, no_strangers
+from trainloop.distributed.peers import DisturbedStartError, only_trusted_peers
 from trainloop.distributed.ranks import leave_group
 
 __all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_as", "started_by_launch"]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
-"""Makes a rank write its Python stacks: a real-time signal, which programs leave alone."""
+"""Signal that makes a rank write its Python stacks: a real-time one, which other programs do not use."""
 
 _STACK_WAIT_S = 2.0  # how long a rank stays after a collective timed out, for the parent to collect all stacks
 _DAEMONS_S = 5.0  # at a rank's end, time for loader workers to end
@@ -71,8 +71,8 @@ class RankSpec:
     backend: str
     timeout_s: float
     num_threads: int | None
-    parcel: Parcel
-    words_fd: int
+    handle: PayloadHandle
+    slots_fd: int
     store_fd: int
     result_fd: int
     record_fds: tuple[int, ...]
@@ -86,7 +86,7 @@ class RankSpec:
     interface: str | None = None
     """Network interface of Gloo."""
     init_method: str | None = None
-    """A ``file://`` rendezvous place of several nodes, given by the user."""
+    """A ``file://`` rendezvous point of several nodes, given by the user."""
     inherited: tuple[int, ...] = ()
     """Further descriptors that the payload refers to."""
     key: bytes | None = field(default=None, repr=False)
@@ -100,7 +100,7 @@ class RankSpec:
 
     def descriptors(self, local_rank: int) -> list[int]:
         """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
-        own = [self.words_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
+        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
         own += [] if self.caller_fd is None else [self.caller_fd]
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
@@ -113,7 +113,7 @@ class RankSpec:
 
         return replace(
             self,
-            words_fd=here(self.words_fd),
+            slots_fd=here(self.slots_fd),
             store_fd=here(self.store_fd),
             result_fd=here(self.result_fd),
             record_fds=tuple(map(here, self.record_fds)),
@@ -133,9 +133,9 @@ class RankSpec:
             num_nodes=self.num_nodes,
         )
 
-    def map_words(self) -> memoryview:
+    def map_slots(self) -> memoryview:
         """Map the int64 slots that ranks and parent share: those of the stop agreement, then the ranks' states."""
-        return memoryview(mmap.mmap(self.words_fd, 0)).cast("q")
+        return memoryview(mmap.mmap(self.slots_fd, 0)).cast("q")
 
 
 class RankTerminated(BaseException):
@@ -171,59 +171,59 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     spec = work.spec.numbered(received)
     me = _started_as = spec.rank_of(local_rank)
     stack_fd = spec.stack_fds[local_rank]
-    # Semaphores and temporary files (of loader workers) are named after their launch: a killed rank can't remove its
-    # own.
+    # Semaphores and temporary files (of loader workers) are named after their launch, because a killed rank can't
+    # remove them.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
     multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
-    words = spec.map_words()
+    slots = spec.map_slots()
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if sys.platform != "win32" and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent(spec.caller_fd)
     guard_forks()
-    while (exitcode := _work(spec, me, words, received)) == 0 and spec.outlives_work:
-        os.close(received[spec.parcel.fd])
+    while (exitcode := _work(spec, me, slots, received)) == 0 and spec.outlives_work:
+        os.close(received[spec.handle.fd])
         gc.collect()  # releases the caller's shared memory
-        with contextlib.suppress(OSError):  # it has gone, as the next line finds out
+        with contextlib.suppress(OSError):  # the launching process has ended; the next line detects that
             line.send_bytes(b"1")
         given = next_work(line)
         if given is None:
             break
         work, received = given
         work.take_place()
-        spec = replace(spec, parcel=work.spec.parcel, settings=work.spec.settings, main=work.spec.main)
+        spec = replace(spec, handle=work.spec.handle, settings=work.spec.settings, main=work.spec.main)
     leave_group()
     _leave(exitcode)
 
 
-def _work(spec: RankSpec, me: Rank, words: memoryview, received: Mapping[int, int]) -> int:
+def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
     """Do one piece of work, from opening it to its result; return the exit code, 0 for success."""
     global _result_file
     _result_file = ResultFile(spec.result_fd)
-    stop = SharedStop(words, me.local_rank, spec.local_world_size, spec.timeout_s)
-    state = SharedStop.num_words(spec.local_world_size) + me.local_rank
+    stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
+    state = SharedStop.num_slots(spec.local_world_size) + me.local_rank
 
-    def lost() -> bool:
-        return stop.aborted or parent_is_gone()
+    def run_failed() -> bool:
+        return stop.aborted or parent_has_ended()
 
     with (
-        rank_signals(stop, ended=lost, end=RankTerminated),
+        rank_signals(stop, ended=run_failed, end=RankTerminated),
         contextlib.ExitStack() as undo,
     ):
         try:
             undo.enter_context(rank_streams(me))
-            words[state] = State.RUNNING
+            slots[state] = State.RUNNING
             if "nccl" in spec.backend:
-                unblocking = Unblocking(lost)
+                unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # Opens the payload too, so that an error in the user's imports is recorded like any other.
             result = _result_of(spec, me, stop, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
-            words[state] = State.DONE
+            slots[state] = State.DONE
         except BaseException as error:
-            exitcode = _fail(error, spec, me, stop, words, state)
+            exitcode = _fail(error, spec, me, stop, slots, state)
             leave_group(failed=True)
             return exitcode
     return 0
@@ -243,13 +243,13 @@ def _result_of(
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
-    if spec.interface is not None:  # also for groups that the work makes, be it a kept rank's second
+    if spec.interface is not None:  # also for groups that the work creates, and for later work of kept ranks
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
     _allow_many_descriptors()
     if "nccl" in spec.backend:
-        # Its watchdog writes what it knows of a collective that timed out, and gives that four times as long: a minute.
+        # After a time-out, NCCL's watchdog dumps its state and waits four times this value for it: by default a minute.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     device = torch.device(spec.devices[me.local_rank])
     if device.type == "cuda":
@@ -257,19 +257,19 @@ def _result_of(
     take_main_place(*spec.main)
     set_run_key(spec.key)
     if spec.settings:
-        # Before the payload is opened: it imports the user's modules, whose warnings are to be filtered, too.
+        # Before the payload is opened: that imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
         quieten_log_streams(me)
-    function = spec.parcel.open(device, received)
+    function = spec.handle.open(device, received)
     if not spec.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():
-        with no_strangers(DisturbedStartError):
+        with only_trusted_peers(DisturbedStartError):
             _make_group(spec, me, device)
         _groups.append(dist.group.WORLD)
     if me.num_nodes == 1:
         return function(stop)
-    with no_strangers():
+    with only_trusted_peers():
         agreement = GroupStop(
             dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s)), me.world_size, also=stop
         )
@@ -291,8 +291,8 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         )
         return
     if spec.store is None:
-        # A file needs no port, and so none that is free: nothing listens, and two runs can't meet.
-        # Elsewhere a descriptor can't be opened again with a position and a lock of its own.
+        # A file needs no free port, and two runs can't connect to each other.
+        # Outside Linux, a descriptor can't be reopened with a separate position and lock.
         named = os.path.join(spec.scratch.path, "store")
         path = f"/proc/self/fd/{spec.store_fd}" if sys.platform == "linux" else named
         store = dist.FileStore(path, me.world_size)
@@ -300,16 +300,16 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         host, port, prefix = spec.store
         client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         store = dist.PrefixStore(prefix, client)
-    # Without device_id: NCCL would form every smaller group by a split that all ranks take part in, and a group of some
-    # ranks over Gloo, which a user may make, waits there for ever (torch 2.6 to 2.13). The current device is set.
+    # Without device_id: NCCL would create every smaller group by a split that needs all ranks, and a user's group of
+    # some ranks over Gloo would wait there forever (torch 2.6 to 2.13). The current device is set.
     dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
 
 
-def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, words: memoryview, state: int) -> int:
+def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slots: memoryview, state: int) -> int:
     """Record the error while the group is still up, so that no other rank's error can be earlier."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
-    words[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
+    slots[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
     # DataLoader's handler of SIGCHLD may raise anywhere, also here, once for each dead worker.
     for _ in range(8):
         with contextlib.suppress(RuntimeError):
@@ -320,12 +320,12 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, word
             break
     if failure.timeout:
         # Stay, so that the others stay where they hang until the parent has their stacks.
-        words[state] = State.TIMED_OUT
+        slots[state] = State.TIMED_OUT
         deadline = time.monotonic() + _STACK_WAIT_S
         while not stop.aborted and time.monotonic() < deadline:
             time.sleep(0.01)
     else:
-        words[state] = State.FAILED
+        slots[state] = State.FAILED
     return failure.exitcode or 1
 
 
@@ -376,7 +376,7 @@ def _allow_many_descriptors() -> None:
 _parent: list[int] = []  # descriptors that become readable at its end
 
 
-def parent_is_gone() -> bool:
+def parent_has_ended() -> bool:
     """Return True if the process that started this one has ended."""
     return bool(_parent and connection.wait(_parent, 0))
 
@@ -395,7 +395,7 @@ def end_with_parent(caller_fd: int | None) -> None:
     _parent.append(parent.sentinel)
     if caller_fd is not None:
         _parent.append(caller_fd)
-    if parent_is_gone():
+    if parent_has_ended():
         os._exit(1)
     threading.Thread(target=_outlive_parent_briefly, name="trainloop-parent-watch", daemon=True).start()
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainloop._support.user_line import stand_for, user_place, warn
+from trainloop._support.user_line import set_user_place, user_place, warn
 from trainloop._transfer.pickling import Pickler
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_LINE = "the line that warnings point to"  # sent along, but no setting: each call has its own
+_LINE = "the line that warnings point to"  # sent too, but not a setting: it differs between calls
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def apply_settings(dumped: bytes) -> None:
     """Apply another process's settings, in the order of the table; skip those that are equal here."""
     values: dict[str, Any] = pickle.loads(dumped)
     if _LINE in values:
-        stand_for(values.pop(_LINE))
+        set_user_place(values.pop(_LINE))
     write_settings(values)
 
 
@@ -300,7 +300,7 @@ SETTINGS: list[Setting] = [
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
-    # The old switch sets new ones along, so it goes first.
+    # The old switch also sets the new ones, so it is first.
     Setting(
         "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),

@@ -23,10 +23,10 @@ from trainloop._launch.main_guard import main_place
 from trainloop._launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, Work
 from trainloop._support.platform import affinity, kill
-from trainloop._support.signals import Heard
+from trainloop._support.signals import ReceivedSignals
 from trainloop._support.stopping import SharedStop
 from trainloop._support.user_line import warn
-from trainloop._transfer import Parcel
+from trainloop._transfer import PayloadHandle
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed.peers import DisturbedStartError
 
@@ -71,7 +71,7 @@ class Ranks:
     spec : RankSpec
         Their arguments.
     token : str
-        Text that marks this launch's processes, in their environment, and their files.
+        Text that marks this launch's files, and its processes in their environment.
     hosts : Hosts, optional
         The other hosts of the run.
     """
@@ -84,9 +84,9 @@ class Ranks:
     ) -> None:
         self._spec = spec
         self._hosts = hosts
-        self._map = mmap.mmap(spec.words_fd, 0)
-        self._words = memoryview(self._map).cast("q")
-        self.stop = SharedStop(self._words, -1, spec.local_world_size)
+        self._map = mmap.mmap(spec.slots_fd, 0)
+        self._slots = memoryview(self._map).cast("q")
+        self.stop = SharedStop(self._slots, -1, spec.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
         self._reported: Failure | None = None  # to the other hosts
@@ -97,7 +97,7 @@ class Ranks:
         self._lines: list[connection.Connection] = []
         self._line_marks: set[str] = set()
         self._served = self._begun = False
-        self._told: dict[str, str] = {}
+        self._env: dict[str, str] = {}
         self._cpus = affinity()
 
     def start(self, environment: dict[str, str], *, served: bool) -> None:
@@ -133,7 +133,7 @@ class Ranks:
             # If this process kept a rank's end of a connection open, the rank's death would not close it.
             _close_ends([theirs for _, theirs in pairs])
         self._served, self._lines = served, [ours for ours, _ in pairs]
-        self._told = {**os.environ, **variables}
+        self._env = {**os.environ, **variables}
 
     def give_first(self) -> None:
         """Give the ranks their first work."""
@@ -170,9 +170,9 @@ class Ranks:
                 ready = connection.wait([*sentinels, *(self._lines[r] for r in busy)], timeout=_POLL_S)
                 busy -= {r for r in busy if self._lines[r] in ready and _has_answered(self._lines[r])}
             if at_once:
-                heard = Heard()
-                heard.note(self.stop.requested)
-                heard.end()
+                received = ReceivedSignals()
+                received.note(self.stop.requested)
+                received.end()
             if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:
@@ -208,25 +208,25 @@ class Ranks:
 
     def begin_again(self) -> None:
         """Reset the state of the last work, while the ranks are running."""
-        for i in range(len(self._words)):
-            self._words[i] = 0
+        for i in range(len(self._slots)):
+            self._slots[i] = 0
         for fd in (*self._spec.record_fds, *self._spec.stack_fds):
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)  # the rank's place, too
         self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
         self.cause = self._reported = None
 
-    def give(self, parcel: Parcel, inherited: Sequence[int], settings: bytes, environment: dict[str, str]) -> None:
+    def give(self, handle: PayloadHandle, inherited: Sequence[int], settings: bytes, variables: dict[str, str]) -> None:
         """Send the ranks more work, with the changes of this process's state."""
-        told, cpus, folder = {**os.environ, **environment, LAUNCH_VARIABLE: self._token}, affinity(), None
+        env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
         self._spec = replace(
-            self._spec, parcel=parcel, inherited=tuple(inherited), settings=settings, main=main_place()
+            self._spec, handle=handle, inherited=tuple(inherited), settings=settings, main=main_place()
         )
-        changed = {name: told.get(name) for name in {*told, *self._told} if told.get(name) != self._told.get(name)}
+        changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
         work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
-        self._told, self._cpus = told, cpus
+        self._env, self._cpus = env, cpus
         self._send(work, lambda local_rank: list(inherited))
 
     def _locals(self) -> range:
@@ -236,7 +236,7 @@ class Ranks:
         return [r for r in self._locals() if self._processes[r].is_alive()]
 
     def _state(self, local_rank: int) -> int:
-        return self._words[SharedStop.num_words(self._spec.local_world_size) + local_rank]
+        return self._slots[SharedStop.num_slots(self._spec.local_world_size) + local_rank]
 
     def _overdue(self) -> list[int]:
         signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
@@ -250,7 +250,7 @@ class Ranks:
             if r in self._failures:
                 continue
             rank = self._spec.rank + r
-            # Before its exit code: it says more, and is there earlier.
+            # Before the exit code: the record has more detail and is written earlier.
             record = read_record(self._spec.record_fds[r])
             if record is not None:
                 self._failures[r] = record
@@ -288,17 +288,17 @@ class Ranks:
         self._report()  # at once: the others do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
-            # Watchdogs of the waiting ranks are about to end these, too; that of the hanging rank is not.
+            # The watchdogs of the waiting ranks will soon end these, too; the hanging rank's will not.
             self._join(_UNWIND_S)
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.rank
             # Before the signal, which may wake a rank from a system call. A rank that is about to report does not hang.
-            told = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
+            reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
-            hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in told}, boundaries)
+            hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in reported}, boundaries)
         if overdue:
             hanging = [self._spec.rank + r for r in overdue]
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
@@ -320,7 +320,7 @@ class Ranks:
     def _end_lingering(self, ranks: list[int]) -> None:
         """Kill processes that don't end although all work is done and the result is here."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # the others were about to end
+        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # others were about to end
         self.end()
         if not still:
             return
@@ -349,7 +349,7 @@ class Ranks:
         return self._reported or own
 
     def _first_failure(self, elsewhere: Failure | None) -> Failure:
-        """Return this host's first failure, or another host's if that is the cause: ``elsewhere``, or one to come."""
+        """Return this host's first failure, or another host's if that is the cause: ``elsewhere``, or a later one."""
         cause = self._report() or elsewhere
         if cause is None and self._hosts is not None:
             cause = self._hosts.wait_for_failure(_HEAR_S)
@@ -368,7 +368,7 @@ class Ranks:
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
-            # Not where the work is over and the interpreter is about to end.
+            # Not ranks whose work is over: their interpreter is about to end.
             if self._state(r) not in (State.DONE, State.FAILED):
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
@@ -384,7 +384,7 @@ class Ranks:
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
-            # Returns when one has ended; the loop looks whether others are left.
+            # Returns once one process has ended; the loop checks for others.
             connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
 
     def _signal(self, local_rank: int, number: int) -> None:
@@ -397,20 +397,20 @@ class Ranks:
         """Return the Python stacks of all ranks: requested now, left by a crash, or from the rank's error."""
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._spec.stack_fds
-        told = {r: failure.traceback for r, failure in self._failures.items()}
+        tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # One that is still starting has no handler yet: the signal would kill it.
-            asked = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
-            for r in asked:
+            requested = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
+            for r in requested:
                 self._signal(r, STACK_SIGNAL)
             deadline = time.monotonic() + _DUMP_S
-            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in asked):
+            while time.monotonic() < deadline and not all(os.fstat(fds[r]).st_size for r in requested):
                 time.sleep(0.02)
             time.sleep(0.1)  # a dump is written line by line
         stacks = {}
         for r in ranks:
             text = read_text(fds[r])[: 1 << 20].decode(errors="replace")
-            text = told.get(r) or text
+            text = tracebacks.get(r) or text
             if text:
                 stacks[self._spec.rank + r] = text
             elif ask:

@@ -25,12 +25,12 @@ class Unblocking:
 
     Parameters
     ----------
-    lost : callable
+    run_failed : callable
         Returns True if the run has failed: the handler of SIGTERM then raises.
     """
 
-    def __init__(self, lost: Callable[[], bool]) -> None:
-        self._lost = lost
+    def __init__(self, run_failed: Callable[[], bool]) -> None:
+        self._run_failed = run_failed
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -38,11 +38,11 @@ class Unblocking:
         threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._over.set()
 
     def _run(self) -> None:
-        while not self._lost():
+        while not self._run_failed():
             if self._over.wait(_LOOK_S):
                 return
         if self._over.wait(_OWN_ERROR_S):

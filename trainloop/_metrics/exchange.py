@@ -1,4 +1,4 @@
-"""Exchanges of logs between ranks: up to 64 ranks gather all values, more add them up.
+"""Exchanges of logs between ranks: up to 64 ranks gather all values, larger groups reduce sums.
 
 :class:`Gathered` sends every rank's values to every rank, in one exchange, and sums are exact; but its traffic grows
 with the square of the number of ranks. :class:`Summed` sends sums, as large for a thousand ranks as for two; their last
@@ -21,39 +21,39 @@ from trainloop._support.rng import derive_seed
 __all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Summed", "exchange_of"]
 
 MOST_THAT_GATHER = 64
-"""Ranks up to which sums are exact."""
+"""Maximum number of ranks with exact sums."""
 
 Floats = npt.NDArray[np.float64]
 OwnSteps = tuple[Options, Any, Any, Any]
 """A metric's options; steps, values and weights."""
 OwnTotal = tuple[Options, list[float], list[float]]
-"""A metric's options; total and weight of an epoch, as :func:`~trainloop._metrics.reducing.exact_sum` gives them."""
+"""A metric's options; total and weight of an epoch, as returned by :func:`~trainloop._metrics.reducing.exact_sum`."""
 
 
 class Exchanged(NamedTuple):
-    """The logs of all ranks; the same on each, except for values that a rank keeps to itself."""
+    """The logs of all ranks; the same on each, except for per-rank values."""
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]
-    """By name, in an order that is the same on all ranks; one entry or more, which are to be added up."""
+    """By name, in the same order on all ranks; one or more entries, to be added up."""
     attachments: list[Any]
-    """The attachments, in the order of ranks; one entry where all ranks sent the same."""
+    """The attachments, in the order of ranks; one entry if all ranks sent the same."""
 
 
 class Exchange(Protocol):
     """Collective: every rank makes the same calls in the same order."""
 
     carries_objects: bool
-    """True if an attachment may be large: it goes along with the logs; else small ones that are mostly the same."""
+    """True if an attachment may be large and is sent with the logs; else attachments are small and mostly equal."""
 
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
-        """Exchange step values and, with ``totals``, an epoch's; values that are not shared are returned as given."""
+        """Exchange step values and, with ``totals``, an epoch's; values that are not shared are returned unchanged."""
 
 
 class Gathered:
-    """All ranks' values on all ranks.
+    """Gathers all ranks' values on all ranks.
 
     Parameters
     ----------
@@ -83,20 +83,20 @@ class Collectives(Protocol):
     """The collectives that :class:`Summed` needs; :mod:`trainloop.distributed` has them."""
 
     def all_reduce(self, value: Any, reduce: Any) -> Any:
-        """The sum or maximum over ranks of each number of a tensor, on every rank."""
+        """Return the sum or maximum over ranks of each number of a tensor, on every rank."""
 
     def exchange_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's integers, on every rank."""
+        """Return every rank's integers, on every rank."""
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's object, on every rank."""
+        """Return every rank's object, on every rank."""
 
 
 class Summed:
-    """Sums of all ranks' values on all ranks, in float64; traffic grows with the number of metrics, not of ranks.
+    """Sums all ranks' values on all ranks, in float64; traffic grows with the number of metrics, not of ranks.
 
-    Ranks mostly log the same metrics at the same steps. If they did, which they find out by exchanging a digest, all
-    values go in one or two all-reduces; otherwise all ranks gather all values.
+    Ranks mostly log the same metrics at the same steps. They compare a digest; if it is the same on all ranks, all
+    values are sent in one or two all-reduces; otherwise all ranks gather all values.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class Summed:
 
 
 class _Numbers:
-    """One metric's numbers, in a form in which those of ranks are added up, or the greatest taken."""
+    """One metric's numbers, in a form in which ranks can be reduced by sum or maximum."""
 
     def __init__(self, options: Options, steps: Any, values: Floats, weights: Floats) -> None:
         self.options = options
@@ -149,32 +149,32 @@ class _Numbers:
         self.layout = (options, None if steps is None else steps.tolist())
         nothing = np.empty((0, len(values)))
         if options.reduce == "mean":
-            # A value without weight does not count, not even nan.
+            # A value without weight does not count, not even NaN.
             self.sums, self.greatest = np.stack([np.where(weights == 0, 0.0, values * weights), weights]), nothing
         elif options.reduce == "sum":
             self.sums, self.greatest = values[None].copy(), nothing
-        else:  # which of nan and a number is the greater, an all-reduce doesn't say: nan is counted
+        else:  # an all-reduce treats NaN inconsistently in a maximum: count NaNs
             self.sums = np.isnan(values)[None].astype(np.float64)
             signed = values if options.reduce == "max" else -values
             self.greatest = np.where(np.isnan(values), -np.inf, signed)[None]
 
     @classmethod
     def of_steps(cls, options: Options, steps: Any, values: Any, weights: Any) -> _Numbers:
-        """One rank's values of some steps."""
+        """Return one rank's values of some steps."""
         indices, reduced = step_values({"": [(options, steps, values, weights)]})[""]
         places = np.searchsorted(indices, steps)
         return cls(options, indices, reduced, np.bincount(places, weights, len(indices)).astype(np.float64))
 
     @classmethod
     def of_epoch(cls, options: Options, total: list[float], weight: list[float]) -> _Numbers:
-        """One rank's total of an epoch."""
+        """Return one rank's total of an epoch."""
         numbers = cls(options, None, np.array([math.fsum(total)]), np.ones(1))
-        if options.reduce == "mean":  # the total is of products already
+        if options.reduce == "mean":  # the total already consists of products
             numbers.sums[1] = math.fsum(weight)
         return numbers
 
     def result(self) -> Floats:
-        """The values, once ``sums`` and ``greatest`` are over all ranks."""
+        """Return the values, once ``sums`` and ``greatest`` are reduced over all ranks."""
         if self.options.reduce == "mean":
             with np.errstate(divide="ignore", invalid="ignore"):
                 quotient: Floats = self.sums[0] / self.sums[1]
@@ -185,14 +185,14 @@ class _Numbers:
         return np.where(self.sums[0] > 0, np.nan, greatest)
 
     def total(self) -> OwnTotal:
-        """The epoch's entry."""
+        """Return the epoch's entry."""
         if self.options.reduce == "mean":
             return self.options, [float(self.sums[0, 0])], [float(self.sums[1, 0])]
         return self.options, [float(self.result()[0])], []
 
 
 def exchange_of(collectives: Collectives, world_size: int) -> Exchange:
-    """The exchange for so many ranks."""
+    """Return the exchange for this number of ranks."""
     if world_size == 1:
         return Gathered()
     return Gathered(collectives.gather_object) if world_size <= MOST_THAT_GATHER else Summed(collectives)

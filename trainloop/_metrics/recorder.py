@@ -1,4 +1,4 @@
-"""One rank's logs: recorded step by step, read in bulk, exchanged all together."""
+"""One rank's logs: recorded step by step, read in bulk, exchanged together."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainloop._metrics.reducing import (
 from trainloop._metrics.slots import Slots
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Asked", "EpochEnd", "Recorder", "named_losses"]
+__all__ = ["LogCall", "EpochEnd", "Recorder", "named_losses"]
 
 
-class Asked(NamedTuple):
-    """The options of ``TTModel.log``, as they were passed."""
+class LogCall(NamedTuple):
+    """The options of ``TTModel.log``, as passed."""
 
     on_step: bool | None = None
     on_epoch: bool | None = None
@@ -44,17 +44,17 @@ class EpochEnd(NamedTuple):
 
     steps: StepValues
     losses: dict[str, float]
-    """The loop's own loss under ``''``, and its parts under their names."""
+    """The loop's loss under ``''``, and its parts by name."""
     metrics: dict[str, float]
-    """The metrics that were logged."""
+    """The logged metrics."""
     attachments: list[Any]
     """Each rank's attachment; one entry if all sent the same."""
 
 
 class _Series:
-    """One metric on this rank: values still in slots, step values not yet exchanged, and the epoch so far."""
+    """One metric on this rank: values still in slots, step values not yet exchanged, and totals of the epoch so far."""
 
-    def __init__(self, name: str, options: Options, asked: Asked | None = None) -> None:
+    def __init__(self, name: str, options: Options, asked: LogCall | None = None) -> None:
         self.name = name
         self.options = options
         self.asked = asked
@@ -64,7 +64,7 @@ class _Series:
 
     def clear(self) -> None:
         """Begin an epoch."""
-        # Machine numbers: 24 bytes a value, and no objects for the garbage collector to walk.
+        # Machine numbers: 24 bytes per value, and no objects for the garbage collector to traverse.
         self.steps, self.values, self.weights = array("q"), array("d"), array("d")
         self.count = 0
         self.total: list[float] = []
@@ -86,7 +86,7 @@ class _Series:
                 self._settle_outside(steps, values, weights)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
-                if not all(weights):  # a value without weight does not count, not even nan, the mean over no samples
+                if not all(weights):  # a value without weight does not count, not even NaN, the mean over no samples
                     values = [value for value, weight in zip(values, weights) if weight]
                     weights = [weight for weight in weights if weight]
                 values = list(map(mul, values, weights))
@@ -95,7 +95,7 @@ class _Series:
             self.count += len(pending)
 
     def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Process step values, some logged between steps: those are step values only if ``on_step`` was asked for."""
+        """Process step values, some logged between steps: those are step values only if ``on_step`` was requested."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:
@@ -110,7 +110,7 @@ class _Series:
 
 
 class Recorder:
-    """Collects what one rank logs in an epoch, or in one evaluation.
+    """Collect the logs of one rank in an epoch, or in one evaluation.
 
     Parameters
     ----------
@@ -118,21 +118,21 @@ class Recorder:
     gather : callable, optional
         ``gather(object) -> list`` of every rank's object, on every rank; ``None`` in one process.
     exchange : Exchange, optional
-        How ranks exchange what they logged. Default: by ``gather``.
+        Exchange of logs between ranks. Default: by ``gather``.
     on_step : bool
         True to keep step values (in training, not in evaluation).
     prefix : str
-        Put before names that don't start with it, as ``val_``.
+        Prefix for names that don't start with it, such as ``val_``.
     reserved : tuple of str
-        Names with a meaning of their own, besides that of the loss, which nobody may log.
+        Names with a special meaning, in addition to that of the loss, which can't be logged.
 
     Attributes
     ----------
     step : int
-        The optimizer step that is running, counted from 1; the loop sets it. Negative between two steps: what is logged
-        then is a value of the epoch, and of that step only where ``on_step`` was asked for.
+        Current optimizer step, counted from 1; set by the loop. Negative between two steps: a value logged
+        then is a value of the epoch, and of that step only if ``on_step`` was requested.
     batch_size : int
-        Samples of the batch that is running: the weight of what is logged without one. The loop sets it.
+        Samples of the current batch: the default weight of logged values. Set by the loop.
     rank_zero_only_names : set of str
     """
 
@@ -158,7 +158,7 @@ class Recorder:
         self._series: dict[str, _Series] = {}
         self._logged: dict[str, _Series] = {}  # by the name that log was called with
         self._parts: dict[str, _Series] = {}
-        self._finished: dict[str, list[Any]] = {}  # all ranks' entries of the epoch that was finished last
+        self._finished: dict[str, list[Any]] = {}  # all ranks' entries of the last finished epoch
         self._slots: dict[torch.device, Slots] = {}
         self._cpu = self._slots_on(torch.device("cpu"))
         self._registering = threading.Lock()
@@ -166,17 +166,17 @@ class Recorder:
 
     # -- in the step ---------------------------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Tensor | float, asked: Asked, batch_size: Tensor | float | None = None) -> None:
-        """Record a value: ``TTModel.log`` calls this; see there. Replicas call it from their threads.
+    def log(self, name: str, value: Tensor | float, asked: LogCall, batch_size: Tensor | float | None = None) -> None:
+        """Record a value for ``TTModel.log``; see there. Replicas call it from their threads.
 
         Parameters
         ----------
-        asked : Asked, or a tuple of the same
+        asked : LogCall, or a tuple of the same
         """
-        # The usual case first: known, with the same options; no more than two comparisons.
+        # The usual case first: a known name with the same options; at most two comparisons.
         series = self._logged.get(name)
         if series is None or series.asked != asked:
-            series = self._register(name, value, Asked(*asked))
+            series = self._register(name, value, LogCall(*asked))
         if isinstance(value, Tensor):
             try:
                 value = (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
@@ -195,15 +195,15 @@ class Recorder:
     def add_loss(
         self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float | Mapping[str, Tensor | float]
     ) -> Tensor:
-        """Record the loop's own loss, and its parts if it is a ``MultiLoss``; returns the whole, detached, 0-d.
+        """Record the loop's loss, and its parts if it is a ``MultiLoss``; return the whole, detached, 0-d.
 
-        ``weight`` may have one for each part. The epoch's whole is then the sum of the parts' means.
+        ``weight`` may have a weight for each part. The epoch's whole is then the sum of the parts' means.
         """
         if not isinstance(loss, Tensor):
             for part, value in loss.items():
                 of_part = weight[part] if isinstance(weight, Mapping) else weight
                 self._add(self._parts.get(part) or self._part(part), value, of_part)
-            loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss is above this module
+            loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss is in a higher layer
         if isinstance(weight, Mapping):
             weight, whole_of_parts = self.batch_size, self._parts[""]
             whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
@@ -243,13 +243,13 @@ class Recorder:
     def _part(self, part: str) -> _Series:
         key = f"{self._prefix}loss_{part}" if part else f"{self._prefix}loss"
         if key in self._series and self._series[key].options.part is None:
-            raise ConfigurationError(_is_the_loops_own(key))
+            raise ConfigurationError(_is_loop_loss(key))
         options = Options(self._on_step, True, "mean", True, part)
         series = self._series.setdefault(key, _Series(key, options))
         return self._parts.setdefault(part, series)
 
-    def _register(self, name: str, value: Any, asked: Asked) -> _Series:
-        """The series of a name logged for the first time, or with other options than before."""
+    def _register(self, name: str, value: Any, asked: LogCall) -> _Series:
+        """Return the series of a name logged for the first time, or with other options than before."""
         with self._registering:
             before = self._logged.get(name)
             if before is not None and before.asked == asked:  # another thread has registered it
@@ -259,8 +259,8 @@ class Recorder:
             options = self._options(asked)
             series = self._series.get(key)
             if (series is not None and series.options.part is not None) or key in self._reserved:
-                raise ConfigurationError(_is_the_loops_own(name))
-            if series is None or series.options != options:  # else the epoch continues from a checkpoint
+                raise ConfigurationError(_is_loop_loss(name))
+            if series is None or series.options != options:  # otherwise the epoch continues from a checkpoint
                 series = self._series[key] = _Series(key, options)
             series.asked = asked
             if asked.rank_zero_only:
@@ -268,7 +268,7 @@ class Recorder:
             self._logged[name] = series
             return series
 
-    def _check(self, name: Any, value: Any, asked: Asked, before: _Series | None) -> None:
+    def _check(self, name: Any, value: Any, asked: LogCall, before: _Series | None) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty string.")
         if asked.reduce not in REDUCTIONS:
@@ -286,7 +286,7 @@ class Recorder:
                 "Use the same options for each name."
             )
 
-    def _options(self, asked: Asked) -> Options:
+    def _options(self, asked: LogCall) -> Options:
         recorded = not asked.rank_zero_only or self._rank == 0
         return Options(
             on_step=recorded and self._on_step and (asked.on_step is None or bool(asked.on_step)),
@@ -299,7 +299,7 @@ class Recorder:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def between_steps(self, step: int) -> None:
-        """Mark that no step is running; ``step`` is used for values whose step is asked for."""
+        """Mark that no step is running; ``step`` is used for values whose step is requested."""
         self.step, self.batch_size = -step, 1
 
     @property
@@ -308,7 +308,7 @@ class Recorder:
         return any(series.pending or series.count or series.steps for series in self._series.values())
 
     def drop(self, names: Container[str]) -> None:
-        """Forget what was logged by these names since the epoch was finished."""
+        """Drop what was logged by these names since the epoch was finished."""
         for series in self._series.values():
             if series.name in names:
                 series.pending.clear()
@@ -317,24 +317,24 @@ class Recorder:
     # -- every now and then --------------------------------------------------------------------------------------------
 
     def bar_values(self) -> dict[str, float]:
-        """The newest value on this rank of each metric logged with ``prog_bar``. Waits for the device."""
+        """Return the latest value on this rank of each metric logged with ``prog_bar``. Waits for the device."""
         shown = [series for series in self._series.values() if series.asked is not None and series.asked.prog_bar]
         return {s.name: float(s.pending[-1][1]) if s.pending else s.latest for s in shown}
 
     def compact(self) -> None:
-        """Read all slots, in one transfer for each device. Waits for the device; exchanges nothing."""
+        """Read all slots, in one transfer per device. Waits for the device; no exchange."""
         numbers: dict[int, float] = {}
         for slots in self._slots.values():
-            # One transfer a device, however many metrics and steps: each one waits for the device.
+            # One transfer per device, for all metrics and steps: each transfer waits for the device.
             numbers.update(slots.read())
         for series in self._series.values():
             if series.pending:
                 series.settle(numbers)
 
     def exchange_steps(self) -> StepValues:
-        """Step values since the last call, over all ranks. Collective where there are several ranks.
+        """Return step values since the last call, over all ranks. Collective if there are several ranks.
 
-        If no step has begun since the last exchange, which all ranks know alike, nothing is exchanged or returned.
+        If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned.
         """
         self.compact()
         if self.step == self._exchanged_step:
@@ -343,21 +343,21 @@ class Recorder:
         return self._exchange(self._new_steps()).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
-        """The remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
+        """Return the remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
 
-        Collective where there are several ranks.
+        Collective if there are several ranks.
 
         Parameters
         ----------
         attachment : object
-            Sent along to all ranks.
+            Sent to all ranks with the logs.
         late : bool
-            The logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
+            True if the logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
         """
         self.compact()
         steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
         if late:
-            # Means over the epoch are computed again from all parts: a mean of means would be another value.
+            # Means over the epoch are recomputed from all parts: a mean of means would be another value.
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}
             self._finished.update(epoch)
         else:
@@ -369,7 +369,7 @@ class Recorder:
                 metrics[name] = epoch_value(entries)
             else:
                 losses[part] = epoch_value(entries)
-        if losses and "" not in losses:  # parts with weights of their own
+        if losses and "" not in losses:  # parts with different weights
             losses = {"": math.fsum(losses.values()), **losses}
         for series in self._series.values():
             series.clear()
@@ -383,7 +383,7 @@ class Recorder:
         return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the unfinished epoch, as plain types. Call after :meth:`exchange_steps`."""
+        """Return this rank's part of the unfinished epoch, as plain types. Call it after :meth:`exchange_steps`."""
         return {
             s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
             for s in self._series.values()
@@ -423,11 +423,11 @@ def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
 
 
 def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """Losses by their names in the history."""
+    """Return losses by their names in the history."""
     return {f"{prefix}loss_{part}" if part else f"{prefix}loss": value for part, value in losses.items()}
 
 
-def _is_the_loops_own(name: str) -> str:
+def _is_loop_loss(name: str) -> str:
     return f"log({name!r}, ...): the loop records {name!r} itself. Choose another name."
 
 

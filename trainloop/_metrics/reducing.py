@@ -1,6 +1,6 @@
-"""From logged values to a metric's value of a step and of an epoch, over all ranks: arithmetic, no torch, no exchange.
+"""Reduce logged values to a metric's value of a step and of an epoch, over all ranks: no torch, no exchange.
 
-An epoch's sums are exact: its values depend neither on when logs were read nor on which rank had which samples.
+An epoch's sums are exact: its values don't depend on when logs were read or on which rank had which samples.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
 
 
 class Options(NamedTuple):
-    """How a metric's values are reduced and kept; sent to the other ranks along with them."""
+    """Options by which a metric's values are reduced and kept; sent to the other ranks with them."""
 
     on_step: bool
     on_epoch: bool
     reduce: str
     shared: bool
-    """True if the value is over all ranks; else each rank keeps its own."""
+    """True if the value is over all ranks; False for per-rank values."""
     part: str | None
-    """For the loop's own loss: the part's name, empty for the whole. ``None`` for the user's metrics."""
+    """For the loop's loss: the part's name, empty for the whole. ``None`` for the user's metrics."""
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:
-    """Floats whose sum is exactly that of ``values``: the rounded sum, what it lacks, what that lacks, ...
+    """Return floats whose sum is exactly that of ``values``: the rounded sum, its error, the error of that, ...
 
     Mostly one or two, and none for 0. Sums of parts can be added up to those of the whole, in any order.
 
@@ -63,30 +63,30 @@ def exact_sum(values: Iterable[float]) -> list[float]:
             parts.append(rest)
             rest = math.fsum([*values, *(-part for part in parts)])
         return [rest] if rest else parts
-    except (OverflowError, ValueError):  # fsum raises for inf - inf, and where an intermediate sum overflows
+    except (OverflowError, ValueError):  # fsum raises for inf - inf, and if an intermediate sum overflows
         return [sum(values)]
 
 
 def reduced(reduce: str, values: list[float]) -> list[float]:
-    """Fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
+    """Return fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
     if reduce in ("mean", "sum"):
         return exact_sum(values)
-    # Not Python's min and max: with them the position of a nan decides whether it counts.
+    # Not Python's min and max: their result depends on the position of a NaN.
     return [float(np.min(values) if reduce == "min" else np.max(values))] if values else []
 
 
 def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Each metric's entries in the order of ranks, and the names in an order that is the same on all of them.
+    """Return each metric's entries in the order of ranks, and the names in the same order on all ranks.
 
     Parameters
     ----------
     everyone : sequence of dict
-        Each rank's entries by name, each beginning with its :class:`Options`.
+        Each rank's entries by name, each starting with its :class:`Options`.
 
     Raises
     ------
     ConfigurationError
-        On every rank, where ranks logged one name with different options.
+        On every rank, if ranks logged one name with different options.
     """
     found: dict[str, list[Any]] = {}
     first: dict[str, int] = {}
@@ -108,7 +108,7 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) -> StepValues:
-    """Each metric's value of each step, from (options, steps, values, weights) of each rank."""
+    """Return each metric's value of each step, from (options, steps, values, weights) of each rank."""
     return {
         name: _reduced_in_steps(
             entries[0][0].reduce, *(np.concatenate([entry[i] for entry in entries]) for i in (1, 2, 3))
@@ -121,15 +121,15 @@ def _reduced_in_steps(
     reduce: str, steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     first = int(steps.min())
-    places = steps - first  # steps of one flush lie close together: no need to sort
+    places = steps - first  # steps of one flush are close together: no need to sort
     counts = np.bincount(places)
     result: npt.NDArray[np.float64]
-    with np.errstate(divide="ignore", invalid="ignore"):  # nan is an answer, here as elsewhere
+    with np.errstate(divide="ignore", invalid="ignore"):  # NaN is a valid result
         if reduce == "mean":
             products = np.where(weights == 0, 0.0, values * weights)
             result = np.bincount(places, products) / np.bincount(places, weights)
-            lone = (counts[places] == 1) & (weights > 0)
-            result[places[lone]] = values[lone]  # exactly as logged, since multiplying and dividing may round
+            single = (counts[places] == 1) & (weights > 0)
+            result[places[single]] = values[single]  # exactly as logged, since multiplying and dividing may round
         elif reduce == "sum":
             result = np.bincount(places, values).astype(np.float64)
         else:
@@ -140,7 +140,7 @@ def _reduced_in_steps(
 
 
 def epoch_value(entries: Sequence[tuple[Options, list[float], list[float]]]) -> float:
-    """A metric's value of an epoch, from (options, total, weight) of each rank."""
+    """Return a metric's value of an epoch, from (options, total, weight) of each rank."""
     reduce = entries[0][0].reduce
     total = _rounded(reduced(reduce, [part for _, parts, _ in entries for part in parts]))
     if reduce != "mean":
@@ -154,7 +154,7 @@ def _rounded(exact: list[float]) -> float:
 
 
 def rows_of(steps: StepValues) -> list[Row]:
-    """Step values as one row a step."""
+    """Return step values as one row per step."""
     rows: dict[int, dict[str, float]] = {}
     for name, (indices, values) in steps.items():
         for step, value in zip(indices.tolist(), values.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Slots in which logged values wait on their device."""
+"""Slots for logged values on their device, until they are read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Slots"]
 
 
 class Slots:
-    """Numbers of one device, kept there as float64 until they are read all at once.
+    """Numbers on one device, kept there as float64 until they are read all at once.
 
-    A slot is a 0-d view of a block of memory: keeping a value is one copy, and allocates nothing.
+    A slot is a 0-d view of a block of memory: storing a value is one copy without an allocation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class Slots:
         self._growing = threading.Lock()
 
     def keep(self, value: Tensor) -> Tensor:
-        """Copy a value into a slot. Any thread may call it."""
+        """Copy a value into a slot. Thread-safe."""
         if value.requires_grad:
             value = value.detach()
         slot = next(self._free, None)
@@ -34,17 +34,17 @@ class Slots:
             slot = self._grown()
         try:
             return slot.copy_(value)
-        except RuntimeError:  # nearly always right, and a check would cost time for every value
+        except RuntimeError:  # copying nearly always works, and a check would cost time for every value
             if not value.ndim or value.numel() != 1:
                 raise
             return slot.copy_(value.reshape(()))
 
     def _grown(self) -> Tensor:
         with self._growing:
-            slot = next(self._free, None)  # another thread may have been here
+            slot = next(self._free, None)  # another thread may have refilled it
             if slot is None:
                 dtype = torch.float32 if self._device.type == "mps" else torch.float64
-                with torch.inference_mode(False):  # slots made in inference mode could be used in that mode only
+                with torch.inference_mode(False):  # slots created in inference mode could be used in that mode only
                     block = torch.empty(max(256, len(self._slots)), dtype=dtype, device=self._device)
                     slots = block.unbind()
                 self._blocks.append(block)
@@ -54,7 +54,7 @@ class Slots:
             return slot
 
     def read(self) -> dict[int, float]:
-        """Read and free all used slots; returns their numbers by the slot's id. Waits for the device."""
+        """Read and free all used slots; return their numbers by the slot's id. Waits for the device."""
         taken = len(self._slots) - length_hint(self._free)
         if not taken:
             return {}

@@ -2,7 +2,7 @@
 
 :func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
 fresh interpreters. A forked process inherits the state of the server, so it first takes over the caller's environment,
-folder, CPUs, standard output and number of threads (:class:`_Surroundings`), before any user object is
+folder, CPUs, standard output and number of threads (:class:`_ProcessContext`), before any user object is
 unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: if it
 differs, the process refuses, and the caller spawns instead.
 
@@ -87,11 +87,11 @@ _PAUSES_S = (0.0, 0.05, 0.5)
 
 
 class NoServerError(Exception):
-    """No process can be forked from the server; the text has the reason."""
+    """No process can be forked from the server; the error's text is the reason."""
 
 
 class NoOwnServerError(NoServerError):
-    """The server ends while it imports its modules, or other code of this program has started it."""
+    """The server ended while it imported its modules, or other code of this program has started it."""
 
 
 def chosen_method(asked: str = "auto") -> str:
@@ -151,7 +151,7 @@ def begin_server(modules: Sequence[str]) -> None:
             order["environment"] = {name: os.environ.get(name) for name in changed}
             with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
                 forkserver.ensure_running()
-    except OSError as error:  # ChildProcessError: this process is a fork of the one that has the server
+    except OSError as error:  # ChildProcessError: this process is a fork of the one that owns the server
         raise NoServerError(f"it cannot be started: {error}") from error
 
 
@@ -221,7 +221,7 @@ def _wait_for_server() -> None:
 
 
 _refused: tuple[int, dict[str, Any], str] | None = None
-"""A server's process ID, a state of this process that its forks cannot have, and why."""
+"""A server's process ID, a state of this process that the server's forks cannot have, and the reason."""
 
 
 def _check_not_refused(fixed: dict[str, Any]) -> None:
@@ -250,15 +250,15 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
         # If Python started without one of them, its number may belong to a file of the user.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
-        surroundings = _Surroundings(environment, affinity(), sorted(held), fixed, limits(), streams)
+        caller = _ProcessContext(environment, affinity(), sorted(held), fixed, limits(), streams)
         reports = []
         try:
             for target, arguments in calls:
-                report, told = context.Pipe(duplex=False)
+                report, sender = context.Pipe(duplex=False)
                 undo.callback(report.close)
                 reports.append(report)
-                with told:
-                    process = context.Process(target=_take_over, args=(surroundings, told, target, arguments))
+                with sender:
+                    process = context.Process(target=_take_over, args=(caller, sender, target, arguments))
                     with _process_lock, _main_not_imported_again():
                         process.start()
                 processes.append(process)
@@ -437,7 +437,7 @@ def _link(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Surroundings:
+class _ProcessContext:
     """The caller's state that a forked process takes over; ``multiprocessing`` itself sends folder and ``sys.path``."""
 
     environment: dict[str, str]
@@ -495,17 +495,17 @@ def _arrived(
     fixed: dict[str, Any],
     limits: dict[int, tuple[int, int]],
     streams: list[Any],
-) -> _Surroundings:
-    return _Surroundings(environment, cpus, signal_mask, fixed, limits, tuple(fd.detach() for fd in streams))
+) -> _ProcessContext:
+    return _ProcessContext(environment, cpus, signal_mask, fixed, limits, tuple(fd.detach() for fd in streams))
 
 
 def _take_over(
-    surroundings: _Surroundings, report: connection.Connection, target: Callable[..., None], arguments: tuple[Any, ...]
+    caller: _ProcessContext, report: connection.Connection, target: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     server = sys.modules.get(f"{__name__}.server")
-    changed = surroundings.changed(getattr(server, "started_with", None))
+    changed = caller.changed(getattr(server, "started_with", None))
     if not changed:
-        surroundings.take_over()
+        caller.take_over()
     with report:
         try:
             report.send((getattr(server, "pid", 0), changed))

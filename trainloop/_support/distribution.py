@@ -12,7 +12,7 @@ __all__ = ["NAME", "REINSTALL", "overwritten_by", "pip_install"]
 NAME = "tt-trainloop"
 REINSTALL = f"Uninstall both, then install this one again: pip uninstall -y trainloop {NAME}; pip install {NAME}."
 FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-"""The folder that holds the package: a source folder or one of ``sys.path``."""
+"""Folder that contains the package: a source folder or an entry of ``sys.path``."""
 
 
 def pip_install(extra: str) -> str:
@@ -26,7 +26,7 @@ def pip_install(extra: str) -> str:
 
 
 def overwritten_by() -> str:
-    """Return name and version of a distribution ``trainloop`` in the same folder, whose files replace each other's.
+    """Return name and version of a distribution ``trainloop`` in the same folder: each overwrites the other's files.
 
     ``import trainloop`` calls it, so it reads the names in the folder only: ``importlib.metadata`` takes milliseconds.
     """

@@ -129,7 +129,7 @@ for _names, *_here in _ROWS:
 
 
 def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
-    """Return a table whose keys are several names each as one of single names."""
+    """Return a table in which every key with several names is split into one key per name."""
     return {name: here for names, here in foreign.items() for name in names.split()}
 
 
@@ -209,4 +209,4 @@ def refuses_unknown(function: Function) -> Function:
         refuse(shown, kwargs, own)
         return function(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]  # of the same signature
+    return checked  # type: ignore[return-value]  # with the same signature

@@ -80,7 +80,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         return changed
     changed = copy.copy(value)
     for name, part in zip(_fields(value), parts, strict=True):
-        object.__setattr__(changed, name, part)  # works for a frozen dataclass, too; nobody else has this copy yet
+        object.__setattr__(changed, name, part)  # works for a frozen dataclass, too; no other code has this copy yet
     return changed
 
 
@@ -149,5 +149,5 @@ def _of_type(kind: Any, content: Any) -> Any:
         return content
     try:
         return kind(content)
-    except Exception:  # a type's own constructor may need anything
+    except Exception:  # a type's constructor may require anything
         return content

@@ -76,7 +76,7 @@ def user_id() -> int | None:
 
 
 def user_name(uid: int) -> str | None:
-    """Return the name of a user; ``None`` if the system knows none."""
+    """Return the name of a user; ``None`` if the system knows no name."""
     if pwd is not None:
         with contextlib.suppress(KeyError):
             return pwd.getpwuid(uid).pw_name
@@ -108,7 +108,7 @@ def blocked_signals() -> list[int]:
 
 
 def set_blocked_signals(numbers: Iterable[int]) -> None:
-    """Let exactly these signals wait while this thread blocks them; does nothing on Windows."""
+    """Set which signals wait while this thread blocks them; does nothing on Windows."""
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
 

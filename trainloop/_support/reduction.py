@@ -103,7 +103,7 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if an autograd node made a single number; nodes before are the model, where divisions don't count.
+    """Return True if an autograd node computed a single number. Nodes before it are the model's: divisions don't count.
 
     ``_input_metadata`` exists in torch 2.1 to 2.13; without it no division is detected, and the criterion's declaration
     is used.

@@ -106,7 +106,7 @@ def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> di
 
 
 def _as_seeded(seed: int) -> dict[str, Any]:
-    """Return the state that :func:`capture` returns right after :func:`seed_all`, without GPUs."""
+    """Return the state that :func:`capture` would return right after :func:`seed_all`, without GPUs."""
     numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
     return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
 

@@ -39,11 +39,11 @@ _FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOF
 
 
 class Scratch(NamedTuple):
-    """The folder, and its lock, which every process of the launch inherits."""
+    """A folder, and the lock on it, which every process of the launch inherits."""
 
     path: str
     lock_fd: int
-    """Descriptor of the lock; -1 on Windows, which has none for folders: there, folders of killed processes remain."""
+    """Descriptor of the lock; -1 on Windows, which can't lock folders: there, folders of killed processes remain."""
 
 
 @contextlib.contextmanager
@@ -94,11 +94,11 @@ def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
             return Scratch(path, -1)
         try:
             lock_fd = _lock(path)
-        except OSError:  # without locks on this file system, the folder is never removed as a dead launch's
+        except OSError:  # no locks on this file system: later launches never remove the folder
             lock_fd = _opened(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
-        # Another launch, which searched for dead ones, came before the lock.
+        # Another launch, which searched for dead ones, was faster than the lock.
 
 
 def _remove(scratch: Scratch, *, own: bool) -> None:

@@ -104,7 +104,7 @@ class BatchPlan:
         """Return the positions, as a range, of rank ``rank``'s samples in some global batches.
 
         A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
-        epoch, whatever the batch.
+        epoch, independent of the batches.
         """
         start = first_batch * self.global_batch_size + rank
         stop = min((first_batch + num_batches) * self.global_batch_size, self.num_taken)
@@ -148,8 +148,8 @@ class PermutedOrder:
     key : int
         Any integer: the same key gives the same permutation on every machine and version.
     length : int, optional
-        Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: one
-        permutation after another, each of its own key, as ``RandomSampler(num_samples=...)`` has it.
+        Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: several
+        permutations in sequence, each with another key, like ``RandomSampler(num_samples=...)``.
 
     Notes
     -----

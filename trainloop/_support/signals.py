@@ -2,11 +2,11 @@
 
 ::
 
-    fit                      with signals() as heard: ...; heard.end()      from its first line to its last
-      the ranks are there        with signals(stop):                        what was heard before is told to them
+    fit                      with signals() as received: ...; received.end()    from the first line to the last
+      the ranks are there        with signals(stop):                          ranks receive earlier signals, too
     a rank                   with rank_signals(stop, ...):
-      a loader's worker          WorkerInit(users_function)                 outlives what was sent to the whole group
-    evaluate_*, predict_*    with signals(at_once=True): ...                 outside of fit nothing has to be saved
+      a loader's worker          WorkerInit(users_function)                   outlives signals to the whole group
+    evaluate_*, predict_*    with signals(at_once=True): ...                   outside of fit no state must be saved
 
 Slurm, containers and terminals send a signal to a whole process group: to the caller, its ranks and their loader
 workers at the same time. Only ranks can decide at which step all of them stop, so the caller waits for them, and
@@ -32,7 +32,7 @@ from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAg
 
 __all__ = [
     "REASON_OF_SIGNAL",
-    "Heard",
+    "ReceivedSignals",
     "WorkerInit",
     "rank_signals",
     "signals",
@@ -54,7 +54,7 @@ def status_of(reasons: int) -> int:
     return 143 if reasons & TERMINATE else 138
 
 
-class Heard:
+class ReceivedSignals:
     """The signals that arrived during a context of :func:`signals`.
 
     Parameters
@@ -83,14 +83,14 @@ class Heard:
 class _Handlers:
     """The handlers of one process, for the outermost context of :func:`signals` in it."""
 
-    def __init__(self, say: Callable[[str], None] | None, at_once: bool) -> None:
+    def __init__(self, print_line: Callable[[str], None] | None, at_once: bool) -> None:
         self.pid = os.getpid()
-        self.heard = Heard(at_once)
+        self.received = ReceivedSignals(at_once)
         self.mark = _Mark()
         self.stops: tuple[StopAgreement, ...] = ()
         self.held = 0
         self.postponed = False
-        self._say = say or _print_line
+        self._print = print_line or _print_line
         self._interrupts = 0
         self._users: dict[int, Any] = {}
         self._raised: list[BaseException] = []
@@ -102,7 +102,7 @@ class _Handlers:
                 continue
             current = signal.getsignal(number)
             # None: a handler that was not installed from Python and could not be put back.
-            # SIG_IGN: whoever started this process (nohup, a shell's background job) does not want it stopped so.
+            # SIG_IGN: whoever started this process (nohup, a shell's background job) wants it to ignore this signal.
             if current is None or current is signal.SIG_IGN:
                 continue
             self._users[number] = current
@@ -129,8 +129,8 @@ class _Handlers:
             yield
             return
         before, self.stops = self.stops, (*self.stops, stop)
-        if self.heard.reasons:
-            stop.request(self.heard.reasons)
+        if self.received.reasons:
+            stop.request(self.received.reasons)
         try:
             yield
         finally:
@@ -144,12 +144,12 @@ class _Handlers:
         if self._users[number] is not signal.default_int_handler:
             self._call_user(number, frame)
         self._request(INTERRUPT)
-        if self.heard.at_once or self._interrupts > 1:
+        if self.received.at_once or self._interrupts > 1:
             if not self.held:
-                raise self._raised[0] if self.heard.at_once and self._raised else KeyboardInterrupt
+                raise self._raised[0] if self.received.at_once and self._raised else KeyboardInterrupt
             self.postponed = True
             return
-        self._say("Interrupted: training stops after this step. Press Ctrl-C again to stop at once.")
+        self._print("Interrupted: training stops after this step. Press Ctrl-C again to stop at once.")
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.pid:
@@ -157,14 +157,14 @@ class _Handlers:
             return
         self._request(REASON_OF_SIGNAL[signal.Signals(number).name])
         self._call_user(number, frame)
-        if self.heard.at_once:
-            self._raised.append(SystemExit(status_of(self.heard.reasons)))
+        if self.received.at_once:
+            self._raised.append(SystemExit(status_of(self.received.reasons)))
             if not self.held:
                 raise self._raised[0]
 
     def _request(self, reason: int) -> None:
-        self.mark.set_heard()
-        self.heard.note(reason)
+        self.mark.set_received()
+        self.received.note(reason)
         for stop in self.stops:
             stop.request(reason)
 
@@ -173,7 +173,7 @@ class _Handlers:
         if callable(user):
             try:
                 user(number, frame)
-            except BaseException as error:  # SystemExit is the usual one
+            except BaseException as error:  # usually SystemExit
                 self._raised.append(error)
 
 
@@ -188,8 +188,8 @@ def _handlers_here() -> _Handlers | None:
 
 @contextlib.contextmanager
 def signals(
-    stop: StopAgreement | None = None, *, say: Callable[[str], None] | None = None, at_once: bool = False
-) -> Iterator[Heard]:
+    stop: StopAgreement | None = None, *, print_line: Callable[[str], None] | None = None, at_once: bool = False
+) -> Iterator[ReceivedSignals]:
     """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests during the context.
 
     The first Ctrl-C requests a stop at the next boundary and prints a line; the second raises ``KeyboardInterrupt``
@@ -203,7 +203,7 @@ def signals(
     ----------
     stop : StopAgreement, optional
         The agreement that receives the requests.
-    say : callable, optional
+    print_line : callable, optional
         Function that prints the line; to standard error by default.
     at_once : bool
         True for work without anything to save: each signal raises immediately, ``KeyboardInterrupt`` or, after the
@@ -211,25 +211,25 @@ def signals(
 
     Returns
     -------
-    Heard
-        The signals that arrived in the outermost context. Its owner calls :meth:`Heard.end` afterwards.
+    ReceivedSignals
+        The signals that arrived in the outermost context. Its owner calls :meth:`ReceivedSignals.end` afterwards.
     """
     global _outermost, _mark
     # A rank has its handlers since its start.
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
-        yield Heard(at_once)
+        yield ReceivedSignals(at_once)
         return
     handlers = _handlers_here()
     if handlers is not None:
         with handlers.also(stop):
-            yield handlers.heard
+            yield handlers.received
         return
-    handlers, before = _Handlers(say, at_once), (_outermost, _mark)
+    handlers, before = _Handlers(print_line, at_once), (_outermost, _mark)
     try:
         handlers.install()
         _outermost, _mark = handlers, handlers.mark
         with handlers.also(stop):
-            yield handlers.heard
+            yield handlers.received
     finally:
         handlers.restore()
         handlers.mark.set_over()
@@ -273,7 +273,7 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
             if sys.exc_info()[0] is None:
                 raise end
         else:
-            mark.set_heard()
+            mark.set_received()
             stop.request(REASON_OF_SIGNAL[signal.Signals(number).name])
 
     on_signal.__dict__["stop"] = stop
@@ -328,19 +328,19 @@ class _Mark:
                 os.ftruncate(self._fd, 1)
         self._byte = mmap.mmap(self._fd, 1)
 
-    def set_heard(self) -> None:
+    def set_received(self) -> None:
         self._byte[0] = self._HEARD
 
     def set_over(self) -> None:
-        """Mark that the process needs its workers no longer and starts no more; it may have sent the signal itself."""
+        """Mark that the process no longer needs its workers and starts no more; it may have sent the signal itself."""
         self._byte[0] = self._OVER
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     @property
-    def heard(self) -> bool | None:
-        """Return, in a worker, True if its process also received a signal and still needs it; ``None``: not yet."""
+    def received(self) -> bool | None:
+        """In a worker: True if its process also received a signal and still needs the worker; ``None``: not yet."""
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -419,11 +419,11 @@ def _in_worker(number: int, frame: FrameType | None) -> None:
     deadline = time.monotonic() + _SAME_SIGNAL_S
 
     def look(*_: object) -> None:
-        heard = None if _mark is None else _mark.heard
-        if heard is None and time.monotonic() < deadline:
+        received = None if _mark is None else _mark.received
+        if received is None and time.monotonic() < deadline:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if not heard:
+        if not received:
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGALRM, look)

@@ -11,7 +11,7 @@ a callback, a signal handler or the launching process may call :meth:`StopAgreem
             if stop.reached():          # the same answer on every rank at the same boundary
                 break
 
-How ranks agree: at boundary ``s`` each rank votes whether it has seen a request, and never changes its vote. If all
+How ranks agree: at boundary ``s`` each rank votes on whether it has seen a request, and never changes its vote. If all
 voted yes, all stop at ``s``; so a request by every rank in the same step (``EarlyStopping``) costs no more steps than
 in one process. If some voted no, no rank stops at ``s``; they will have seen the request at the next boundary (or a few
 later, if they were ahead), and all stop there. Only ranks that voted yes wait for other votes, so a run without a
@@ -84,8 +84,8 @@ class SharedStop:
 
     Parameters
     ----------
-    words : memoryview
-        ``SharedStop.num_words(world_size)`` zeroed int64 slots (format ``'q'``), mapped by all ranks and the parent.
+    slots : memoryview
+        ``SharedStop.num_slots(world_size)`` zeroed int64 slots (format ``'q'``), mapped by all ranks and the parent.
     rank, world_size : int
         This rank, and the number of ranks that share the slots; the launching process has ``rank=-1`` and only
         requests.
@@ -99,15 +99,15 @@ class SharedStop:
 
     def __init__(
         self,
-        words: memoryview,
+        slots: memoryview,
         rank: int,
         world_size: int,
         timeout_s: float = 1800.0,
         pids: Sequence[int] | None = None,
     ) -> None:
-        self._words = words
+        self._slots = slots
         self._pids = pids
-        self._reason_bytes = words.cast("B")
+        self._reason_bytes = slots.cast("B")
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         self._slot = self._VOTES + rank
@@ -115,12 +115,12 @@ class SharedStop:
         self._boundary = 0
 
     @classmethod
-    def num_words(cls, world_size: int) -> int:
+    def num_slots(cls, world_size: int) -> int:
         """Return the number of int64 slots that ``world_size`` ranks need."""
         return cls._VOTES + world_size
 
     def request(self, reason: int) -> None:
-        """Ask all ranks to stop at the next boundary that all of them reach with the request in sight."""
+        """Ask all ranks to stop at the next boundary that all of them reach after seeing the request."""
         for index, known in enumerate(_REASONS):
             if reason & known:
                 self._reason_bytes[index] = 1
@@ -133,21 +133,21 @@ class SharedStop:
 
     def abort(self) -> None:
         """Mark the run as failed, so that ranks stop waiting for votes. The launching process calls it."""
-        self._words[self._ABORTED] = 1
+        self._slots[self._ABORTED] = 1
 
     @property
     def aborted(self) -> bool:
         """True if the launching process has marked the run as failed."""
-        return bool(self._words[self._ABORTED])
+        return bool(self._slots[self._ABORTED])
 
     def boundary_of(self, rank: int) -> int:
         """Return the number of boundaries that a rank has reached: a sign of life that costs the rank nothing."""
-        return self._words[self._VOTES + rank] >> _BITS
+        return self._slots[self._VOTES + rank] >> _BITS
 
     def release(self) -> None:
         """Release the shared memory; nothing else may be called afterwards."""
         self._reason_bytes.release()
-        self._words.release()
+        self._slots.release()
 
     def reached(self) -> int:
         """Return the reasons for which all ranks stop at this boundary, OR-ed; 0 to continue.
@@ -158,21 +158,21 @@ class SharedStop:
             If there is a request and a rank does not reach this boundary within ``timeout_s``.
         """
         self._boundary += 1
-        words = self._words
+        slots = self._slots
         # All bytes at once: the usual case is one read.
-        if not words[self._REQUESTED]:
-            words[self._slot] = self._boundary << _BITS
+        if not slots[self._REQUESTED]:
+            slots[self._slot] = self._boundary << _BITS
             return 0
         return self._vote_to_stop()
 
     def _vote_to_stop(self) -> int:
-        boundary, words = self._boundary, self._words
+        boundary, slots = self._boundary, self._slots
         agreed = self.requested
-        words[self._slot] = boundary << _BITS | agreed
+        slots[self._slot] = boundary << _BITS | agreed
         deadline = time.monotonic() + self._timeout_s
         for rank in self._others:
             pause_s = 20e-6
-            while (vote := words[self._VOTES + rank]) >> _BITS < boundary:
+            while (vote := slots[self._VOTES + rank]) >> _BITS < boundary:
                 if self.aborted or (
                     self._pids is not None and pause_s >= 1e-3 and not process_exists(self._pids[rank])
                 ):
@@ -184,7 +184,7 @@ class SharedStop:
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)
-            # A rank beyond this boundary has decided there to continue.
+            # A rank that is past this boundary has decided to continue there.
             reasons = vote & (1 << _BITS) - 1 if vote >> _BITS == boundary else 0
             if not reasons:
                 return 0
@@ -217,7 +217,7 @@ class GroupStop:
         self._pending: tuple[Any, Any] | None = None  # (work, counts) of the previous boundary
 
     def request(self, reason: int) -> None:
-        """Ask all ranks to stop at the next boundary that all of them reach with the request in sight."""
+        """Ask all ranks to stop at the next boundary that all of them reach after seeing the request."""
         self._reasons |= reason
 
     def reached(self) -> int:

@@ -9,7 +9,7 @@ import warnings
 from types import FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "stand_for", "user_place", "warn"]
+__all__ = ["Place", "set_user_place", "user_place", "warn"]
 
 _PYTHON = os.path.dirname(contextlib.__file__)
 _BETWEEN = (
@@ -33,7 +33,7 @@ _caller: Place | None = None  # in a process of this package: the line at which 
 _shown: dict[Any, Any] = {}  # warnings already shown there, as in a module's __warningregistry__
 
 
-def stand_for(caller: Place) -> None:
+def set_user_place(caller: Place) -> None:
     """Make warnings point to the caller's line, in a process that this package has started."""
     global _caller
     _caller = caller

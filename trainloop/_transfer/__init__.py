@@ -1,12 +1,12 @@
 """Objects on their way between processes: models, datasets and callbacks to the ranks, state back.
 
-``pack`` sends any object, defined anywhere, to all ranks of a node through memory they share; ``pack_state`` and
-``unpack_state`` bring state back into the objects that both sides know, by way of a ``ResultFile``.
+``pack`` sends any object, defined anywhere, to all ranks of a node through shared memory; ``pack_state`` and
+``unpack_state`` return state into the objects that both sides know, through a ``ResultFile``.
 """
 
 from __future__ import annotations
 
-from trainloop._transfer.payload import Parcel, Payload, pack
+from trainloop._transfer.payload import Payload, PayloadHandle, pack
 from trainloop._transfer.pickling import (
     PackedState,
     dump_state,
@@ -18,7 +18,7 @@ from trainloop._transfer.pickling import (
 
 __all__ = [
     "PackedState",
-    "Parcel",
+    "PayloadHandle",
     "Payload",
     "dump_state",
     "load_device",

@@ -10,11 +10,11 @@ __all__ = ["kept_attributes", "unparametrized_class"]
 
 
 def kept_attributes(obj: object) -> dict[str, Any]:
-    """The attributes that pickling an object keeps, as its ``__getstate__`` gives them.
+    """Return the attributes that pickling an object keeps, according to its ``__getstate__``.
 
-    Attributes that it leaves out (weak references, locks, files) are missing, and replaced ones are there as replaced:
-    an attribute travels unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if the state is no
-    dictionary, or pickling is refused.
+    Attributes that it leaves out (weak references, locks, files) are missing; attributes that it replaces are replaced:
+    an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if the state is not a
+    dictionary, or if pickling is refused.
     """
     kind = unparametrized_class(type(obj))
     get_state = getattr(kind, "__getstate__", None)
@@ -30,9 +30,9 @@ def kept_attributes(obj: object) -> dict[str, Any]:
 
 
 def unparametrized_class(kind: type) -> type:
-    """The class that a parametrized module had before; any other class unchanged.
+    """Return the class that a parametrized module had before; any other class unchanged.
 
-    ``torch.nn.utils.parametrize`` gives a module a class of its own, whose ``__getstate__`` refuses.
+    ``torch.nn.utils.parametrize`` gives a module a new class, whose ``__getstate__`` raises.
     """
     own = vars(kind).get("__getstate__")
     return kind.__bases__[0] if getattr(own, "__qualname__", "") == _REFUSES and issubclass(kind, nn.Module) else kind

@@ -1,4 +1,4 @@
-"""Memory that several processes map: files without a name, and arrays moved into one in place."""
+"""Memory that several processes map: unnamed files, and arrays moved into one in place."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
     "MovedPages",
     "anonymous_file",
     "close_file",
-    "drop_unwritten_pages",
-    "give_back",
+    "evict_clean_pages",
+    "punch_hole",
     "path_of",
     "trim",
     "write_all",
 ]
 
 PAGE = mmap.PAGESIZE
-_CHUNK = 32 << 20  # bytes copied before the memory they came from is given back: the peak above one copy
+_CHUNK = 32 << 20  # bytes copied before their source is freed: the peak above one copy
 _MAP_COUNT_MARGIN = 8192  # mappings left for everything else
 
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
@@ -41,10 +41,10 @@ _READ_WRITE = 0x1 | 0x2
 
 
 def anonymous_file(name: str) -> int:
-    """A descriptor of an empty file without a name, which leaves nothing behind however its users end.
+    """Return a descriptor of an empty unnamed file, which disappears with its users, however they end.
 
     In memory where the system can (``memfd_create``: not counted against ``/dev/shm``, which is 64 MiB in many
-    containers), else an unlinked temporary file. Not inherited by programs that are started unless passed to them.
+    containers), else an unlinked temporary file. Programs inherit it only if it is passed to them.
     On Windows it has a name, by which ranks open it, until :func:`close_file`.
 
     Parameters
@@ -80,16 +80,16 @@ def path_of(fd: int) -> str:
 
 
 def write_all(fd: int, data: memoryview, place: int) -> None:
-    """Write bytes at a place of a file, however many calls it takes."""
+    """Write bytes at a place in a file, in as many calls as necessary."""
     while data.nbytes:
         written = write_at(fd, data, place)
         data, place = data[written:], place + written
 
 
-def give_back(fd: int, place: int, nbytes: int) -> None:
-    """Return the memory or disk space of a part of a file to the system; it reads as zeros from then on.
+def punch_hole(fd: int, place: int, nbytes: int) -> None:
+    """Punch a hole: return the memory or disk space of a part of a file to the system; it reads as zeros afterwards.
 
-    Where the system can't, the file keeps it until it is closed.
+    If the system can't, the file keeps the space until it is closed.
     """
     libc = _libc() if sys.platform == "linux" else None
     if libc is not None and nbytes:
@@ -97,28 +97,28 @@ def give_back(fd: int, place: int, nbytes: int) -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system, which glibc's malloc would keep for this process's next use."""
+    """Return freed memory to the system; glibc's malloc would keep it for later use by this process."""
     libc = _libc() if sys.platform == "linux" else None
     with contextlib.suppress(AttributeError):  # another C library
         if libc is not None:
             libc.malloc_trim(0)
 
 
-def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Take pages of mapped files that this process has only read out of its own memory; the files keep them.
+def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
+    """Evict pages of mapped files that this process has only read from its memory; the files keep them.
 
-    The next access maps them again. Pages that were written, which a private mapping has in no file, stay as they are,
-    and so does memory that belongs to no file. No other thread may write there meanwhile.
+    The next access maps them again. Pages that were written exist in no file (the mapping is private) and are kept,
+    and so is memory that belongs to no file. No other thread may write there meanwhile.
 
     Parameters
     ----------
     spans : iterable of (int, int)
-        Addresses, and bytes from there on; only pages that lie in one as a whole.
+        Addresses and lengths in bytes; only pages that are entirely within one are evicted.
 
     Returns
     -------
     int
-        Bytes that were dropped.
+        Bytes that were evicted.
     """
     import numpy as np  # keeps `import trainloop` fast
 
@@ -128,7 +128,7 @@ def drop_unwritten_pages(spans: Iterable[tuple[int, int]]) -> int:
     if libc is None:
         return 0
     dropped = 0
-    # A sandbox may have no such file, and a process without a right to it can't read it.
+    # A sandbox may lack this file, and a process may have no permission to read it.
     with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for address, nbytes in spans:
             end = (address + nbytes) // PAGE
@@ -148,17 +148,17 @@ class MovedPages:
 
     An array that is sent to the ranks would exist twice: here, and in the file that they map. So its whole pages
     are written to the file, and the file is mapped over them: the same address, the same values, one copy. The mapping
-    is private: what this process writes afterwards is seen here only, as before, also by its forked children.
+    is private: only this process and its forked children see what it writes afterwards, as before.
     :meth:`restore` puts ordinary memory back.
 
-    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays), which nothing has
-    locked, and only while no other Python thread runs: a write at the moment of the move would be lost. Any other
-    memory stays where it is and costs a second copy.
+    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays) that is not locked,
+    and only while no other Python thread runs: a write during the move would be lost. Any other memory remains where
+    it is and takes a second copy.
 
     Parameters
     ----------
     fd : int
-        The file; it must outlive :meth:`restore`.
+        The file; it must exist until :meth:`restore`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -171,7 +171,7 @@ class MovedPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are shared in place now."""
+        """Bytes that are currently shared in place."""
         return sum(nbytes for _, nbytes, _ in self._moved)
 
     def write(self, address: int, nbytes: int, place: int) -> bool:
@@ -187,7 +187,7 @@ class MovedPages:
         Returns
         -------
         bool
-            Whether it is shared in place.
+            True if it is shared in place.
         """
         first = -(-address // PAGE) * PAGE
         last = (address + nbytes) // PAGE * PAGE
@@ -197,7 +197,7 @@ class MovedPages:
             return False
         write_all(self._fd, _memory(address, first - address), place)
         write_all(self._fd, _memory(last, address + nbytes - last), place + last - address)
-        # A piece that is mapped in the midst of a mapping makes three of one.
+        # A piece that is mapped in the middle of a mapping splits it into three.
         self._left -= 2
         for begin in range(first, last, _CHUNK):
             length = min(_CHUNK, last - begin)
@@ -208,16 +208,16 @@ class MovedPages:
         return True
 
     def restore(self) -> None:
-        """Put ordinary memory back, with the present contents. The ranks must have ended: the file is emptied."""
+        """Put ordinary memory back, with the current contents. The ranks must have ended: the file is emptied."""
         while self._moved:
             address, nbytes, place = self._moved.pop()
-            # Filled first and then moved over the old pages: there is no moment without the contents.
+            # Filled first and then moved over the old pages: the contents are readable at any moment.
             fresh = self._map(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
             ctypes.memmove(fresh, address, nbytes)
             assert self._libc is not None
             if self._libc.mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _FAILED:
                 raise OSError(ctypes.get_errno(), "memory that was shared with the ranks can't be restored")
-            give_back(self._fd, place, nbytes)
+            punch_hole(self._fd, place, nbytes)
 
     def _may_move(self, first: int, last: int) -> bool:
         if self._left < 2:
@@ -256,7 +256,7 @@ def _memory(address: int, nbytes: int) -> memoryview:
 
 
 def _movable_memory() -> tuple[list[int], list[int]]:
-    """Begins and ends of the private anonymous mappings of this process, neighbours joined."""
+    """Return begins and ends of the private anonymous mappings of this process, with adjacent ones joined."""
     starts: list[int] = []
     ends: list[int] = []
     try:
@@ -290,7 +290,7 @@ def _locked_memory() -> bool:
 def _other_threads() -> bool:
     """Return True if another Python thread runs that may write into the data of this one."""
     others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
-    # Progress bars, TensorBoard's writers and fsspec have threads that write into their own objects only.
+    # Progress bars, TensorBoard's writers and fsspec have threads that write only into their own objects.
     return any(
         not thread.name.startswith(("trainloop-", "fsspecIO"))
         and not type(thread).__module__.startswith(("tqdm.", "tensorboard."))

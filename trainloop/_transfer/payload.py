@@ -20,15 +20,15 @@ from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
-__all__ = ["Parcel", "Payload", "pack"]
+__all__ = ["PayloadHandle", "Payload", "pack"]
 
-_MOVED = 64 << 10  # bytes; from here on, memory is shared in place
-_MOST_MOVED = 8192  # each is a mapping or two, of which a process may have 65530
+_MOVED = 64 << 10  # bytes; memory of at least this size is shared in place
+_MOST_MOVED = 8192  # each takes one or two mappings, of which a process may have 65530
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PayloadHandle:
     """Handle with which a rank opens the payload; small and picklable."""
 
     fd: int
@@ -36,24 +36,24 @@ class Parcel:
     size: int
     """Bytes of the file."""
     stream_size: int
-    """Bytes of the pickle stream, which is at the file's beginning."""
+    """Bytes of the pickle stream, which is at the beginning of the file."""
     table: tuple[int, int]
-    """Place and number of the entries (place, bytes, read-only) of the buffers."""
+    """Place and number of the buffers' entries (place, bytes, read-only)."""
 
     def open(self, device: torch.device | None = None, received: Mapping[int, int] | None = None) -> Any:
-        """The object. Its arrays lie in the mapped file: shared as long as nobody writes, then this rank's own.
+        """Return the object. Its arrays are in the mapped file: shared until written, then private to this rank.
 
-        Classes and functions that the sender's ``__main__`` had by name are put into this process's ``__main__``, so
-        that ordinary pickles between it and its DataLoader workers find them.
+        Named classes and functions of the sender's ``__main__`` are added to this process's ``__main__``, so
+        that ordinary pickles between this process and its DataLoader workers find them.
 
         Parameters
         ----------
         device : torch.device, optional
-            Where tensors go that were on a CUDA device.
+            Destination of tensors that were on a CUDA device.
         received : mapping of int to int, optional
-            This process's descriptors by the sender's numbers, if they were sent and not inherited.
+            This process's descriptors by the sender's numbers, if they were sent, not inherited.
         """
-        # A copy on write: writes of a rank (into parameters, say) stay private.
+        # Copy on write: a rank's writes (for example to parameters) stay private.
         fd = (received or {}).get(self.fd, self.fd)
         mapped = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY)
         view = memoryview(mapped)
@@ -66,7 +66,7 @@ class Parcel:
         with load_device(device), noting_classes(), _numbered(received or {}):
             unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
             obj = unpickler.load()
-            # After the object: by then its classes have been made, and are the very ones.
+            # After the object: its classes exist by then, and these are the same.
             names = unpickler.load()
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():
@@ -80,7 +80,7 @@ _sent_to_main: set[str] = set()
 
 
 class _Reader:
-    """A file over memory, which hands out pieces without an intermediate copy of the whole."""
+    """A file over memory that returns parts of it without an intermediate copy of the whole."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -104,22 +104,22 @@ class _Reader:
 
 
 class Payload:
-    """The sender's side of a payload, which keeps it alive until :meth:`close`.
+    """The sender's side of a payload; keeps it alive until :meth:`close`.
 
     Parameters
     ----------
-    parcel : Parcel
+    handle : PayloadHandle
         The description that ranks receive.
     inherited : list of int
-        Descriptors that the ranks must inherit, the payload's own among them.
+        Descriptors that the ranks must inherit, including the payload's.
     pages : MovedPages
-        The sender's memory that lies in the file.
+        The sender's memory that is in the file.
     alive : list of object
         The owners of that memory.
     """
 
-    def __init__(self, parcel: Parcel, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
-        self.parcel = parcel
+    def __init__(self, handle: PayloadHandle, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
+        self.handle = handle
         self.inherited = inherited
         self.shared_in_place = pages.nbytes
         """Bytes of the sender's own arrays that the ranks map, without a copy."""
@@ -127,12 +127,12 @@ class Payload:
         self._alive = alive
 
     def close(self) -> None:
-        """Take the memory back and close the file. The ranks must have ended."""
+        """Restore the sender's memory and close the file. The ranks must have ended."""
         try:
             self._pages.restore()
         finally:
             self._alive.clear()
-            close_file(self.parcel.fd)
+            close_file(self.handle.fd)
 
     def __enter__(self) -> Payload:
         return self
@@ -144,8 +144,8 @@ class Payload:
 def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     """Pickle ``obj`` into a file that any number of ranks of this node can map.
 
-    Large arrays and tensors of ``obj`` are afterwards held once for this process and the ranks together; until
-    :meth:`Payload.close` their memory is that file. They keep identity, type, values and writability.
+    Afterwards, large arrays and tensors of ``obj`` exist once for this process and the ranks together; until
+    :meth:`Payload.close` that file is their memory. They keep identity, type, values and writability.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     Raises
     ------
     UnpicklableError
-        If something in it can't be sent; the message has its path, its type and what to do.
+        If a part of it can't be sent; the message has its path, its type and a remedy.
     """
     fd = anonymous_file("payload")
     try:
@@ -190,7 +190,7 @@ def _lay_out(
     copies: list[np.ndarray[Any, Any]],
     inherited: list[int],
 ) -> Payload:
-    """Write the buffers behind the stream; memory that several of them share is written once."""
+    """Write the buffers behind the stream; memory shared by several of them is written once."""
     count = len(buffers)
     raw = [buffer.raw() for buffer in buffers]
     begin = np.fromiter((_address(view) for view in raw), np.int64, count)
@@ -198,7 +198,7 @@ def _lay_out(
     region_of, first, last = _regions(begin, begin + nbytes)
     sizes = last - first
     unmoved = {copy.__array_interface__["data"][0] for copy in copies}
-    # The largest first, as there is a limit: those are the ones worth a mapping.
+    # The largest first: the number of mappings is limited, and these gain most.
     large = np.flatnonzero(sizes >= _MOVED)
     moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
     pages = MovedPages(fd)
@@ -223,12 +223,12 @@ def _lay_out(
     except BaseException:
         pages.restore()
         raise
-    parcel = Parcel(fd, max(size, 1), stream_size, (place, count))
-    return Payload(parcel, [fd, *inherited], pages, [*raw, *buffers])
+    handle = PayloadHandle(fd, max(size, 1), stream_size, (place, count))
+    return Payload(handle, [fd, *inherited], pages, [*raw, *buffers])
 
 
 def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
-    """Join overlapping spans; returns each span's region, and each region's begin and end."""
+    """Join overlapping spans; return each span's region, and each region's begin and end."""
     if not len(begin):
         return begin, begin, end
     order = np.argsort(begin, kind="stable")
@@ -265,10 +265,10 @@ def _pinned(address: int, nbytes: int) -> bool:
 
 @contextlib.contextmanager
 def pickled_for_spawning() -> Iterator[list[int]]:
-    """Allow pickling of multiprocessing's own objects; yields the descriptors that must be inherited for them."""
+    """Allow pickling of multiprocessing's own objects; yield the descriptors that processes must inherit for them."""
     before = get_spawning_popen()
     spawning = _CollectedDescriptors()
-    set_spawning_popen(spawning)  # type: ignore[arg-type]  # what they ask of it, it has
+    set_spawning_popen(spawning)  # type: ignore[arg-type]  # it has the attributes that they use
     try:
         yield spawning.fds
     finally:
@@ -276,7 +276,7 @@ def pickled_for_spawning() -> Iterator[list[int]]:
 
 
 class _CollectedDescriptors:
-    """Stands for the process being spawned."""
+    """Replaces the ``Popen`` object of a process that is being spawned."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []

@@ -1,7 +1,7 @@
 """Pickle objects that have no importable name, with the data of arrays and tensors beside the stream.
 
-Classes and functions of ``__main__``, notebook cells and closures travel by value (cloudpickle). The bytes of numpy
-arrays and of torch storages travel as protocol 5's out-of-band buffers, so that the reader decides where they live.
+Classes and functions of ``__main__``, notebook cells and closures are sent by value (cloudpickle). The bytes of numpy
+arrays and torch storages are sent as protocol 5's out-of-band buffers, so that the reader decides where to put them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 IN_STREAM = 256
-"""Bytes; below, a buffer's own bookkeeping costs more than copying it."""
+"""Bytes; the overhead of a smaller buffer is higher than the cost of copying it."""
 
 _BLOCK = 64 << 10
-_MOST_OWN = 16 << 20  # bytes of the user's shared memory of which a rank gets a copy; more is held once
-_VIEWED = 4096  # bytes; smaller arrays are pickled as numpy does
+_MOST_OWN = 16 << 20  # bytes of user-shared memory that each rank copies; larger memory is mapped
+_VIEWED = 4096  # bytes; smaller arrays are pickled by numpy
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 
 _loading = threading.local()
@@ -58,45 +58,45 @@ _loading = threading.local()
 
 @contextlib.contextmanager
 def load_device(device: torch.device | None) -> Iterator[None]:
-    """While unpickling in this context, tensors from a CUDA device are put on ``device`` (``None``: the CPU)."""
+    """While unpickling in this context, put tensors from a CUDA device on ``device`` (``None``: the CPU)."""
     before = getattr(_loading, "device", None)
     _loading.device = device
     try:
         yield
     finally:
         _loading.device = before
-        # torch keeps a list of the sparse tensors it rebuilds, until torch.load checks them.
+        # torch lists the sparse tensors that it rebuilds, until torch.load checks them.
         torch._utils._validate_loaded_sparse_tensors()
 
 
 class Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler, with the memory of storages and arrays as buffers.
 
-    Refuses objects that cloudpickle would silently change, such as open files.
+    Rejects objects that cloudpickle would silently change, such as open files.
 
     Parameters
     ----------
     file : file object
         Receives the stream.
     buffer_callback : callable, optional
-        As in :class:`pickle.Pickler`: takes each buffer, and returns whether it goes into the stream instead.
+        As in :class:`pickle.Pickler`: receives each buffer, and returns True to store it in the stream instead.
     """
 
     keeps_shared = True
-    """True if the reader shares memory that the user shares between processes, with its own children."""
+    """True if the reader shares user-shared memory with its own child processes."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.main_names: dict[str, Any] = {}
         """Classes and functions of ``__main__`` that were sent, by their name there."""
         self.copies: list[np.ndarray[Any, Any]] = []
-        """Copies of arrays made for the stream, whose memory is not the user's."""
+        """Copies of arrays made for the stream; their memory is not the user's."""
         self._by_value: dict[str, bool] = {}
-        # Functions of (pickler, object): a method bound to the pickler would make a cycle, and so keep memory for long.
+        # Functions of (pickler, object): a method bound to the pickler would create a cycle, which keeps memory.
         self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}
 
     def dump(self, obj: Any) -> None:
-        """Pickle ``obj``; may be called again for more in the same stream, read by the same unpickler."""
+        """Pickle ``obj``; may be called again to append to the same stream, which the same unpickler reads."""
         try:
             super().dump(obj)
         finally:
@@ -106,8 +106,8 @@ class Pickler(cloudpickle.Pickler):
             self._by_value.clear()
 
     def reducer_override(self, obj: Any) -> Any:
-        """The reduction of ``obj``; ``NotImplemented`` for the usual way."""
-        # Called for every object that is not of a simple built-in type: what is right for its class is looked up once.
+        """Return the reduction of ``obj``; ``NotImplemented`` for the default one."""
+        # Called for every object that is not of a simple built-in type: so the decision is made once per class.
         kind = type(obj)
         try:
             reduce = self._reducers[kind]
@@ -120,14 +120,14 @@ class Pickler(cloudpickle.Pickler):
     def _reduce_definition(self, obj: Any) -> Any:
         self._note_definition(obj)
         reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # then by value
+        if reduced is not NotImplemented and isinstance(obj, types.FunctionType):  # so it is sent by value
             context = compile_context_of(obj)
             if context is not None:
                 return reduce_compiled_function(obj, context)
         return reduced
 
     def _note_definition(self, obj: Any) -> None:
-        """Remember definitions of ``__main__``; pickle by value those of modules that a new process couldn't import."""
+        """Remember definitions of ``__main__``; send by value those of modules that a new process couldn't import."""
         name = getattr(obj, "__module__", None)
         if not isinstance(name, str):
             return
@@ -140,19 +140,19 @@ class Pickler(cloudpickle.Pickler):
             self._by_value[name] = module is not None and not self.is_importable(module)
             if self._by_value[name]:
                 if name in cloudpickle.list_registry_pickle_by_value():
-                    self._by_value[name] = False  # keep the user's own registration
+                    self._by_value[name] = False  # keep the user's registration
                 else:
                     cloudpickle.register_pickle_by_value(module)
 
     def is_importable(self, module: types.ModuleType) -> bool:
-        """Return True if a new process with this one's ``sys.path`` finds the module; the file system is asked."""
+        """Return True if a new process with this one's ``sys.path`` finds the module; checks the file system."""
         spec = getattr(module, "__spec__", None)
         if spec is not None and (spec.origin in ("built-in", "frozen") or spec.name in sys.builtin_module_names):
             return True
         top = module.__name__.partition(".")[0]
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
-            with contextlib.suppress(Exception):  # another library's finder
+            with contextlib.suppress(Exception):  # another library's finder may raise
                 if find_spec is not None and find_spec(top, None) is not None:
                     return True
         return importlib.machinery.PathFinder.find_spec(top, None) is not None
@@ -164,7 +164,7 @@ class Pickler(cloudpickle.Pickler):
             return _meta_storage, (storage.nbytes(),)
         on_cpu = storage.device.type == "cpu"
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
-            # The user shares it between processes (an epoch counter for workers, say).
+            # The user shares it between processes (for example an epoch counter for workers).
             return _own_shared_storage, reduce_storage(storage)
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
         if not on_cpu:
@@ -179,7 +179,7 @@ class Pickler(cloudpickle.Pickler):
         return _refuse(self, stream) if type(stream) is io.TextIOWrapper else NotImplemented
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
-        """An array as a view of memory, whatever its strides."""
+        """Return the reduction of an array as a view of memory, with any strides."""
         kind = type(array)
         if array.nbytes < _VIEWED or array.dtype.hasobject:
             return NotImplemented
@@ -188,7 +188,7 @@ class Pickler(cloudpickle.Pickler):
         if kind.__reduce_ex__ is not np.ndarray.__reduce_ex__ or kind.__reduce__ is not np.ndarray.__reduce__:
             return NotImplemented
         low, high = _bounds(array)
-        if high - low > 2 * array.nbytes:  # a thin slice of something large
+        if high - low > 2 * array.nbytes:  # a thin slice of a large array
             array = np.array(array, copy=True, order="C", subok=True)
             self.copies.append(array)
             low, high = _bounds(array)
@@ -208,12 +208,12 @@ class Pickler(cloudpickle.Pickler):
 
 
 def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
-    """The function that pickles objects of a class; ``None`` for the usual way."""
+    """Return the function that pickles objects of a class; ``None`` for the default."""
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
-    # Connections, shared values and the like, as multiprocessing sends them to a process it starts; not by its module
-    # `reduction`, which is about sockets and methods.
+    # Connections, shared values and the like: as multiprocessing sends them to processes it starts. Not through its
+    # module `reduction`, which is about sockets and methods.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
@@ -243,7 +243,7 @@ def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
 
 
 def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Lowest address of an array's memory, and the one past its highest."""
+    """Return the lowest address of an array's memory, and the one past its highest."""
     low = high = array.__array_interface__["data"][0]
     for length, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:
@@ -254,10 +254,10 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Pickle an array in a mapped file by its path, to be mapped again; ``None`` if its values may differ there."""
+    """Pickle an array in a mapped file by its path, to map it again; ``None`` if its values may differ there."""
     source = getattr(array, "_mmap", None)
     path = getattr(array, "filename", None)
-    # Mode 'c' may hold changes that the file has not.
+    # Mode 'c' may hold changes that are not in the file.
     if source is None or path is None or array.mode not in ("r", "r+", "w+"):
         return None
     low, high = _bounds(array)
@@ -281,21 +281,21 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
     (memoryview, _reduce_memoryview),
     (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
-    ((torch.Stream, torch.Event), _refuse),  # the values may be others there
+    ((torch.Stream, torch.Event), _refuse),  # their values may differ in another process
     (DataLoader, _without_iterator),
 ]
 
 
-# -- in the process that reads -----------------------------------------------------------------------------------------
+# -- in the reading process --------------------------------------------------------------------------------------------
 
 
 def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:
-    """A storage over ``buffer``'s own memory, or a copy on the rank's device."""
+    """Return a storage over ``buffer``'s own memory, or a copy on the rank's device."""
     nbytes = memoryview(buffer).nbytes
     if nbytes == 0:
         storage = torch.UntypedStorage(0)
     elif isinstance(buffer, bytearray):
-        # From a stream, or read from a file: a copy, which can be resized as torch's own storages can.
+        # From a stream, or read from a file: a copy, which can be resized like torch's own storages.
         storage = torch.UntypedStorage(nbytes)
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
     else:
@@ -307,10 +307,10 @@ def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStor
 
 
 def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> torch.UntypedStorage:
-    """A storage with the contents of the sender's, in memory that this process shares with its own children only.
+    """Return a storage with the sender's contents, in memory that this process shares only with its child processes.
 
-    Ranks that shared the sender's would race: each would add to one counter, and see the sum of all. Data that is large
-    is mapped from the sender's memory: held once, and this process's own where it writes.
+    Ranks that shared the sender's memory would race: each would increment one counter, and read the sum. Large data
+    is mapped from the sender's memory: it exists once, and a page becomes private when this process writes to it.
     """
     by_descriptor = rebuild is rebuild_storage_fd
     if by_descriptor:
@@ -323,7 +323,7 @@ def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> t
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
     if not data.nbytes:
         return torch.UntypedStorage(0)
-    if sys.platform == "win32":  # where torch shares memory by names
+    if sys.platform == "win32":  # torch shares memory by name there
         return torch.from_numpy(data).clone().share_memory_().untyped_storage()
     own, copied = anonymous_file("shared"), 0
     os.ftruncate(own, data.nbytes)
@@ -386,12 +386,12 @@ def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The way back: state whose objects both sides know
+# Returned state: objects that both sides know
 # --------------------------------------------------------------------------------------------------------------------
 
 
 class StatePickler(Pickler):
-    """Pickles state: the objects in ``known`` travel as references to their index.
+    """Pickle state: the objects in ``known`` are sent as references to their index.
 
     Parameters
     ----------
@@ -417,8 +417,8 @@ class StatePickler(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type):
-            # A class that came here by value must not go back as a second class of the same name.
-            # One that was made here, in a hook, say, is not known there: it goes by value.
+            # A class that was received by value must not be returned as a second class of the same name.
+            # A class created here, for example in a hook, is unknown there and is sent by value.
             tracker_id = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
             if tracker_id in _arrived_classes:
                 return _tracked_class, (tracker_id,)
@@ -426,15 +426,15 @@ class StatePickler(Pickler):
 
 
 class StateUnpickler(pickle.Unpickler):
-    """Reads what :class:`StatePickler` wrote.
+    """Read what :class:`StatePickler` wrote.
 
     Parameters
     ----------
     file : file object
     known : sequence of objects
-        This side's own, in the other's order.
+        This side's objects, in the sender's order.
     buffers : iterable of buffers, optional
-        The buffers that went beside the stream.
+        The buffers that were sent separately from the stream.
     """
 
     def __init__(self, file: Any, known: Sequence[object], buffers: Iterable[Any] | None = None) -> None:
@@ -445,13 +445,13 @@ class StateUnpickler(pickle.Unpickler):
         return self._known[pid]
 
 
-# Those of classes that came here by value. cloudpickle tracks the ones made here, too, once they have been pickled.
+# IDs of classes received by value. cloudpickle also tracks classes created here, once they have been pickled.
 _arrived_classes: set[str] = set()
 
 
 @contextlib.contextmanager
 def noting_classes() -> Iterator[None]:
-    """Note the classes that come here by value while this lasts: their sender has them, by the same name."""
+    """Record the classes received by value in this context: their sender has them, by the same name."""
     tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     before = set(tracked)
     yield
@@ -466,15 +466,15 @@ def _tracked_class(tracker_id: str) -> type:
 
 
 def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
-    """Pickle ``state``; the objects in ``known`` travel as references to their index.
+    """Pickle ``state``; the objects in ``known`` are sent as references to their index.
 
-    On the other side they are that side's own objects, if it lists its copies in the same order: a model's callbacks,
-    say, whose state comes back into the very objects the user made.
+    On the other side they become that side's objects, if it lists its copies in the same order: for example, the state
+    of a model's callbacks is written into the same objects that the user created.
 
     Parameters
     ----------
     state : object
-        Anything that can be pickled; classes and functions of ``__main__`` and closures too.
+        Any picklable object; classes and functions of ``__main__`` and closures, too.
     known : sequence of objects
         Compared by identity.
     """
@@ -484,21 +484,21 @@ def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
 
 
 def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
-    """The inverse of :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
+    """Invert :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
     with load_device(None):
         return StateUnpickler(io.BytesIO(data), known).load()
 
 
 class PackedState(NamedTuple):
-    """A pickled state, with what it holds of large memory beside it; pickled again, that stays beside."""
+    """A pickled state, with its large memory in separate buffers; they stay separate if it is pickled again."""
 
     stream: bytes
     buffers: list[Any]
-    """Where it was packed, ``PickleBuffer`` objects over the live memory."""
+    """In the packing process, ``PickleBuffer`` objects over the live memory."""
 
 
 def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
-    """As :func:`dump_state`, without a copy of the memory of tensors and arrays."""
+    """Like :func:`dump_state`, without a copy of the memory of tensors and arrays."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
 
@@ -513,7 +513,7 @@ def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
 
 
 def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
-    """The inverse of :func:`pack_state`, as :func:`load_state`; of the buffers each is let go when it is read."""
+    """Invert :func:`pack_state`, as :func:`load_state` does; each buffer is released once it is read."""
     packed.buffers.reverse()
     buffers = (packed.buffers.pop() for _ in range(len(packed.buffers)))
     with load_device(None):
@@ -521,12 +521,12 @@ def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
 
 
 class Fingerprint:
-    """Tells whether a state has changed, and that it can be pickled: its stream, and a digest of its large memory.
+    """Detects whether a state has changed, and whether it can be pickled: its stream, and a digest of its large memory.
 
     Raises
     ------
     Exception
-        Whatever pickling it raises.
+        Any error that pickling raises.
     """
 
     def __init__(self, state: object, known: Sequence[object] = ()) -> None:
@@ -534,7 +534,7 @@ class Fingerprint:
         self._summed: bytes | None = None
 
     def fixed(self) -> Fingerprint:
-        """This one, of the memory as it is now: that may change. Without it, a digest is made when it is needed."""
+        """Compute the digest now, since the memory may change; by default it is computed on use. Return this object."""
         if self._summed is None:
             total = hashlib.sha256()
             for buffer in self._buffers:
@@ -547,4 +547,4 @@ class Fingerprint:
             return NotImplemented
         return self._stream == other._stream and self.fixed()._summed == other.fixed()._summed
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared only
+    __hash__ = None  # type: ignore[assignment]  # only compared

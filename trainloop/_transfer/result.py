@@ -1,14 +1,14 @@
-"""The way back from the ranks of a host: one file that all of them map, and that its reader empties as it reads.
+"""Results of a host's ranks: one file that all ranks map; the reader frees it piece by piece.
 
 ::
 
     head        places of stream and table, written last
-    room        whole tensors that several ranks write their parts of
+    room        whole tensors; several ranks write their shards into them
     buffers     the memory of other tensors and arrays of the result
     stream      the result's pickle
-    table       of each buffer in the stream's order, room included: place and bytes
+    table       place and bytes of each buffer in the stream's order, including room
 
-What is read is given back to the system at once, so that a large result is never there twice.
+Space is returned to the system as soon as it is read, so that a large result never exists twice.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import torch
 from torch import Tensor
 
 from trainloop._support.platform import read_into
-from trainloop._transfer.pages import give_back, write_all
+from trainloop._transfer.pages import punch_hole, write_all
 from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
 
 __all__ = ["ResultFile"]
 
-_HEAD = 4  # words: place and size of the stream, place of the table, its entries
+_HEAD = 4  # int64s: place and size of the stream, place of the table, number of its entries
 _ALIGNMENT = 64
 
 
 class ResultFile:
-    """The file of one result; ranks and reader have one each, over the same descriptor.
+    """The file of one result; each rank and the reader have an instance over the same descriptor.
 
     Parameters
     ----------
     fd : int
-        Of a file that is empty, or whose last result was read.
+        Descriptor of a file that is empty, or whose last result was read.
     """
 
     def __init__(self, fd: int) -> None:
@@ -51,9 +51,9 @@ class ResultFile:
     # -- in ranks ------------------------------------------------------------------------------------------------------
 
     def room_for(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-        """Tensors of zeros in the file: the same memory on all ranks of this host that ask for the same, in this order.
+        """Return zero tensors in the file: the same memory on all ranks of this host that make the same calls in order.
 
-        Whatever of them is in the result of local rank 0 goes with it as it stands, without a copy.
+        If local rank 0's result contains any of them, they are part of it without a copy.
         """
         begin = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         places, end = [], begin
@@ -62,7 +62,7 @@ class ResultFile:
             nbytes = shape.numel() * dtype.itemsize
             places.append((end - begin, nbytes, shape, dtype))
             end += nbytes
-        # One byte more: ranks make the file this long in any order, and none may cut off what another wrote meanwhile.
+        # One byte more: ranks extend the file in any order, and none may truncate what another has written meanwhile.
         write_all(self._fd, memoryview(b"\0"), end)
         self._end = end + 1
         mapped = mmap.mmap(self._fd, end + 1 - begin, offset=begin)
@@ -71,14 +71,14 @@ class ResultFile:
             if not nbytes:
                 tensors.append(torch.empty(shape, dtype=dtype))
                 continue
-            # Each has a storage of its own: storages are what is pickled.
+            # A separate storage for each: storages are what is pickled.
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=place)
             self._rooms[raw.data_ptr(), nbytes] = begin + place
             tensors.append(raw.view(dtype).view(shape))
         return tensors
 
     def write(self, result: object) -> None:
-        """Write the result, on local rank 0; ranks have all of their parts in the room when the reader is told."""
+        """Write the result, on local rank 0; all ranks write their shards to the room before the reader starts."""
         stream = io.BytesIO()
         table: list[tuple[int, int]] = []
 
@@ -87,7 +87,7 @@ class ResultFile:
             if raw.nbytes < IN_STREAM:
                 return True
             address = int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
-            place = self._rooms.pop((address, raw.nbytes), None)  # once: what is read is gone
+            place = self._rooms.pop((address, raw.nbytes), None)  # once: read memory is freed
             table.append((self._append(raw) if place is None else place, raw.nbytes))
             return False
 
@@ -107,14 +107,14 @@ class ResultFile:
     # -- in the process that started them ------------------------------------------------------------------------------
 
     def read(self) -> Any:
-        """The result, with its tensors on the CPU. The file is empty then, and as long as before: ranks may map it."""
+        """Return the result, with its tensors on the CPU. The file keeps its length but is empty: ranks may map it."""
         at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
         table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
         stream = self._taken(at, size)
         buffers = (self._taken(place, nbytes) for place, nbytes in table)
         with load_device(None):
             result = StateUnpickler(io.BytesIO(stream), (), buffers).load()
-        give_back(self._fd, 0, os.fstat(self._fd).st_size)
+        punch_hole(self._fd, 0, os.fstat(self._fd).st_size)
         return result
 
     def _taken(self, place: int, nbytes: int) -> bytearray:
@@ -125,5 +125,5 @@ class ResultFile:
             if not got:
                 raise EOFError(f"the ranks' result ends {view.nbytes} bytes early")
             view, at = view[got:], at + got
-        give_back(self._fd, place, nbytes)
+        punch_hole(self._fd, place, nbytes)
         return data

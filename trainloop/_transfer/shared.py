@@ -1,8 +1,8 @@
 """Write changes of objects from one process into their copies in another.
 
 Both sides walk the same objects from the same roots: modules, tensors, optimizers, lists, dictionaries and instances,
-however nested. A part that both have keeps its identity: its contents come back into the very object that was sent, so
-that an averaged model or an optimizer's state is, after ``fit``, where its owner left it.
+at any depth. A part that both have keeps its identity: its contents are written into the same object that was sent, so
+that after ``fit`` an averaged model or an optimizer's state is in the owner's original object.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from trainloop._transfer.torch_objects import optimizer_state
 __all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
-_LONG = 1000  # items; a longer list is treated as data, and travels whole
+_LONG = 1000  # items; a longer list is treated as data, and is sent as a whole
 _MISSING = object()
-# Attributes of every nn.Module that torch itself maintains; the dictionaries of parts are walked.
+# Attributes of every nn.Module that torch maintains; the dictionaries of parts are walked.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _DATA = (np.ndarray, np.generic, torch.dtype, torch.device, torch.Generator, DataLoader, Dataset, Sampler)
 
-_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects hold nothing of the user's
+_OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects contain no user data
 
 
 def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
-    """All parts of ``roots`` whose identity matters, by their path; each once.
+    """Return all parts of ``roots`` whose identity matters, by path; each once.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     apart : mapping of int to object
         Objects to leave out, by their id: neither they nor their contents are parts.
     """
-    # Not by ``nested``, which goes down trees: here objects hold each other in circles, and the walk also follows
+    # Not by ``nested``, which walks trees: here objects may refer to each other in cycles, and the walk also follows
     # attributes, closures and functions' arguments. Breadth first, so that a part has its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
@@ -58,12 +58,12 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
             continue
         seen.add(id(obj))
         if type(obj).__module__.startswith(_OTHERS):
-            if isinstance(obj, nn.Module) and hasattr(obj, "_orig_mod"):  # what torch.compile gave
+            if isinstance(obj, nn.Module) and hasattr(obj, "_orig_mod"):  # made by torch.compile
                 queue.append((f"{path}._orig_mod", obj._orig_mod))
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # can't be written into
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # not writable themselves
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
@@ -90,7 +90,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
-    """The contents of an object that may be overwritten; ``None`` for a value without contents."""
+    """Return the contents of an object that may be overwritten; ``None`` for a value without contents."""
     if isinstance(obj, (list, deque)):
         return list(obj) if len(obj) <= _LONG else None
     if isinstance(obj, dict):
@@ -104,13 +104,13 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
     return {
         name: value
         for name, value in kept_attributes(obj).items()
-        # Attributes that the object leaves out of its state, or replaces in it, are each process's own.
+        # Attributes that the object leaves out of its state, or replaces in it, belong to one process.
         if name not in torch_own and attributes.get(name, _MISSING) is value
     }
 
 
 def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
-    """Of each part's present contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
+    """Return fingerprints of each part's current contents, for :func:`changed_parts`; ``None`` if not picklable."""
     return {
         path: fingerprint(_contents(obj), known, fixed=True)
         for path, obj in parts.items()
@@ -119,9 +119,9 @@ def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fin
 
 
 def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
-    """What tells whether a value has changed; ``None`` if it can't be pickled.
+    """Return a fingerprint that shows whether a value has changed; ``None`` if it can't be pickled.
 
-    ``fixed``: it is of the value as it is now, and not as it is when compared.
+    ``fixed``: of the value at the time of this call, not of the comparison.
     """
     try:
         found = Fingerprint(value, known)
@@ -133,7 +133,7 @@ def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fing
 def changed_parts(
     parts: Mapping[str, Any], before: Mapping[str, Fingerprint | None], known: list[object]
 ) -> dict[str, Any]:
-    """The contents of parts that have changed, for :func:`put_into`; those of tensors always, on the CPU."""
+    """Return the contents of changed parts, for :func:`put_into`; those of tensors always, on the CPU."""
     changed: dict[str, Any] = {}
     for path, obj in parts.items():
         if isinstance(obj, torch.Tensor):
@@ -143,7 +143,7 @@ def changed_parts(
         mark = fingerprint(now, known)
         if mark is not None and mark != before.get(path):
             changed[path] = now
-        elif mark is None and isinstance(now, dict):  # then each entry by itself
+        elif mark is None and isinstance(now, dict):  # so compare its entries one by one
             can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
                 lost = ", ".join(str(key) for key in now if key not in can)
@@ -153,7 +153,7 @@ def changed_parts(
 
 
 def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
-    """Write what :func:`changed_parts` gave into the parts of the same paths."""
+    """Write the result of :func:`changed_parts` into the parts of the same paths."""
     for path, contents in changed.items():
         obj = parts[path]
         if isinstance(obj, torch.Tensor):
@@ -185,7 +185,7 @@ def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> 
 
 
 def _state_to_parameters(optimizer: Optimizer) -> None:
-    """Move state from a rank's device to its parameter's; step counters stay where torch keeps them."""
+    """Move state from a rank's device to its parameter's; step counters stay where torch puts them."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and parameter.device.type != "cpu":
             for key, value in state.items():

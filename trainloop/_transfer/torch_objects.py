@@ -1,7 +1,7 @@
 """Pickling of torch objects that torch itself can't pickle.
 
-Module-like objects and operators by their names, compiled code by what was compiled and how, parametrized and scripted
-modules by their parts. Private names of torch that this needs are all here, as they are in 2.6 to 2.15.
+Module-like objects and operators are sent by name, compiled code by its original and its options, parametrized and
+scripted modules by their parts. All private torch names that this needs are here; they exist in 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EVAL_FRAME = "torch._dynamo.eval_frame"
 
 
 def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
-    """The function of (pickler, object) that pickles a class's objects; ``None`` for the usual way."""
+    """Return the function of (pickler, object) that pickles a class's objects; ``None`` for the default."""
     if issubclass(kind, types.ModuleType):
         return _reduce_module_like if kind is not types.ModuleType else None
     if issubclass(kind, nn.Module):
@@ -48,7 +48,7 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 
 
 def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
-    """Pickle a parameter with its hooks, which torch leaves behind; and dtypes that only ``torch.load`` can read."""
+    """Pickle a parameter with its hooks, which torch omits; and dtypes that only ``torch.load`` can read."""
     hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
     hooks = hooks if tensor.is_leaf else {}
     if not hooks and tensor.dtype not in _LOADED_ONLY:
@@ -72,7 +72,7 @@ _LOADED_ONLY: set[torch.dtype] = getattr(torch.storage, "_new_dtypes", set)()  #
 
 def _set_hooks(tensor: torch.Tensor, hooks: dict[str, dict[int, Any]]) -> None:
     for name, found in hooks.items():
-        setattr(tensor, name, found)  # the dict itself: the handles by which they are removed refer to it
+        setattr(tensor, name, found)  # the same dict: the handles that remove hooks refer to it
 
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -82,7 +82,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _named(path: str) -> Any:
-    """The object of a dotted path, whose beginning is a module."""
+    """Return the object at a dotted path that begins with a module."""
     module, _, rest = path.partition(".")
     found: Any = importlib.import_module(module)
     for name in rest.split(".") if rest else ():
@@ -100,7 +100,7 @@ def _reduce_module_like(pickler: Any, module: types.ModuleType) -> Any:
         return importlib.import_module, (name,)
     try:
         return (_named, (name,)) if _named(name) is module else NotImplemented
-    except Exception:  # whatever a module's own __getattr__ raises
+    except Exception:  # any error of a module's __getattr__
         return NotImplemented
 
 
@@ -115,7 +115,7 @@ def _reduce_number_info(pickler: Any, info: Any) -> Any:
 
 
 def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
-    # A process's default generator becomes the other process's default one.
+    # A process's default generator maps to the other process's default one.
     return (_named, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
 
 
@@ -137,7 +137,7 @@ _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def compile_context_of(function: types.FunctionType) -> Any:
-    """How ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
+    """Return how ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
     if _EVAL_FRAME not in sys.modules or not hasattr(function, "_torchdynamo_orig_callable"):
         return None
     # functools.wraps copies a compiled function's attributes, but not its closure.
@@ -152,7 +152,7 @@ def _apply(context: Any, compiled: Any) -> Any:
 
 
 def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
-    """Pickle the original function and its compile options, to compile it there again."""
+    """Pickle the original function and its compile options, to compile it again there."""
     return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
 
 
@@ -173,7 +173,7 @@ def _reduce_compile_context(pickler: Any, context: Any) -> Any:
         "recompile_limit": getattr(callback, "_recompile_limit", None),
         "isolate_recompiles": getattr(context, "_isolate_recompiles_id", -1) != -1 or None,
     }
-    # Only the options that were set: older versions don't know all of them.
+    # Only options that were set: older versions don't know all of them.
     return _compile_context, ({**options, **{name: value for name, value in further.items() if value is not None}},)
 
 
@@ -203,12 +203,12 @@ def _compile_context(options: dict[str, Any]) -> Any:
 
 
 def _reduce_backend(backend: Any) -> Any:
-    """Pickle one of torch's backends by its name: some hold things that can't be pickled."""
+    """Pickle one of torch's backends by its name: some contain objects that can't be pickled."""
     from torch._dynamo.backends.registry import list_backends, lookup_backend
 
     name = backend.compiler_name
     state = dict(backend.__dict__)
-    # A backend of the user's own is sent with its function.
+    # A user's backend is sent with its function.
     if name in list_backends(exclude_tags=()) and lookup_backend(name) is backend.compiler_fn:
         del state["compiler_fn"]
     return _backend, (state,)
@@ -225,7 +225,7 @@ def _backend(state: dict[str, Any]) -> Any:
 
 
 def _reduce_compiled_module(pickler: Any, module: Any) -> Any:
-    # The original may refer to its compiled version, so in two steps.
+    # The original may refer to its compiled version, so this takes two steps.
     return _new, (type(module),), (module._orig_mod, module.dynamo_ctx), None, None, _set_compiled_module
 
 
@@ -246,7 +246,7 @@ def _module_reducer(kind: type) -> Callable[[Any, Any], Any] | None:
     if unparametrized_class(kind) is not kind:
         return _reduce_parametrized_module
     plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
-    # nn.Module's own state leaves slots out.
+    # nn.Module's own state omits slots.
     return _reduce_module_with_slots if plain and copyreg._slotnames(kind) else None  # type: ignore[attr-defined]
 
 
@@ -292,13 +292,13 @@ def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
-    """All attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
+    """Return all attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     hooks : bool
-        Whether to include the hooks before and after steps.
+        True to include the hooks before and after steps.
     """
     kind = type(optimizer)
     if kind.__getstate__ is not torch.optim.Optimizer.__getstate__:
@@ -312,7 +312,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
 
 
 def _reduce_script_module(pickler: Any, module: Any) -> Any:
-    """Pickle code as TorchScript's archive, and parameters and buffers beside it, so that an optimizer shares them."""
+    """Pickle code as TorchScript's archive; parameters and buffers are separate, so that an optimizer shares them."""
     file = io.BytesIO()
     with _script_may_be_old():
         torch.jit.save(module, file)
@@ -339,4 +339,4 @@ def _script_may_be_old() -> Iterator[None]:
 def _set_script_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> None:
     for path, tensor in tensors.items():
         *parts, name = path.split(".")
-        setattr(functools.reduce(getattr, parts, module), name, tensor)  # get_submodule refuses
+        setattr(functools.reduce(getattr, parts, module), name, tensor)  # get_submodule rejects script modules

@@ -1,4 +1,4 @@
-"""Find what in an object can't be pickled: its path, its type, and what to do."""
+"""Find the parts of an object that can't be pickled: path, type and remedy."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MOST_VISITED = 2000
 
 @dataclass(frozen=True)
 class Unpicklable:
-    """One thing that can't be sent."""
+    """A part that can't be sent."""
 
     path: str
-    """Attributes, indices and keys from a root to it, such as ``train_loader.dataset.transform.file``."""
+    """Attributes, indices and keys from a root to the part, such as ``train_loader.dataset.transform.file``."""
     type: str
-    """Name of its class."""
+    """Name of the part's class."""
     reason: str
-    """The error that pickling it raised."""
+    """Error that pickling the part raised."""
     advice: str
-    """What to do."""
+    """Remedy."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.type}\n    {self.reason}\n    {self.advice}"
 
 
 def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
-    """Everything in ``roots`` that can't be pickled, nearest first; at most a handful.
+    """Return the parts of ``roots`` that can't be pickled, nearest first; at most a handful.
 
     Parameters
     ----------
@@ -47,16 +47,16 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
     """
     found: list[Unpicklable] = []
     visited: set[int] = set()
-    # Breadth first: a thing that can be reached in several ways is named by the shortest.
+    # Breadth first: a part that several paths reach is named by the shortest.
     queue = deque(_failing(roots.items()))
-    keep = list(queue)  # so that no id is used twice
+    keep = list(queue)  # keeps objects alive, so that ids stay unique
     while queue and len(found) < _MOST_FOUND and len(visited) < _MOST_VISITED:
         path, obj = queue.popleft()
         if id(obj) in visited:
             continue
         visited.add(id(obj))
         advice = _known_advice(obj)
-        # Name a thing that belongs to one process as a whole: a thread, not the lock in it.
+        # Name an object that belongs to one process, not a part of it: a thread, not its lock.
         parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
         keep += parts
         queue.extend(parts)
@@ -68,7 +68,7 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
 
 
 def explain(roots: Mapping[str, object], error: Exception) -> str:
-    """The message of an ``UnpicklableError``.
+    """Return the message of an ``UnpicklableError``.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def explain(roots: Mapping[str, object], error: Exception) -> str:
 
 
 class _Probe(Pickler):
-    """Pickles without touching the data of arrays and tensors, into nowhere."""
+    """Pickle to nowhere, without reading the data of arrays and tensors."""
 
     def __init__(self) -> None:
         super().__init__(_Nowhere(), lambda buffer: False)
@@ -119,19 +119,19 @@ def _error_of(obj: object) -> Exception | None:
 
 
 def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The parts that can't be pickled, found by halving, as a list may have millions and most can be."""
+    """Return the parts that can't be pickled, by bisection: a list may have millions, most of them picklable."""
     parts = list(parts)
     if not parts or _error_of([part for _, part in parts]) is None:
         return []
     if len(parts) == 1:
         return parts
-    # log2(n) tries of whole halves, where one try each would take as many as there are parts.
+    # Trying whole halves takes log2(n) tries per bad part, not one try per part.
     middle = len(parts) // 2
     return _failing(parts[:middle]) + _failing(parts[middle:])
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The parts of an object, as pickling sees it, named as its user would
+# The parts of an object as pickling sees them, with names that the user knows
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +198,7 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     try:
         reduced = obj.__reduce_ex__(4)
-    except Exception:  # it refuses by itself: it is the culprit
+    except Exception:  # it raises by itself: it is the culprit
         return
     if not isinstance(reduced, tuple):
         return
@@ -227,12 +227,12 @@ def _attributes(obj: Any, state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attribute(name: object) -> str:
-    # nn.Sequential and nn.ModuleList name their parts by number.
+    # nn.Sequential and nn.ModuleList number their parts.
     return f"[{name}]" if not isinstance(name, str) or name.isdigit() else f".{name}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Words
+# Texts
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +245,7 @@ _LAZILY = "create it at first use, in the rank, and leave it out of __getstate__
 _GENERAL_ADVICE = f"{_LAZILY[0].upper()}{_LAZILY[1:]}"
 _FILE = "An open file belongs to one process: keep its path and open it at first use, or leave it out of __getstate__."
 _CONNECTION = f"A connection belongs to one process: keep its address; {_LAZILY}"
-# By the module, or the name, of a class among the bases of the thing's own.
+# Keys: the module, or the name, of one of the class's bases.
 _ADVICE = {
     "io": _FILE,
     "_io": _FILE,
@@ -280,7 +280,7 @@ _ADVICE = {
 
 
 def _known_advice(obj: object) -> str:
-    """Advice about an object of this type; empty unless the type is known to belong to one process."""
+    """Return advice about an object of this type; empty unless the type is known to belong to one process."""
     for base in type(obj).__mro__[:-1]:
         for name in (base.__module__.partition(".")[0], base.__name__):
             if name in _ADVICE:

@@ -271,7 +271,7 @@ class AbstractCallback:
 class HookTable:
     """Overridden hooks of callbacks, by name, each a tuple in execution order.
 
-    Determined once before the first step: a hook that nobody overrides is an empty tuple and costs nothing.
+    Determined once before the first step: a hook that is not overridden is an empty tuple and costs nothing.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def _first_batches(loader: Any, number: int) -> Any:
     indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if indexed and loader.batch_sampler is not None:
         indices = [list(batch) for batch in islice(loader.batch_sampler, number)]
-        # Without workers: they cost more than a few batches.
+        # Without workers, which cost more than a few batches.
         return DataLoader(loader.dataset, batch_sampler=indices, collate_fn=loader.collate_fn)
     return list(islice(loader, number))
 

@@ -18,7 +18,7 @@ from trainloop.optim import optimizers_of
 __all__ = ["chart_layout", "description_of", "quantity_of", "settings_of"]
 
 _DATASETS = "train|val|test"
-# Sections that come first, by a word in a quantity's name; other sections are named by the part before a slash.
+# Sections that are first, by a word in a quantity's name; other sections are named by the part before a slash.
 _SECTIONS = {"loss": "loss", "acc": "accuracy"}
 
 

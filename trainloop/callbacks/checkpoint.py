@@ -22,7 +22,7 @@ from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import local_part, map_tensors
+from trainloop.parallel.shards import local_shard, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +128,7 @@ class ModelCheckpoint(AbstractCallback):
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Newest path, best path and best value of rank 0, on ranks of a launcher.
-        self._told: tuple[str | None, tuple[str | None, float | None]] | None = None
+        self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # identifies a call of fit, in all of its starts
@@ -157,7 +157,7 @@ class ModelCheckpoint(AbstractCallback):
 
     @property
     def last_path(self) -> str | None:
-        return self._own.newest if self._told is None else self._told[0]
+        return self._own.newest if self._received is None else self._received[0]
 
     @property
     def best_path(self) -> str | None:
@@ -169,7 +169,7 @@ class ModelCheckpoint(AbstractCallback):
 
     @property
     def _best(self) -> tuple[str | None, float | None]:
-        return self._own.best if self._told is None else self._told[1]
+        return self._own.best if self._received is None else self._received[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model.
@@ -250,7 +250,7 @@ class ModelCheckpoint(AbstractCallback):
             distributed.barrier()
 
     def save_finished(self) -> None:
-        """Write a checkpoint of the training's end, after which nothing is left to do. Collective."""
+        """Write a checkpoint at the end of training, after which no work is left. Collective."""
         self._save("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()
@@ -260,8 +260,8 @@ class ModelCheckpoint(AbstractCallback):
         """Send rank 0's paths and best value to the ranks of a launcher. Collective."""
         if distributed.get_world_size() > 1:
             first = distributed.is_global_zero()
-            told = distributed.broadcast_object((self.last_path, self._best) if first else None)
-            self._told = None if first else told
+            received = distributed.broadcast_object((self.last_path, self._best) if first else None)
+            self._received = None if first else received
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -296,9 +296,9 @@ class ModelCheckpoint(AbstractCallback):
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has made its own
+        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has created one
         self._saved_step, self._restarted = None, False
-        self._failed, self._told = False, None
+        self._failed, self._received = False, None
         self._prepared = not self.async_save
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
@@ -340,7 +340,7 @@ class ModelCheckpoint(AbstractCallback):
         self.share_paths()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._finish_writing(_OTHERS_S)  # another rank may be gone
+        self._finish_writing(_OTHERS_S)  # another rank may have ended
         self._host_copy = checkpoint.HostCopy()
 
     def _prepare(self) -> None:
@@ -350,12 +350,12 @@ class ModelCheckpoint(AbstractCallback):
         if loop.is_global_zero or self._is_sharded():
             model = {n: value for n, value in loop.model.state_dict().items() if n not in self._left_out}
             states = [model, loop.optimizer.state_dict()]
-            self._host_copy.prepare(map_tensors(states, local_part) if self._is_sharded() else states)
+            self._host_copy.prepare(map_tensors(states, local_shard) if self._is_sharded() else states)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the others continue when it has their part of the state."""
+        """Write a checkpoint. Collective: rank 0 writes; the others continue once it has their part of the state."""
         loop = self.train_loop_obj
         self._finish_writing()  # before the state is copied, since only then the copy's memory is free again
         self._saved_step = loop.global_step

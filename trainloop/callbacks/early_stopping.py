@@ -69,7 +69,7 @@ class EarlyStopping(AbstractCallback):
         self._metric.check(self.train_loop_obj)
 
     def on_train_begin(self) -> None:
-        # Another call of fit asks for more epochs. (Resuming restores the count after this.)
+        # Another call of fit requests more epochs. (Resuming restores the count after this.)
         self.epochs_without_improvement = 0
         self.stopped_epoch = None
 

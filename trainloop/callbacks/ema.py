@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from trainloop import distributed
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.parallel.shards import local_part, shard_like
+from trainloop.parallel.shards import local_shard, shard_like
 
 __all__ = ["ExponentialMovingAverage", "WeightAverage"]
 
@@ -69,7 +69,7 @@ class WeightAverage(AbstractCallback):
 
     def _pair(self, weights: dict[str, Tensor]) -> None:
         self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
-        self._pairs = (list(map(local_part, self.average.values())), list(map(local_part, weights.values())))
+        self._pairs = (list(map(local_shard, self.average.values())), list(map(local_shard, weights.values())))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -211,7 +211,7 @@ def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
     for name, target in targets.items():
-        local_part(target).copy_(local_part(shard_like(sources[name], target)))
+        local_shard(target).copy_(local_shard(shard_like(sources[name], target)))
 
 
 def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,4 +220,4 @@ def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, T
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(local_part(one).cpu(), local_part(other).cpu())
+    return torch.equal(local_shard(one).cpu(), local_shard(other).cpu())

@@ -145,7 +145,7 @@ class GradientStats(GradientCallbackBase):
                     self._log(f"grad_norm/{names[id(parameter)]}", norm)
 
     def _log(self, name: str, value: Tensor) -> None:
-        # Equal on all ranks, so there is nothing to average.
+        # Equal on all ranks, so no average is needed.
         self.log(name, value, on_step=True, on_epoch=True, sync_dist=False, batch_size=1)
 
 

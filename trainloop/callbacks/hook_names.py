@@ -44,7 +44,7 @@ _HERE = table_of(
 # So similar that a misspelling is more likely than a user's own method: "on_epoch_ends", but not "on_request".
 _NEAR = 0.85
 
-_told: WeakSet[type] = WeakSet()
+_warned: WeakSet[type] = WeakSet()
 
 
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
@@ -63,10 +63,10 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
         return
     classes = dict.fromkeys([*(type(callback) for callback in callbacks), type(model)])
     for kind in classes:
-        if kind not in _told:
+        if kind not in _warned:
             found = [(name, here) for name, here in _misnamed(kind) if not _is_named_in(name, classes)]
             if found:
-                _told.add(kind)
+                _warned.add(kind)
             for name, here in found:
                 warn(f"{kind.__name__}.{name} is not called: {_remedy(kind, here)}", UserWarning)
 

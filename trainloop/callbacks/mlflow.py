@@ -83,11 +83,11 @@ class MLflowTracking(AbstractCallback):
             self._epoch_values.clear()
 
     def _active_client(self) -> Any:
-        """MLflow's client; the run starts with the first value sent, when the resumed run is known."""
+        """MLflow's client; the run starts when the first value is sent: by then the resumed run is known."""
         if self._client is not None:
             return self._client
         mlflow = _import_mlflow()
-        # The client rather than mlflow's global run, which may be the user's own.
+        # The client instead of mlflow's global run, which may be the user's.
         self._client = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
             name = self.experiment_name or "Default"

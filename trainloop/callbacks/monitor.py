@@ -121,7 +121,7 @@ class Monitor:
             )
         values = loop.history.get(self.name)
         if not values:
-            if self._comes_later(loop):
+            if self._appears_later(loop):
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
             meant = nearest(self.name, loop.history, _NEAR)
@@ -136,7 +136,7 @@ class Monitor:
         self._seen = len(values)
         return float(values[-1])
 
-    def _comes_later(self, loop: Any) -> bool:
+    def _appears_later(self, loop: Any) -> bool:
         every = loop.end_auto_eval
         return self.name.startswith("val_") and every is not True and loop.epoch + 1 < every
 
@@ -188,8 +188,8 @@ def _by_torchmetrics(name: str, loop: Any) -> bool | None:
         return None
     stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
     # Two metrics of one name that contradict each other decide nothing.
-    said = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
-    return said.pop() if len(said) == 1 else None
+    found = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _torchmetrics_of(loop: Any) -> Iterator[tuple[str, bool | None]]:

@@ -14,7 +14,7 @@ from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
-from trainloop.parallel.shards import local_part
+from trainloop.parallel.shards import local_shard
 
 __all__ = ["NonFinite", "TerminateOnNaN"]
 
@@ -118,7 +118,7 @@ class TerminateOnNaN(AbstractCallback):
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
             # Each rank checks its part of a sharded one; a finding on any rank ends the training for all.
-            part = None if gradient is None else local_part(gradient)
+            part = None if gradient is None else local_shard(gradient)
             if part is not None and part.numel():  # a small parameter has no part on some ranks
                 names.append(name)
                 gradients.append(part._values() if part.is_sparse else part)

@@ -244,9 +244,9 @@ class ModelPerformancePrintReport(AbstractCallback):
             if name in history:
                 print(f"{name}: {history[name][-1]:.6g}")
             else:
-                self._say_missing(name, history)
+                self._report_missing(name, history)
 
-    def _say_missing(self, name: str, history: Iterable[str]) -> None:
+    def _report_missing(self, name: str, history: Iterable[str]) -> None:
         known = ", ".join(map(repr, history))
         message = f"ModelPerformancePrintReport: {name!r} is not in the history. It has: {known}."
         if self.strict_metric_reporting:

@@ -57,7 +57,7 @@ class RunCheckpoints:
         return self._found(self.run, *runs)
 
     def remove_unfinished(self) -> None:
-        """Remove, at the first checkpoint, unfinished files of this run; nothing else is being written now."""
+        """Remove, at the first checkpoint, unfinished files of this run; no other write is in progress now."""
         if self._files is None:
             self.folder.remove_unfinished(self.run)
 

@@ -170,7 +170,7 @@ class TensorBoard(AbstractCallback):
 
     @property
     def _events(self) -> EventFile:
-        """The file, created at the first write, when it is known if a run was resumed."""
+        """The file, created at the first write: by then the resumed run is known."""
         if self._file is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
             self._file = EventFile(self.log_dir)
@@ -490,7 +490,7 @@ class EventFile:
         self._file.close()
 
 
-_files = itertools.count()  # counted per process, so that no two have the same name
+_files = itertools.count()  # per process, so that names are unique
 
 
 def _check_writable(folder: str) -> None:

@@ -166,7 +166,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return None if of_fit is None else (self._count + of_fit) // self.frequency
 
     def _length(self) -> int | None:
-        """Return the number of steps that the schedule is made for; ``None`` if it is for any number."""
+        """Return the number of steps for which the schedule is made; ``None`` if it is for any number."""
         length = getattr(self.scheduler, _LENGTHS.get(type(self.scheduler).__name__, ""), None)
         return length if isinstance(length, int) else None
 
@@ -296,7 +296,7 @@ class LearningRateMonitor(AbstractCallback):
         self._last_step = step
         if step % self.every_n_steps == 0 or step == 1:
             for name, group in groups_with_rates(loop.optimizer):
-                # Equal on all ranks: nothing to average.
+                # Equal on all ranks: no average is needed.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
@@ -337,7 +337,7 @@ def _restore_counters(scheduler: Any) -> None:
 def _mark_step(optimizer: Optimizer) -> None:
     """Restore the mark that torch's schedulers set on the optimizer's ``step``.
 
-    They set it when they are made, to warn about calls in the wrong order. The mark is lost on the way to another
+    They set it at construction, to warn about calls in the wrong order. The mark is lost on the way to another
     process, where they would warn that it is missing. The loop's order of calls is right.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]  # read by torch's schedulers

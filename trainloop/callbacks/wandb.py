@@ -148,7 +148,7 @@ class WandBTracking(AbstractCallback):
             )
 
     def _active_run(self) -> Any:
-        """The run; it starts with the first value sent, when the resumed run is known."""
+        """The run; it starts when the first value is sent: by then the resumed run is known."""
         if self._run is not None:
             return self._run
         wandb = _import_wandb()

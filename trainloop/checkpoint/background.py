@@ -1,4 +1,4 @@
-"""Writes in threads of their own."""
+"""Writes in background threads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["BackgroundWrite", "error_of"]
 
 
 class BackgroundWrite:
-    """One write in a thread of its own.
+    """One write in a background thread.
 
     Parameters
     ----------
     write : callable
-        Returns its error, if there was one.
+        Returns its error, or None.
     step : int
-        Of the state that is written.
+        Step of the state that is written.
     give_up : callable, optional
-        Lets it wait no longer for other ranks.
+        Makes it stop waiting for other ranks.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class BackgroundWrite:
         self.step = step
         self.give_up = give_up
         self._error: Exception | None = None
-        # A thread begins on GPU 0. Whatever it asks of CUDA would make a context there, in the memory of another rank.
+        # A thread starts on GPU 0. Any use of CUDA would create a context there, in the memory of another rank.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
@@ -40,13 +40,13 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self, write: Callable[[], Exception | None]) -> None:
-        # Held by the thread alone, so that what is written is let go when it is done.
+        # Only the thread refers to the data, so that it is freed once it is written.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         self._error = write()
 
     def wait(self, seconds: float | None = None) -> Exception | None:
-        """Until it is done; after so many seconds it is told to give up on other ranks."""
+        """Wait until it is done and return its error; after ``seconds`` make it stop waiting for other ranks."""
         if seconds is not None:
             self._thread.join(seconds)
             self.give_up()
@@ -55,8 +55,8 @@ class BackgroundWrite:
 
 
 def error_of(write: Callable[[], None]) -> Exception | None:
-    """What a write raised, if anything."""
-    # Not OSError alone: fsspec file systems have errors of their own.
+    """Return the error that a write raised, if any."""
+    # Not only OSError: fsspec file systems have other errors.
     try:
         write()
     except Exception as error:

@@ -17,7 +17,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 
 __all__ = ["export"]
 
-# The names that the safetensors format has for them.
+# Names of the dtypes in the safetensors format.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,7 +57,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     model = load(checkpoint, whole=False).get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
         raise CheckpointError(f"{os.fspath(checkpoint)} has no model weights. Pass a checkpoint that fit wrote.")
-    # The header first, as it has every tensor's place: so no more than a part of a tensor is in memory at a time.
+    # Write the header first: it has every tensor's place, so only a part of one tensor is in memory at a time.
     header: dict[str, Any] = {}
     end = 0
     for name, value in model.items():
@@ -66,7 +66,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    # The format allows spaces there; tensors are to begin at a multiple of 8 bytes.
+    # The format allows spaces there; tensors must start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     temporary = os.path.join(os.path.dirname(target), temporary_name(os.path.basename(target), "export"))
@@ -86,7 +86,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
 
 
 def _write(path: str, place: int, value: Any) -> None:
-    """A tensor, part by part, into a file that has room for it there."""
+    """Write a tensor, part by part, into a file that has room for it at ``place``."""
     numel = value.shape.numel()
     if not numel:
         return
@@ -97,7 +97,7 @@ def _write(path: str, place: int, value: Any) -> None:
     parts = parts_of(value) if isinstance(value, StoredTensor) else [(((0,) * value.ndim, tuple(value.shape)), value)]
     for (offsets, sizes), part in parts:
         rows = flat.view(value.dtype).view(value.shape) if aligned else None
-        if rows is None:  # eight bytes' places hold any dtype but where odd ones came before
+        if rows is None:  # places are multiples of 8 bytes unless tensors with smaller dtypes precede
             full = flat.clone().view(value.dtype).view(value.shape)
             narrowed(full, offsets, sizes).copy_(part)
             flat.copy_(full.reshape(-1).view(torch.uint8))

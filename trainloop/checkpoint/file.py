@@ -40,7 +40,7 @@ __all__ = [
 
 _SUFFIX = ".pt"
 _NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # a folder's has no suffix
-# A file that names the newest checkpoint, so that its loss is noticed. Reading a checkpoint never needs it.
+# A file that names the newest checkpoint, to detect its loss. Reading a checkpoint never needs it.
 _NEWEST = ".newest"
 _END = struct.Struct("<QIII8s")  # body's length and CRC-32, info's length, CRC-32 of info and of these three, magic
 _MAGIC = b"TRLOOP\x00\x01"
@@ -91,7 +91,7 @@ class Checkpoint:
 def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = False) -> str:
     """Return ``checkpoint-epoch=0003-step=00000120.pt``: epochs from 1; ``version`` distinguishes equal ones.
 
-    A sharded one is a folder, whose name has no suffix.
+    A sharded checkpoint is a folder, whose name has no suffix.
     """
     again = f"_{version}" if version > 1 else ""
     return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{'' if sharded else _SUFFIX}"
@@ -264,11 +264,11 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     shown = where.path(name)
     try:
         with where.open(name) as file:
-            # A remote file is fetched once: torch.load seeks about in it, and each jump would be a request.
+            # A remote file is fetched once: torch.load seeks in it, and each seek would be a request.
             local = io.BytesIO(file.read()) if "://" in shown else file
             _verify(local, shown)
             local.seek(0)
-            # weights_only=True would read these too, by older code of torch; trainloop never wrote one.
+            # weights_only=True would also read these, by older code of torch; trainloop never wrote one.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
                     f"{shown} is a pickle in an older format than trainloop writes. It was refused; no code was run."
@@ -363,7 +363,7 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     where = location if isinstance(location, Folder) else folder(location)
     found = []
     listed = [(name, where, name) for name in where.names() if name.endswith(_SUFFIX)]
-    # A sharded one's state.pt has the same end as a whole checkpoint has.
+    # The state.pt of a sharded checkpoint has the same end as a single-file checkpoint.
     listed += [(name, where / name, sharded.STATE) for name in where.folders() if not name.endswith(_SUFFIX)]
     for name, inside, file_name in listed:
         if not _NAME.fullmatch(name):
@@ -400,7 +400,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        # By name, as a damaged end has no time.
+        # By name, since a damaged end has no time.
         newer = [c.problem for c in listed if c.info is None and c.name > candidate.name]
         missing = _missing_newest(where, [c.name for c in listed])
         _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")

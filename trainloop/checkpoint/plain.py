@@ -57,7 +57,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     CheckpointError
         For anything else; the message gives the path to it and its type.
     """
-    # Not by ``nested``, which keeps containers as they are: these become the few that can be read without code.
+    # Not by ``nested``, which keeps types of containers: here they become the few that can be read without code.
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -92,7 +92,7 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
     if type(value) is not OrderedDict:
         return dict(pairs)
     ordered = OrderedDict(pairs)
-    # Module.state_dict() keeps the modules' versions in an attribute; by it load_state_dict() knows old weights.
+    # Module.state_dict() keeps the modules' versions in an attribute; load_state_dict() recognises old weights by it.
     ordered.__dict__.update({name: plain(item, f"{where}.{name}") for name, item in value.__dict__.items()})
     return ordered
 
@@ -108,7 +108,7 @@ def _plain_tensor(value: Tensor, where: str) -> Tensor:
     if type(found) is not Tensor:
         found = found.as_subclass(Tensor)
     if _has_storage(found) and found.untyped_storage().nbytes() != found.nbytes:
-        found = found.clone()  # else the whole storage would be written: a whole table for one row
+        found = found.clone()  # otherwise the whole storage would be written: a whole table for one row
     return found
 
 
@@ -134,11 +134,11 @@ def _refuse(value: Any, where: str) -> NoReturn:
 
 
 class HostCopy:
-    """Copies of states in host memory, into the same memory each time.
+    """Copy states into host memory, each time into the same block.
 
-    New memory costs more than copying into it: 200 MB take 14 ms to copy, and 100 to 450 ms into fresh pages of
-    4 KB. So the copies' memory is one block that is kept. numpy asks the system for huge pages for it; with a
-    GPU it is pinned, so that the copies run at the bus's speed and wait for the device once, at their end.
+    Allocating memory costs more than copying: 200 MB take 14 ms to copy, and 100 to 450 ms into fresh pages of
+    4 KB. So one block is kept for the copies. numpy requests huge pages for it from the system; with a
+    GPU it is pinned, so that copies run at the bus's speed and wait for the device once, at their end.
     """
 
     _ALIGNMENT = 64
@@ -148,7 +148,7 @@ class HostCopy:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, state: Any) -> None:
-        """Find memory for a state about as large as this one, in a thread: the first :meth:`copy` is fast then too."""
+        """Allocate memory for a state of about this size, in a thread, so that the first :meth:`copy` is fast, too."""
         tensors = _tensors(state)[0]
         size = self._layout(tensors)[1]
         size += size // 64 + (1 << 20)  # for growth
@@ -157,17 +157,17 @@ class HostCopy:
         self._preparing.start()
 
     def copy(self, state: Any) -> Any:
-        """``plain(state)`` with every tensor copied; valid until the next call.
+        """Return ``plain(state)`` with every tensor copied; valid until the next call.
 
         Parameters
         ----------
         state : object
-            Tensors on any device. Tied weights are copied once and stay tied.
+            Tensors on any device. Tied weights are copied once and remain tied.
 
         Raises
         ------
         CheckpointError
-            As :func:`plain`.
+            Like :func:`plain`.
         """
         self.close()
         tensors, state = _tensors(state)
@@ -179,10 +179,10 @@ class HostCopy:
             if key in copied:
                 continue
             if key in places and tensor.numel():
-                # A tensor over its own bytes alone: torch.save writes the whole of a tensor's storage.
+                # Give each tensor a storage of its own bytes: torch.save writes whole storages.
                 room = block[places[key] : places[key] + tensor.nbytes]
                 flat = torch.frombuffer(room, dtype=torch.uint8).view(tensor.dtype)
-                strides = torch.empty_like(tensor, device="meta").stride()  # channels_last stays so
+                strides = torch.empty_like(tensor, device="meta").stride()  # keeps channels_last
                 copied[key] = flat.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=tensor.is_cuda)
             else:
                 copied[key] = tensor.cpu().clone()
@@ -219,7 +219,7 @@ class HostCopy:
 
 
 def _tensors(state: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of ``plain(state)`` in the order of its walk, and that state, which holds them."""
+    """Return the tensors of ``plain(state)`` in the order of its walk, and that state, which refers to them."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ def _tensors(state: Any) -> tuple[list[Tensor], Any]:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same bytes in the same shape, as tied weights in a state dict are."""
+    """Return a value that is equal for two tensors with the same bytes and shape, such as tied weights."""
     if not _has_storage(tensor) or not tensor.numel():
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -3,13 +3,13 @@
 ::
 
     checkpoint-epoch=0003-step=00000120/
-        __0_0.distcp, __1_0.distcp    what torch.distributed.checkpoint writes, a file a rank
-        .metadata                     its table of them, for torch's own readers; a pickle, and so never read here
-        state.pt                      a checkpoint as of one process, in which each of these tensors is a reference; and
-                                      which bytes of which file are which part of it, with the files' checksums
+        __0_0.distcp, __1_0.distcp    written by torch.distributed.checkpoint, one file per rank
+        .metadata                     its table of them, for torch's own readers; a pickle, so never read here
+        state.pt                      a checkpoint as of one process, with references in place of these tensors; and a
+                                      table of each part's file and bytes, with the files' checksums
 
-``state.pt`` comes last, into a folder of a temporary name that then gets its own: what has the name is whole. Reading
-needs no process group, and no more of the tensors than are asked for.
+``state.pt`` is written last, into a folder with a temporary name that is then renamed: a folder with the final name is
+complete. Reading needs no process group, and reads only the requested tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.errors import CheckpointError
-from trainloop.parallel.shards import Box, box_of, is_sharded, map_items, shard_like, spread_like, with_items
+from trainloop.parallel.shards import ShardSlice, is_sharded, map_items, shard_like, slice_of, spread_like, with_items
 
 __all__ = [
     "MARK",
@@ -62,7 +62,7 @@ class StoredTensor:
     shape: torch.Size
     dtype: torch.dtype
     parts: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """For each part: file, place and length in it; where it begins in each dimension, and how long it is."""
+    """File, place and length of each part; its offsets and sizes in the tensor."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ def _stored(entry: dict[str, Any], path: str) -> StoredTensor:
 
 
 def verify_files(path: str, state: dict[str, Any]) -> None:
-    """Check that all files are there, whole, with the checksums that they were written with.
+    """Check that all files exist and are complete, with the checksums recorded at writing.
 
     Raises
     ------
     CheckpointError
-        Naming one that is not.
+        If a file is missing or damaged; the error names it.
     """
     for name, (size, crc) in state["shards"]["files"].items():
         full = os.path.join(path, name)
@@ -107,7 +107,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
 
 
 def whole_of(value: Any) -> Any:
-    """Replace each :class:`StoredTensor` in a state by the whole tensor, read onto the CPU."""
+    """Replace each :class:`StoredTensor` in a state by the full tensor, read onto the CPU."""
     if isinstance(value, StoredTensor):
         full = torch.empty(value.shape, dtype=value.dtype)
         for (offsets, sizes), part in parts_of(value):
@@ -118,7 +118,7 @@ def whole_of(value: Any) -> Any:
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
     """Read this rank's part of a stored tensor, as a tensor sharded like ``like``. No exchange."""
-    offsets, sizes = box_of(like)
+    offsets, sizes = slice_of(like)
     mine = torch.empty(sizes, dtype=stored.dtype)
     if mine.numel():
         wanted = (offsets, sizes)
@@ -130,8 +130,8 @@ def part_of(stored: StoredTensor, like: Any) -> Any:
     return spread_like(mine.to(like.to_local().device), like, stored.shape)
 
 
-def parts_of(stored: StoredTensor, wanted: Box | None = None) -> Iterator[tuple[Box, Tensor]]:
-    """The parts of a tensor, one after the other, with their places in it; only those that overlap what is wanted."""
+def parts_of(stored: StoredTensor, wanted: ShardSlice | None = None) -> Iterator[tuple[ShardSlice, Tensor]]:
+    """Yield the parts of a tensor that overlap the wanted slice, with their offsets and sizes."""
     for name, at, length, offsets, sizes in stored.parts:
         if wanted is not None and _overlap(wanted, (offsets, sizes)) is None:
             continue
@@ -141,7 +141,7 @@ def parts_of(stored: StoredTensor, wanted: Box | None = None) -> Iterator[tuple[
         yield (offsets, sizes), torch.load(data, map_location="cpu", weights_only=True)
 
 
-def _overlap(one: Box, other: Box) -> Box | None:
+def _overlap(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
     begins, lengths = [], []
     for begin, length, begin2, length2 in zip(*one, *other, strict=True):
         first, last = max(begin, begin2), min(begin + length, begin2 + length2)
@@ -153,21 +153,21 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A view of a tensor: the box that begins at ``offsets`` and has these sizes."""
+    """Return a view of a tensor: the slice that begins at ``offsets`` and has these sizes."""
     for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, begin, length)
     return tensor
 
 
 def fitted(value: Any, like: Any) -> Any:
-    """Read a checkpoint's tensor the way that ``like`` is sharded: this rank's part, or all of it."""
+    """Read a checkpoint's tensor with the sharding of ``like``: this rank's shard, or all of it."""
     if isinstance(value, StoredTensor):
         return part_of(value, like) if is_sharded(like) else whole_of(value)
     return shard_like(value, like) if isinstance(value, Tensor) and is_sharded(like) else value
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model, whose parameters may be sharded. What it leaves out stays as it is."""
+    """Load a checkpoint's weights into a model, whose parameters may be sharded. Missing ones are left unchanged."""
     own, saved = model.state_dict(), state["model"]
     left_out = {name: own[name] for name in state.get("left_out", {}) if name in own}
     loaded = {name: fitted(value, own.get(name)) for name, value in saved.items()}
@@ -175,7 +175,7 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:
-    """Size and checksum of a file."""
+    """Return size and checksum of a file."""
     size = crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -195,8 +195,8 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 
 def publish(temporary: str, path: str) -> None:
-    """Give a folder that is whole its name, in the place of one that may have it."""
-    # Its content must be on the disk before it gets its name.
+    """Rename a complete folder to its final name, replacing an existing one."""
+    # Its content must be on the disk before the rename.
     sync_directory(temporary)
     if os.path.isdir(path):
         remove_folder(path)

@@ -25,12 +25,12 @@ from trainloop import distributed
 from trainloop.checkpoint.file import save
 from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import Box, box_of, is_first_replica, is_sharded, local_part, map_items
+from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
 
 __all__ = ["FolderWriting", "check_offered"]
 
-_TOLD = ".told-by-{}"
-_FAILED = ".failed-by-{}-"  # and why: a full disk has room for a name where it has none for content
+_REPORTED = ".reported-by-{}"
+_FAILED = ".failed-by-{}-"  # and the reason: a full disk has room for names, not for content
 _LONGEST_REASON = 180  # bytes; a name has 255
 
 
@@ -40,7 +40,7 @@ def check_offered(location: str, *, safetensors: bool) -> None:
     Raises
     ------
     ConfigurationError
-        Saying what to do instead.
+        If one is given; the error names an alternative.
     """
     if safetensors:
         raise ConfigurationError(
@@ -55,23 +55,23 @@ def check_offered(location: str, *, safetensors: bool) -> None:
 
 
 class FolderWriting:
-    """A state with sharded tensors on its way into a folder, which gets its name when it is whole.
+    """Write a state with sharded tensors into a folder, which is renamed when it is complete.
 
-    Made on all ranks together; then each calls :meth:`write`, which meets the others in the folder alone, so that it
-    may run in a thread beside a training.
+    Constructed on all ranks together; then each calls :meth:`write`, which communicates only through the folder, so it
+    can run in a thread during a training.
 
     Parameters
     ----------
     where, name, run : str
-        As of :func:`new_folder`.
+        As in :func:`new_folder`.
     state : dict
-        Of rank 0; of others their shards count.
+        State of rank 0; from other ranks only the shards are used.
     write_as : callable
-        On rank 0 it calls its argument with the folder's name and a ``CheckpointInfo``.
+        Called on rank 0 with a function that takes the folder's name and a ``CheckpointInfo``.
     copy : callable, optional
-        Where the state may change before :meth:`write` has ended: gives a copy of nested tensors and plain values.
+        Needed if the state may change before :meth:`write` ends: copies nested tensors and plain values.
     wait_s : float
-        How long rank 0 waits for another rank's part.
+        Seconds that rank 0 waits for another rank's part.
     """
 
     def __init__(
@@ -118,35 +118,35 @@ class FolderWriting:
                 self._shards[name] = replace(self._shards[name], tensor=tensor)
 
     def write(self) -> Exception | None:
-        """This rank's part, on the disk when it returns; rank 0 waits for those of all, and gives the folder its name.
+        """Write this rank's part to the disk; rank 0 waits for all parts, and then renames the folder.
 
         Returns
         -------
         Exception or None
-            On rank 0 what went wrong; nothing is left of the folder then.
+            On rank 0 the error, if any; the folder is then removed.
         """
         if not self._folder:
             return self._problem
         error: Exception | None = None
-        told: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         try:
-            told = _write_own(self._folder, self._shards, self._rank)
-        except Exception as problem:  # a full disk
+            report = _write_own(self._folder, self._shards, self._rank)
+        except Exception as problem:  # such as a full disk
             error = problem
         if self._rank:
-            _tell(self._folder, self._rank, told, error)
+            _report(self._folder, self._rank, report, error)
             return None
         try:
             if error is not None:
                 raise error
-            self._publish(told)
+            self._publish(report)
         except Exception as problem:  # or a state that can't be written
             self._remove()
             return problem
         return None
 
     def give_up(self) -> None:
-        """Let rank 0 wait no longer for ranks that may be gone."""
+        """Stop waiting on rank 0 for ranks that may have ended."""
         self._given_up.set()
 
     def _remove(self) -> None:
@@ -157,15 +157,15 @@ class FolderWriting:
         everyone = [mine, *(self._wait_for(rank) for rank in range(1, self._world_size))]
         table: dict[str, dict[str, Any]] = {"files": {}, "tensors": {}}
         for name, shard in self._shards.items():
-            parts = [told["parts"][name] for told in everyone if name in told["parts"]]
+            parts = [report["parts"][name] for report in everyone if name in report["parts"]]
             table["tensors"][name] = {"shape": list(shard.shape), "dtype": shard.dtype, "parts": parts}
-        for told in everyone:
-            table["files"].update(told["files"])
+        for report in everyone:
+            table["files"].update(report["files"])
         _write_metadata(self._folder, table["tensors"])
 
         def put(name: str, info: Any) -> None:
             missing = set(table["files"]).difference(os.listdir(self._folder))
-            if missing:  # somebody who cleans up
+            if missing:  # another process has deleted files
                 raise OSError(
                     f"{', '.join(sorted(missing))} of {self._folder}, which a rank has written, can't be seen by rank 0"
                 )
@@ -175,9 +175,9 @@ class FolderWriting:
         self._write_as(put)
 
     def _wait_for(self, rank: int) -> dict[str, Any]:
-        told_by, failed_by = _TOLD.format(rank), _FAILED.format(rank)
+        reported_by, failed_by = _REPORTED.format(rank), _FAILED.format(rank)
         deadline = time.monotonic() + self._wait_s
-        while told_by not in (names := os.listdir(self._folder)):
+        while reported_by not in (names := os.listdir(self._folder)):
             for name in names:
                 if name.startswith(failed_by):
                     raise OSError(f"rank {rank}: {unquote(name.removeprefix(failed_by))}")
@@ -185,27 +185,27 @@ class FolderWriting:
                 raise OSError(f"rank {rank} has not written its part of {self._folder}")
             if time.monotonic() > deadline:
                 raise OSError(f"rank {rank} has not written its part of {self._folder} within {self._wait_s:g} s")
-        path = os.path.join(self._folder, told_by)
+        path = os.path.join(self._folder, reported_by)
         with open(path) as file:
-            told: dict[str, Any] = json.load(file)
+            report: dict[str, Any] = json.load(file)
         os.unlink(path)
-        return told
+        return report
 
 
-def _tell(folder: str, rank: int, told: dict[str, Any], error: Exception | None) -> None:
-    """Leave word for rank 0, whole from the moment that it is there."""
-    path = os.path.join(folder, _TOLD.format(rank))
+def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | None) -> None:
+    """Write an atomic report for rank 0."""
+    path = os.path.join(folder, _REPORTED.format(rank))
     if error is None:
         try:
             with open(f"{path}.new", "w") as file:
-                json.dump(told, file)
+                json.dump(report, file)
             os.rename(f"{path}.new", path)
             return
         except OSError as problem:
             error = problem
-    with contextlib.suppress(OSError):  # the folder may be gone, where rank 0 has given up
+    with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
         for name in os.listdir(folder):
-            if name.startswith((f"__{rank}_", f"{_TOLD.format(rank)}.new")):
+            if name.startswith((f"__{rank}_", f"{_REPORTED.format(rank)}.new")):
                 os.unlink(os.path.join(folder, name))
         reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_LONGEST_REASON]
         with open(os.path.join(folder, _FAILED.format(rank) + reason), "w"):
@@ -214,7 +214,7 @@ def _tell(folder: str, rank: int, told: dict[str, Any], error: Exception | None)
 
 def _is_there(folder: str) -> bool:
     with contextlib.suppress(OSError):
-        os.listdir(os.path.dirname(folder))  # a network disk looks again
+        os.listdir(os.path.dirname(folder))  # makes a network disk look again
     return os.path.isdir(folder)
 
 
@@ -224,23 +224,23 @@ class _OwnPart:
 
     shape: torch.Size
     dtype: torch.dtype
-    box: Box
+    box: ShardSlice
     tensor: Tensor | None
-    """``None`` where it has nothing, or a replica of what another rank writes."""
+    """``None`` if the part is empty, or a replica of what another rank writes."""
 
 
 def _own_part(shard: Any) -> _OwnPart:
-    part = local_part(shard) if is_first_replica(shard) else None
-    return _OwnPart(shard.shape, shard.dtype, box_of(shard), part if part is not None and part.numel() else None)
+    part = local_shard(shard) if is_first_replica(shard) else None
+    return _OwnPart(shard.shape, shard.dtype, slice_of(shard), part if part is not None and part.numel() else None)
 
 
 def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str, Any]:
-    """This rank's parts into files of its own, as torch's distributed checkpoint has them; no exchange.
+    """Write this rank's parts into separate files, in the format of torch's distributed checkpoint; no exchange.
 
     Returns
     -------
     dict
-        Plain: the files with size and checksum; by tensors' names the parts.
+        Plain: the files with size and checksum; the parts by tensors' names.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -263,10 +263,10 @@ def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str,
         items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     writer.set_up_storage_writer(False)
-    # Rank 0 has made the folder; where it has given up and removed it, none is to come about again.
+    # Rank 0 has created the folder; if it has given up and removed it, it must not be created again.
     writer.fs.mkdir = lambda path: None  # type: ignore[method-assign]
     plan = writer.prepare_local_plan(SavePlan(items))
-    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # names the file by the rank
+    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # file names contain the rank
     parts = {}
     for written in writer.write_data(plan, Planner()).wait():
         place, name = written.storage_data, written.index.fqn
@@ -276,8 +276,8 @@ def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str,
 
 
 def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
-    """The table that torch's own readers look for."""
-    # What a table holds of each part has no public name in any version to 2.13.
+    """Write the table that torch's own readers need."""
+    # The contents of a table have no public name in any version to 2.13.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -304,7 +304,7 @@ def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
 
 
 def _take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Replace the sharded tensors in a state by references; returns it, and the tensors by the references' names."""
+    """Replace the sharded tensors in a state by references; return it, and the tensors by the references' names."""
     shards: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:

@@ -31,7 +31,7 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
 
 _TEMPORARY = ".tmp"
-# Stores where a file opened with autocommit=False appears at its commit(): nothing has to be copied to be renamed.
+# Stores where a file opened with autocommit=False appears at its commit(): a rename needs no copy.
 _COMMITTING = ("s3", "s3a", "gs", "gcs")
 
 
@@ -41,7 +41,7 @@ def folder(location: str | os.PathLike[str]) -> Folder:
     Parameters
     ----------
     location : str or path
-        A path (``~`` is expanded; relative to the folder that is current now), a ``file://`` URL, or any URL of an
+        A path (``~`` is expanded; relative to the current folder), a ``file://`` URL, or any URL of an
         fsspec file system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``.
 
     Raises
@@ -60,7 +60,7 @@ def folder(location: str | os.PathLike[str]) -> Folder:
 
 
 def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
-    """The folder a file is in, and the file's name there."""
+    """Return a file's folder, and its name there."""
     text = os.fspath(path).rstrip("/")
     if "://" in text:
         parent, _, name = text.rpartition("/")
@@ -82,7 +82,7 @@ class Folder(ABC):
         return f"folder({self.location!r})"
 
     def __truediv__(self, name: str) -> Folder:
-        """A folder inside this one."""
+        """Return a folder inside this one."""
         return folder(self.path(name))
 
     def path(self, name: str) -> str:
@@ -119,7 +119,7 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Delete the file ``name``; no error where it is gone already."""
+        """Delete the file ``name``; no error if it does not exist."""
 
     @abstractmethod
     def remove_unfinished(self, writer: str) -> None:
@@ -165,12 +165,12 @@ class _LocalFolder(Folder):
         self._make(Path(self.location))
         temporary = self.path(temporary_name(name, writer, _kernel()))
         try:
-            # open() and not tempfile: the file gets the permissions that the user's umask gives all others.
+            # open(), not tempfile: the file gets the permissions that the user's umask gives all others.
             with _new_locked(temporary) as file:
                 write(file)
                 file.flush()
                 if durable:
-                    os.fsync(file.fileno())  # before the rename: else a loss of power leaves the name with no content
+                    os.fsync(file.fileno())  # before the rename: otherwise a power failure may leave an empty file
             # Atomic within a file system, and the temporary name is in the same folder.
             _patiently(os.replace, temporary, self.path(name))
         except BaseException:
@@ -212,22 +212,22 @@ class _LocalFolder(Folder):
             raise ConfigurationError(f"{self.location!r} can't be written to: {why}. Choose another folder.")
 
     def _make(self, path: Path) -> None:
-        """Make the folder and those above it; each new name is synced in the folder that holds it."""
+        """Create the folder and its parents; each new name is synced in its parent folder."""
         missing = []
         while not path.exists():
             missing.append(path)
             path = path.parent
-        # Or a loss of power might take the new folder along, with the checkpoint in it.
+        # Otherwise a power failure might remove the new folder, with the checkpoint in it.
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             sync_directory(str(new.parent))
 
 
 def why_not_writable(location: str) -> str:
-    """Why no file can be made in a local folder, or the folder itself; empty if it can, or if only room is missing.
+    """Return why no file can be created in a local folder, or the folder itself; empty if it can, or lacks only space.
 
-    It is tried, by a name that is gone again at once: root may write to any folder by its permissions, but not into
-    ``/proc``, say, or on a disk that is read-only.
+    This tries to create and delete a file: root may write to any folder by its permissions, but for example not into
+    ``/proc`` or to a read-only disk.
     """
     nearest = location
     try:
@@ -245,10 +245,10 @@ def why_not_writable(location: str) -> str:
     except ValueError as error:  # a null character
         return str(error)
     except OSError as error:
-        # Files may be deleted while training goes on.
+        # Files may be deleted during the training.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ""
-        # Its text would name the probe.
+        # Its text would name the probe file.
         why = "no permission to write" if isinstance(error, PermissionError) else error.strerror or type(error).__name__
         return f"{why} in {nearest}"
     return ""
@@ -270,7 +270,7 @@ def _patiently(change: Callable[..., None], *paths: str) -> None:
 
 
 def _is_there(path: str) -> bool:
-    """Return True if the name exists, be it that of a broken link; raises for one that no file can have."""
+    """Return True if the name exists, even as a broken link; raises for a name that no file can have."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -279,8 +279,8 @@ def _is_there(path: str) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in a folder would survive a loss of power."""
-    if sys.platform == "win32":  # where folders can't be opened: the file system keeps names by other means
+    """Wait until the names in a folder would survive a power failure."""
+    if sys.platform == "win32":  # folders can't be opened there: the file system keeps names by other means
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -294,10 +294,10 @@ def sync_directory(path: str) -> None:
 class _RemoteFolder(Folder):
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self._connect()  # here, to find a missing package when arguments are checked
+        self._connect()  # here, so that a missing package is found when arguments are checked
 
     def _connect(self) -> tuple[Any, str]:
-        """The file system, which fsspec keeps and shares by its own cache, and this folder's path in it."""
+        """Return the file system, which fsspec caches and shares, and this folder's path in it."""
         try:
             import fsspec
         except ImportError as error:
@@ -323,7 +323,7 @@ class _RemoteFolder(Folder):
 
     def _entries(self, kind: str) -> list[str]:
         system, path = self._connect()
-        # A cached listing would not show what other processes have written or deleted since.
+        # A cached listing would not show files that other processes have written or deleted since.
         system.invalidate_cache(path)
         try:
             entries = system.ls(path, detail=True)
@@ -339,7 +339,7 @@ class _RemoteFolder(Folder):
         system, path = self._connect()
         commits = any(protocol in _COMMITTING for protocol in _as_tuple(system.protocol))
         if not commits:
-            system.makedirs(path, exist_ok=True)  # s3fs would make a bucket, for a misspelt one too
+            system.makedirs(path, exist_ok=True)  # s3fs would create a bucket, also for a misspelt one
         target, temporary = f"{path}/{name}", f"{path}/{temporary_name(name, writer)}"
         file = system.open(target, "wb", autocommit=False) if commits else system.open(temporary, "wb")
         try:
@@ -350,7 +350,7 @@ class _RemoteFolder(Folder):
             else:
                 system.mv(temporary, target)
         except BaseException:
-            # Whatever fails here, the first error is the one to raise.
+            # If anything fails here, the first error is the one to raise.
             with contextlib.suppress(Exception):
                 file.close()
             with contextlib.suppress(Exception):
@@ -374,11 +374,11 @@ class _RemoteFolder(Folder):
         pass  # objects have no locks
 
     def check_writable(self) -> None:
-        pass  # the upload will show it; asking a store about rights is itself a right
+        pass  # the upload will show it; querying permissions may itself need a permission
 
 
 def temporary_name(name: str, writer: str, kernel: str = "") -> str:
-    """A name under which something is written; by the writer's it is found where a kill has left it."""
+    """Return a temporary name for writing; by the writer's name, remains of a killed process are found."""
     return f".{name}.{writer or 'write'}.{kernel}{uuid4().hex[:8]}{_TEMPORARY}"
 
 
@@ -392,12 +392,12 @@ def _kernel() -> str:
 
 
 def _new_locked(path: str) -> BinaryIO:
-    """A new file, locked for as long as this process lives."""
+    """Return a new file that is locked until this process ends."""
     while True:
         file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # the caller closes it
         if _lock(file.fileno()) or os.path.exists(path):  # or the file system has no locks
             return file
-        file.close()  # a search for dead files came before the lock
+        file.close()  # a search for dead files was faster than the lock
 
 
 def _lock(file: int) -> bool:

@@ -48,7 +48,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return int(shape[0]) if len(shape) else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
-    # A generator: only the parts up to the first match are read.
+    # A generator: it reads parts only up to the first match.
     counts = (_leading_dimension(part) for part in _parts(batch))
     return next((count for count in counts if count is not None), None)
 

@@ -1,4 +1,4 @@
-"""Batches split by columns: each rank reads every batch, and takes its own columns of it."""
+"""Split batches by columns: each rank reads every batch, and takes a block of its columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.sharding import shard_size
 from trainloop._support.signals import started
-from trainloop.data.randomness import Aside, drawn_aside
-from trainloop.data.stops import whole
+from trainloop.data.randomness import IsolatedRandomState, isolated_iter
+from trainloop.data.stops import guard_stop_iteration
 from trainloop.errors import ConfigurationError
 
 
@@ -68,20 +68,20 @@ class SplitBatches:
         return started(self.loader)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # its own error where it has none
+        return len(self.loader)  # type: ignore[arg-type]  # raises the loader's error if it has no length
 
     @property
     def num_workers(self) -> int:
-        """The loader's, on each rank."""
+        """The loader's number of workers, on each rank."""
         return getattr(self.loader, "num_workers", 0)
 
     def columns(self, batch: Any) -> int:
-        """Columns of a batch.
+        """Return the number of columns of a batch.
 
         Raises
         ------
         ConfigurationError
-            If its tensors don't agree, or it has none.
+            If its tensors disagree, or it has no columns.
         """
         counts = dict(_counts(batch, self.dim))
         if len(counts) != 1 or None in counts:
@@ -96,12 +96,12 @@ class SplitBatches:
         return columns
 
     def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
-        """How many of ``columns`` columns each rank gets."""
+        """Return how many of ``columns`` columns each rank gets."""
         return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
-        """The columns of one rank."""
-        # The very batch, without a copy.
+        """Return the columns of one rank."""
+        # The same batch object, without a copy.
         if world_size == 1:
             return batch
         sizes = self.sizes(columns, world_size)
@@ -109,25 +109,25 @@ class SplitBatches:
         return _narrowed(batch, self.dim, slice(start, start + sizes[rank]))
 
 
-def read_columns(loader: SplitBatches, aside: Aside | None, name: str) -> Iterator[tuple[int, Any]]:
-    """``(columns, batch)`` of each batch of a pass, drawn inside ``aside`` where there is one."""
-    if aside is None:
-        batches = whole(started(loader), name)
+def read_columns(loader: SplitBatches, isolated: IsolatedRandomState | None, name: str) -> Iterator[tuple[int, Any]]:
+    """Yield ``(columns, batch)`` for each batch of a pass, drawn inside ``isolated`` unless it is None."""
+    if isolated is None:
+        batches = guard_stop_iteration(started(loader), name)
     else:
-        with aside:
-            batches = whole(started(loader), name)
-        batches = drawn_aside(batches, aside)
+        with isolated:
+            batches = guard_stop_iteration(started(loader), name)
+        batches = isolated_iter(batches, isolated)
     for batch in batches:
         yield loader.columns(batch), batch
 
 
 def _axis(part: Any, dim: int) -> int | None:
-    """The dimension of the columns in a tensor or array; None where it has no dimension at all."""
+    """Return the dimension of the columns in a tensor or array; None if it has no dimensions."""
     return None if part.ndim == 0 else 0 if part.ndim == 1 else dim
 
 
 def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
-    """For each part of a batch, its number of columns (None: no such dimension) and its description."""
+    """Yield for each part of a batch its number of columns (None: no such dimension) and its description."""
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:
@@ -151,7 +151,7 @@ def _narrowed(batch: Any, dim: int, block: slice) -> Any:
         if axis is None:
             return batch
         part = batch[(slice(None),) * axis + (block,)]
-        # Contiguous as whole batches are, so that view(-1) works.
+        # Contiguous like whole batches, so that view(-1) works.
         return part.contiguous() if isinstance(part, Tensor) else np.ascontiguousarray(part)
     if _is_column(batch):
         return batch[block]

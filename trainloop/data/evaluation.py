@@ -11,13 +11,13 @@ from trainloop._support.rng import derive_seed
 from trainloop.data import loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
+from trainloop.data.loader_copies import end_workers
 from trainloop.data.orders import length_of
 from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
-from trainloop.data.streams import stream_twin
+from trainloop.data.streams import stream_loader
 from trainloop.data.tensors import TensorRows
-from trainloop.data.twins import end_workers
 
 
 def eval_feed(
@@ -64,14 +64,14 @@ def eval_feed(
     given = world_size > 1 and loaders.is_distributed(loader)
     source = _source_of(loader, rank, world_size, seed, name, given)
     length = None if loaders.is_stream(loader) else length_of(loader)
-    # A distributed loader knows its own share's length only.
+    # A distributed loader knows only the length of its shard.
     num_batches = length * world_size if length is not None and given else length
     return EvalFeed(source, loader, rank, world_size, seed, num_batches, name, exchange_ints, device)
 
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
-    """The source for a loader of any kind, shared out by whole batches."""
-    # Another stream of random numbers than training's, so that evaluating changes nothing there.
+    """Return the source for a loader of any kind, split by whole batches."""
+    # A different stream of random numbers from training's, so that evaluation does not affect training.
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):
@@ -81,10 +81,10 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
-    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its twin checks both.
+    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its copy checks both.
     shared = world_size > 1 and not given
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
-        loader = stream_twin(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
+        loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
     return Opaque(loader, rank, world_size, seed, name, given=given, with_position=False)
 
 
@@ -115,19 +115,19 @@ class EvalFeed:
 
     @property
     def loader(self) -> Any:
-        """The loader this rank reads: the user's own, or a twin that yields this rank's batches only."""
+        """The loader that this rank reads: the user's, or a copy that yields only this rank's batches."""
         return self._source.loader
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of a pass over all ranks; None where only reading tells."""
+        """Batches of a pass over all ranks; None if unknown before reading."""
         return self._num_batches
 
     @property
     def shared(self) -> loaders.Shared:
-        """What it must have in common with the other ranks' feeds, so that each batch is on one of them.
+        """Properties that must agree with the other ranks' feeds, so that each batch is read by one rank.
 
-        To be compared before the first pass, which may exchange something with some loaders and nothing with others.
+        Compare them before the first pass, in which loaders of different kinds would do different exchanges.
         """
         source, plain = self._source, loaders.plain_batches(self._users_loader)
         if not source.shares:
@@ -138,15 +138,15 @@ class EvalFeed:
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
     def close(self) -> None:
-        """End persistent workers of this rank's twin of the loader; the feed can't be read afterwards."""
+        """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""
         if self.loader is not self._users_loader:
             end_workers(self.loader)
 
     def batches(self) -> Iterator[tuple[int, Any, int]]:
-        """This rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
+        """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
         Ranks may have one batch more or less than others, or none. Collective only at the end of a pass, where every
-        rank has to iterate the loader's sampler to know the order.
+        rank may have to iterate the loader's sampler to know the order.
 
         Raises
         ------
@@ -163,18 +163,18 @@ class EvalFeed:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
-        """``((batch_index, size), batch)`` of the rounds of ``world_size`` batches in which this rank has one."""
+        """Yield ``((batch_index, size), batch)`` for rounds of ``world_size`` batches in which this rank has one."""
         rank, known = self._rank, self._source.sizes_known
-        least = 1 if known else 0  # a batch may hold nothing that can be counted
+        least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
             size = sizes[rank] if known else sizes
             if size >= least:
                 yield (round_index * self._world_size + rank, size), batch
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """The permutation that puts rows from batch order into dataset order: ``[rows[i] for i in row_order]``.
+        """Return the permutation from batch order to dataset order: ``[rows[i] for i in row_order]``.
 
-        Called after :meth:`batches` has been read to its end.
+        Call it after :meth:`batches` has been read to its end.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class EvalFeed:
         Returns
         -------
         sequence of int or None
-            None if they are in dataset order already, or if there is no such order: the loader doesn't visit
-            each sample exactly once, or the rows are not one a sample.
+            None if they are in dataset order already, or if there is no such order: the loader does not visit
+            each sample exactly once, or there is not one row per sample.
         """
         return self._source.row_order(sizes)

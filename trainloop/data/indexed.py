@@ -1,4 +1,4 @@
-"""Loaders of indexed datasets: a twin of the user's own is asked for one rank's indices only."""
+"""Loaders of indexed datasets: a copy of the user's loader reads only one rank's indices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from trainloop._support.sharding import index_blocks, shard_size
 from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
+from trainloop.data.loader_copies import copy_loader
 from trainloop.data.orders import length_of, order_by_position
-from trainloop.data.randomness import Aside
+from trainloop.data.randomness import IsolatedRandomState
 from trainloop.data.samplers import (
     BatchShardSampler,
     GivenShard,
@@ -26,30 +27,29 @@ from trainloop.data.samplers import (
     ShardSampler,
 )
 from trainloop.data.sources import Source, plan_of
-from trainloop.data.stops import whole
+from trainloop.data.stops import guard_stop_iteration
 from trainloop.data.tensors import TensorRows, draw_base_seed
-from trainloop.data.twins import twin
 from trainloop.data.whole_batches import WholeBatches
 
 _END: Any = object()
 
 
 def index_sampler_of(loader: DataLoader[Any]) -> Any:
-    """The loader's source of indices: its batch sampler, or its sampler if it has none."""
+    """Return the loader's source of indices: its batch sampler, or its sampler if it has none."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """The shard of a loader that is already split over ranks: all of it."""
+    """Return the shard of a loader that is already split over ranks: all of it."""
     plain = loaders.plain_batches(loader)
     equal = plain is not None and type(plain.sampler) is DistributedSampler
     return GivenShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
-    """A rank's part of every global batch: some of its samples where a sampler yields samples, else some batches."""
+    """Return a rank's shard of every global batch: some samples if the sampler yields samples, else some batches."""
     plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
-    # batch_size=None, and an index of the dataset is an element, which is a batch.
+    # batch_size=None, and an index refers to an element that is a batch.
     scalar = loader.batch_sampler is None and plain is None
     shard: ShardSampler | BatchShardSampler
     if plain is not None or (scalar and order_by_position(index_sampler, seed) is not None):
@@ -69,21 +69,21 @@ def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) 
 
 
 def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """A rank's share of the batches that one process would see, each whole."""
+    """Return a rank's shard of the batches that one process would see, each whole."""
     num_samples = length_of(loader.dataset)
     return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
 
 
 class Indexed(Source):
-    """A map-style dataset's loader, whose twin is asked for this rank's indices only.
+    """A map-style dataset's loader; a copy of it reads only this rank's indices.
 
     Parameters
     ----------
     shard : RankShard
-        The rule by which indices are shared out. Without a seed, the global generators are drawn from as
-        ``for batch in loader`` draws from them.
+        The rule that splits indices. Without a seed, the global generators are used in the same way as by
+        ``for batch in loader``.
     rows : TensorRows or None
-        Set where indexing tensors gives the same batches as the loader.
+        Set if indexing tensors gives the same batches as the loader.
     """
 
     def __init__(self, loader: DataLoader[Any], shard: RankShard, name: str, rows: TensorRows | None) -> None:
@@ -97,7 +97,7 @@ class Indexed(Source):
             scalar=loader.batch_sampler is None and plain is None,
             seeds_workers=shard.seed is not None and loader.num_workers > 0,
         )
-        # Batches are told apart by the order in which they were asked for.
+        # Batches are identified by the order in which they were requested.
         changes: dict[str, Any] = {"in_order": True} if hasattr(loader, "in_order") else {}
         if loader.batch_sampler is None:
             changes["sampler"] = self._asked
@@ -105,7 +105,7 @@ class Indexed(Source):
             changes.update(
                 batch_sampler=self._asked, sampler=shard if isinstance(shard, ShardSampler) else loader.sampler
             )
-        self.loader = twin(loader, **changes)
+        self.loader = copy_loader(loader, **changes)
 
         given, world_size = isinstance(shard, GivenShard), shard.num_replicas
         self.shares = not given
@@ -141,10 +141,10 @@ class Indexed(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
         items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
-        return items if self.sizes_known else self._own(items)
+        return items if self.sizes_known else self._with_own_sizes(items)
 
-    def _own(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
-        """The items with this rank's size only, counted where it is unknown."""
+    def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield the items with only this rank's size, counted if unknown."""
         rank, batch_size = self._rank, self.loader.batch_size
         for sizes, batch in items:
             size = sizes[rank]
@@ -154,17 +154,17 @@ class Indexed(Source):
                 yield count_samples(batch, batch_size) if size < 0 else size, batch
 
     def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Batches indexed at once, without the loader."""
+        """Yield batches by indexing, without the loader."""
         shard, rank = self._shard, self._rank
         if shard.seed is None or self.loader.generator is not None:
-            draw_base_seed(self.loader)  # drawn from the user's generator, as the order may be next
+            draw_base_seed(self.loader)  # from the user's generator, which may draw the order next
         order = shard.order if isinstance(shard, ShardSampler) else None
         if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
             for indices, sizes in shard.batches(first_batch):
                 yield sizes, rows.take_list(indices) if sizes[rank] else None
             return
         plan, batch_index = shard.plan, first_batch
-        # One tuple for all full batches, by whose identity a step knows that nothing changed.
+        # One tuple for all full batches: by its identity a step sees that the sizes are unchanged.
         full = plan.shares(0)
         for block in index_blocks(order, plan, rank, first_batch):
             for batch in rows.take(torch.from_numpy(block), plan.batch_size):
@@ -174,23 +174,23 @@ class Indexed(Source):
             yield plan.shares(batch_index), None
 
     def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Batches as the twin's workers, or without any this process, load them."""
+        """Yield batches as loaded by the copy's workers, or by this process if it has none."""
         asked, shard, rank = self._asked, self._shard, self._rank
         asked.first_batch = batch_index = first_batch
         seed = shard.seed
-        with nullcontext() if seed is None else Aside(derive_seed(seed, "loader", epoch, rank)):
-            batches = whole(started(self.loader), self._name)
-        # Workers are seeded by the indices that they get.
-        aside = None if seed is None or self.loader.num_workers > 0 else Aside()
+        with nullcontext() if seed is None else IsolatedRandomState(derive_seed(seed, "loader", epoch, rank)):
+            batches = guard_stop_iteration(started(self.loader), self._name)
+        # Workers are seeded by the indices that they receive.
+        isolated = None if seed is None or self.loader.num_workers > 0 else IsolatedRandomState()
         while True:
-            if aside is None:
+            if isolated is None:
                 batch = next(batches, _END)
             else:
-                with aside.reseed(shard.batch_seed(batch_index)):
+                with isolated.reseed(shard.batch_seed(batch_index)):
                     batch = next(batches, _END)
             if batch is _END:
                 break
-            loaders.check_asked(asked.log, self.loader, self._name)
+            loaders.check_requested(asked.log, self.loader, self._name)
             asked.indices.popleft()
             yield asked.log.popleft(), batch
             batch_index += 1

@@ -1,4 +1,4 @@
-"""How streams and samplers of other libraries handle ranks, each in its own way. None of them is imported here."""
+"""Support for streams and samplers of other libraries, and their handling of ranks; imports none of these libraries."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 
-from trainloop.data.twins import twin
+from trainloop.data.loader_copies import copy_loader
 
 
 def is_split(dataset: Any) -> bool | None:
-    """Return True if a stream, or a loader of one, gives each rank its own share already; None where it doesn't say.
+    """Return True if a stream, or a loader of one, already gives each rank a shard; None if unknown.
 
-    Recognised are the user's own attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
+    Recognised are the user's attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
     dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
-    said = getattr(dataset, "is_distributed", None)
-    if said is not None and not callable(said):  # every torch.Tensor, which may be a dataset, has a method of this name
-        return bool(said)
+    declared = getattr(dataset, "is_distributed", None)
+    if declared is not None and not callable(declared):  # every torch.Tensor has a method of this name
+        return bool(declared)
     # Set by Hugging Face's split_dataset_by_node, which has no public trace.
     if getattr(dataset, "_distributed", None) is not None:
         return True
@@ -41,25 +41,25 @@ def is_split(dataset: Any) -> bool | None:
 
 
 def loads(dataset: Any) -> bool:
-    """Return True if an iterable dataset really is a loader that yields batches: webdataset's ``WebLoader``."""
+    """Return True if an iterable dataset is really a loader that yields batches: webdataset's ``WebLoader``."""
     return any(isinstance(stage, DataLoader) or loads(stage) for stage in pipeline_of(dataset))
 
 
 def pipeline_of(dataset: Any) -> list[Any]:
-    """The stages of a webdataset pipeline; none for anything else."""
+    """Return the stages of a webdataset pipeline; empty for other objects."""
     stages = getattr(dataset, "pipeline", None)
     return stages if isinstance(stages, list) and _is_of(dataset, "webdataset") else []
 
 
 def same_on_all_ranks(stream: Any) -> Any:
-    """Make a pipeline, or a loader of one, depend on the global random state only; others are returned as they are.
+    """Make a pipeline, or a loader of one, depend only on the global random state; return other objects unchanged.
 
-    webdataset refuses to read a pipeline without a ``nodesplitter`` where there are several ranks; here each reads it
-    all. And its ``shuffle`` draws from a generator seeded by the clock, unless given one: here from Python's own.
+    webdataset refuses to read a pipeline without a ``nodesplitter`` if there are several ranks; here every rank reads
+    all of it. Its ``shuffle`` draws from a generator seeded by the clock by default; here from Python's global one.
     """
     if isinstance(stream, DataLoader):
         dataset = same_on_all_ranks(stream.dataset)
-        return stream if dataset is stream.dataset else twin(stream, dataset=dataset)
+        return stream if dataset is stream.dataset else copy_loader(stream, dataset=dataset)
     stages = pipeline_of(stream)
     if not stages:
         return stream
@@ -77,7 +77,7 @@ def _drawing_globally(stage: Any) -> Any:
         return stage
     options = stage.kw
     if len(stage.args) > 2 or options.get("rng") is not None or options.get("seed") is not None:
-        return stage  # the user decides where the order comes from
+        return stage  # the user controls the order
     drawing = copy.copy(stage)
     drawing.kw = {**options, "rng": _GlobalRandom()}
     return drawing
@@ -97,7 +97,7 @@ def is_torchdata(loader: Any) -> bool:
     return _is_of(loader, "torchdata")
 
 
-def goes_on_exactly(dataset: Any) -> bool:
+def resumes_exactly(dataset: Any) -> bool:
     """Return True if a dataset's state describes its position completely.
 
     Hugging Face's state omits the shuffle buffer, which is then refilled with other samples.
@@ -119,7 +119,7 @@ def set_epoch(stream: Any, epoch: int) -> None:
     """Set the pass number of stages that count their passes and shuffle by the count."""
     for stage in _stages_within(stream):
         if type(getattr(stage, "epoch", None)) is int and _is_of(stage, "webdataset"):
-            stage.epoch = epoch - 1  # each adds one when it begins
+            stage.epoch = epoch - 1  # each stage adds 1 when it starts
 
 
 def _stages_within(stream: Any) -> Iterator[Any]:
@@ -136,10 +136,10 @@ def _is_of(thing: Any, library: str) -> bool:
 
 
 def plain_sampler(loader: Any, sampler: Any) -> Any:
-    """torchdata's sampler of ``shuffle=True`` as torch's; any other as it is.
+    """Return torch's equivalent of torchdata's sampler for ``shuffle=True``; any other sampler unchanged.
 
-    torchdata's own gives itself a generator with a random seed when it is made. Where the user gave none, the order is
-    the loop's to choose, as it is for torch's.
+    torchdata's sampler creates a generator with a random seed. If the user gave no generator, the loop may choose the
+    order, as with torch's sampler.
     """
     ours = type(sampler).__name__ == "RandomSampler" and _is_of(sampler, "torchdata")
     if not ours or loader.generator is not None:
@@ -148,7 +148,7 @@ def plain_sampler(loader: Any, sampler: Any) -> Any:
 
 
 def cuts_batches(batch_sampler: Any) -> bool:
-    """Return True if a batch sampler of another library cuts a sampler's order into batches and does nothing else."""
+    """Return True if a batch sampler of another library only cuts a sampler's order into batches."""
     return type(batch_sampler).__name__ == "BatchSampler" and type(batch_sampler).__module__.startswith(
         "torchdata.stateful_dataloader"
     )

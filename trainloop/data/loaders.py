@@ -23,12 +23,12 @@ from trainloop.errors import ConfigurationError
 
 
 def is_stream(loader: Any) -> bool:
-    """Return True if a loader's dataset can only be read from its beginning on."""
+    """Return True if a loader's dataset can only be read from its beginning."""
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Return True if a loader's class has its own ``__iter__``, which may not pass on what the dataset yields."""
+    """Return True if a loader's class defines ``__iter__``, which may change what the dataset yields."""
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
@@ -38,13 +38,13 @@ def is_indexed(loader: Any, given: bool) -> bool:
     Parameters
     ----------
     given : bool
-        Whether it is already split over ranks. A loader's own ``__iter__`` may do that.
+        True if the loader is already split over ranks. Its own ``__iter__`` may do that.
     """
     return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """The sampler that shares a loader's samples out among ranks already, if there is one."""
+    """Return the sampler that already splits a loader's samples over ranks, if any."""
     for sampler in (
         getattr(loader, "sampler", None),
         getattr(loader, "batch_sampler", None),
@@ -57,14 +57,14 @@ def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
 
 
 def is_distributed(loader: Any) -> bool:
-    """Return True if a loader gives each rank its own share already."""
+    """Return True if a loader already gives each rank a shard."""
     if distributed_sampler(loader) is not None:
         return True
     return bool(is_split(loader) or is_split(getattr(loader, "dataset", None)))
 
 
 def plain_batches(loader: Any) -> BatchSampler | None:
-    """The loader's batch sampler, where it cuts a sampler's order into batches and does nothing else."""
+    """Return the loader's batch sampler if it only cuts a sampler's order into batches."""
     if not isinstance(loader, DataLoader) or is_stream(loader):
         return None
     index_sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -72,7 +72,7 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
-    """The parts of a loader that have a ``set_epoch``, each once: samplers, and datasets that shuffle themselves."""
+    """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
     sampler, batch_sampler, dataset = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
     inner = (getattr(sampler, "sampler", None), getattr(batch_sampler, "sampler", None))
     seen: list[Any] = []
@@ -83,12 +83,12 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """A loader that is already distributed, its sampler's rank checked, or set where the user could not know it.
+    """Return a loader that is already distributed; check its sampler's rank, or set it if the user could not know it.
 
     Raises
     ------
     ConfigurationError
-        If its sampler is made for another number of ranks.
+        If its sampler was created for another number of ranks.
     """
     sampler = distributed_sampler(loader)
     if sampler is None:
@@ -98,7 +98,7 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
             f"Make it for {world_size}, or pass a loader without one, which trainloop splits over ranks."
         )
-    # A loader made before the ranks were started has the same rank on all of them.
+    # A loader created before the ranks started has the same rank on all of them.
     sampler.rank = rank
     return loader
 
@@ -107,7 +107,7 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
 def workers_outlive_signals(loader: Any) -> Iterator[None]:
     """Let workers started in this context outlive a signal to the whole process group; see signals.py.
 
-    Temporary files of workers that are killed are removed as well.
+    Temporary files of killed workers are removed as well.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
         yield
@@ -115,10 +115,10 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
     users = loader.worker_init_fn
     with contextlib.ExitStack() as undo:
         temporary = None
-        # A rank has its launch's folder; workers that outlive this context keep Python's own.
+        # A rank uses its launch's folder; workers that outlive this context keep Python's.
         if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
-        # Set on the user's own loader, since a twin would not share its persistent workers; put back below.
+        # Set on the user's loader, since a copy would not share its persistent workers; restored below.
         loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)
         try:
             yield
@@ -127,21 +127,21 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
-    """The loader's ``worker_init_fn``; in a rank, workers that are not forked first apply the rank's settings."""
+    """Return the loader's ``worker_init_fn``; workers that a rank does not fork first apply the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
-    # Forked workers inherit the settings with everything else.
+    # Forked workers inherit the settings.
     if context.get_start_method() != "fork" and started_by_launch():
         return SettingsInit(loader.worker_init_fn)
     return loader.worker_init_fn
 
 
-def check_asked(log: Sized, loader: Any, name: str) -> None:
+def check_requested(log: Sized, loader: Any, name: str) -> None:
     """Raise an error if a loader yields a batch without having asked for indices.
 
     Raises
     ------
     ConfigurationError
-        If ``log``, the batches asked for and not yet yielded, is empty.
+        If ``log``, the batches requested but not yet yielded, is empty.
     """
     if not log:
         raise ConfigurationError(
@@ -187,12 +187,12 @@ NO_LOADER = Shared(rule=-2)
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
-    """Raise an error if ranks would not do the same steps, since one would then wait for others forever.
+    """Raise an error if ranks would do different steps: one would then wait for others forever.
 
     Raises
     ------
     ConfigurationError
-        If they would not; the message names the first difference, and the first rank that has it.
+        If so; the message names the first difference, and the first rank that has it.
     """
     first = everyone[0]
     rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
@@ -223,7 +223,7 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
 
 
 def seed_in_common(seed: int | None) -> int:
-    """A seed as :class:`Shared` has it."""
+    """Return a seed in the form that :class:`Shared` uses."""
     return -1 if seed is None else derive_seed(seed)
 
 
@@ -248,7 +248,7 @@ def check_iterable(loader: Any, name: str) -> None:
 
 
 def check_trains(loader: Any, world_size: int, name: str) -> None:
-    """Raise an error if a loader can't yield a single training step.
+    """Raise an error if a loader can't yield any training step.
 
     Raises
     ------

@@ -14,11 +14,11 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
-from trainloop.data.randomness import Aside
+from trainloop.data.randomness import IsolatedRandomState
 
 
 def length_of(sized: Any) -> int | None:
-    """``len(sized)``; None if it has no length, or raises when asked."""
+    """Return ``len(sized)``; None if it has no length, or raises an error."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -26,27 +26,27 @@ def length_of(sized: Any) -> int | None:
 
 
 def order_by_position(sampler: Any, key: int | None) -> Order | None:
-    """The sampler's order, where it can be computed at any position; None where the sampler must be iterated.
+    """Return the sampler's order if it can be computed at any position; None if the sampler must be iterated.
 
     Parameters
     ----------
     sampler
         Any iterable of indices.
     key : int or None
-        Key of a shuffled order that replaces the sampler's own. None: only the sampler's own order will do.
+        Key of a shuffled order that replaces the sampler's. None: only the sampler's own order is acceptable.
     """
     if type(sampler) is SequentialSampler:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # With a generator, the user decides where the order comes from.
+    # With a generator, the user controls the order.
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None and key is not None:
         return PermutedOrder(len(sampler.data_source), key, len(sampler))
     return None
 
 
 def digest_of(indices: list[Any]) -> int:
-    """A checksum of indices, or of lists of them; equal on ranks that read the same order."""
+    """Return a checksum of indices, or of lists of them; equal on ranks that read the same order."""
     return derive_seed(repr(_plain(indices)))
 
 
@@ -56,20 +56,20 @@ def _plain(index: Any) -> Any:
     try:
         return operator.index(index)
     except TypeError:
-        # The repr of other objects may hold their addresses, which differ.
+        # The repr of other objects may contain addresses, which differ.
         return index if isinstance(index, str) else type(index).__name__
 
 
-def read_aside(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
-    """The items in lists of ``at_once``, drawn under a random state of their own, the same for the same seed.
+def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
+    """Yield the items in lists of ``at_once``, drawn under an isolated random state, the same for the same seed.
 
-    Without a seed they are drawn from the global generators, as plain iteration does.
+    Without a seed they are drawn from the global generators, like in plain iteration.
     """
-    aside = nullcontext() if seed is None else Aside(seed)
-    with aside:
+    isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
+    with isolated:
         iterator = iter(iterable)
     while True:
-        with aside:
+        with isolated:
             chunk = list(islice(iterator, at_once))
         if not chunk:
             return
@@ -77,7 +77,7 @@ def read_aside(iterable: Iterable[Any], at_once: int, seed: int | None) -> Itera
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """The generators that the user gave a loader, by the attribute that holds them; each once."""
+    """Return the generators that the user gave a loader, by the attribute that holds them; each once."""
     holders = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         holder = getattr(loader, name, None)
@@ -91,17 +91,17 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-def is_there_at_once(sampler: Any) -> bool:
+def is_available_upfront(sampler: Any) -> bool:
     """Return True if a sampler's full order exists, or torch's sampler draws it before yielding the first index."""
     if type(sampler) is RandomSampler:
         return not sampler.replacement
     return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
 
 
-def drawn_at_once(sampler: Any) -> tuple[Any, Any]:
-    """Draw such a sampler's whole order, as its ``__iter__`` does; return it and the elements that it orders.
+def draw_upfront(sampler: Any) -> tuple[Any, Any]:
+    """Draw such a sampler's full order, as its ``__iter__`` does; return it and the elements that it orders.
 
-    A sampler's own iterator makes a Python list of it: 36 bytes an index, on every rank.
+    A sampler's iterator makes a Python list of it: 36 bytes per index, on every rank.
     """
     if type(sampler) is WeightedRandomSampler:
         weights, count, generator = sampler.weights, sampler.num_samples, sampler.generator
@@ -119,7 +119,7 @@ def permutations(
 ) -> torch.Tensor:
     """Draw permutations of ``number`` indices one after the other.
 
-    The last one is cut; with ``one_more`` it is drawn also where nothing of it is used.
+    The last one is cut; with ``one_more`` it is drawn even if none of it is used.
     """
     order = torch.empty(length, dtype=torch.int64)
     whole = length - length % number if number else 0
@@ -131,6 +131,6 @@ def permutations(
 
 
 def listed(order: Any, elements: Any) -> list[Any]:
-    """Part of such an order as a list; of ``elements`` where the order holds their positions."""
+    """Return a part of such an order as a list; of ``elements`` if the order contains their positions."""
     indices = order.tolist() if isinstance(order, torch.Tensor) else list(order)
     return indices if elements is None else [elements[i] for i in indices]

@@ -1,7 +1,7 @@
-"""The position of a stream by its own ``state_dict()``, or its loader's, for resume.
+"""Resume a stream at the position that its ``state_dict()``, or its loader's, describes.
 
-A stream without one is read again from its epoch's begin, which gives the same bits where it is deterministic. One that
-has a state goes on from it: that is faster, and the only right thing where its position goes on across epochs.
+A stream without one is read again from the beginning of its epoch, with the same result if it is deterministic. One
+with a state resumes from it: that is faster, and the only correct way if its position continues across epochs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainloop._support.nested import map_parts
 from trainloop._support.signals import started
 from trainloop.data import libraries
 from trainloop.data.orders import length_of
-from trainloop.data.randomness import Aside
-from trainloop.data.stops import whole
+from trainloop.data.randomness import IsolatedRandomState
+from trainloop.data.stops import guard_stop_iteration
 
 T = TypeVar("T")
 
@@ -39,21 +39,21 @@ def is_stateful(thing: Any) -> bool:
     if not callable(save) or not callable(load):
         return False
     try:
-        # Mosaic's and litdata's ask for the number of samples given, which only their own loader knows.
+        # Mosaic's and litdata's require the number of samples given, which only their own loader knows.
         inspect.signature(save).bind()
     except TypeError:
         return False
-    except ValueError:  # has no signature
+    except ValueError:  # it has no signature
         pass
-    # A state that is only nearly right must not be trusted: without it the epoch is read again, which is.
-    return libraries.goes_on_exactly(thing)
+    # A nearly correct state must not be used: without a state the epoch is read again, which is correct.
+    return libraries.resumes_exactly(thing)
 
 
 def holder_of(loader: Any) -> Any:
-    """The object that holds the position of a loader read in this process; None where none does.
+    """Return the object that holds the position of a loader read in this process; None if there is none.
 
-    A loader of an indexed dataset has none: it repeats its epoch from the begin, with the workers' random numbers,
-    which no loader's state holds.
+    A loader of an indexed dataset has none: its epoch is repeated from the beginning, with the workers' random numbers,
+    which no loader's state contains.
     """
     if not isinstance(loader, DataLoader):
         return loader if is_stateful(loader) else None
@@ -61,13 +61,13 @@ def holder_of(loader: Any) -> Any:
         return None
     dataset = loader.dataset if is_stateful(loader.dataset) else None
     if is_stateful(loader):
-        # torchdata's always has a state; for a dataset without one it repeats the begin, with other draws.
+        # torchdata's always has a state; for a dataset without one it repeats the beginning, with other draws.
         return loader if dataset is not None or not libraries.is_torchdata(loader) else None
     return dataset if loader.num_workers == 0 else None
 
 
 def drawn() -> tuple[Any, ...]:
-    """A value that changes when something is drawn from the CPU's global generators."""
+    """Return a value that changes when something is drawn from the CPU's global generators."""
     numpy_state: Any = np.random.get_state(legacy=False)
     key, pos = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
     torch_state = torch.default_generator.get_state().numpy().tobytes()
@@ -75,10 +75,10 @@ def drawn() -> tuple[Any, ...]:
 
 
 class Draws:
-    """The draws of a stream from global generators that nothing else uses meanwhile.
+    """Tracks draws of a stream from global generators that nothing else uses meanwhile.
 
-    If it draws for each item, its position includes their state. If it draws only at its begin (an order, say), or
-    never, it starts from the epoch's first state again, to get that order.
+    If it draws for each item, its position includes their state. If it draws only at its start (for example an order)
+    or never, it starts again from the epoch's first state, to get the same order.
     """
 
     def __init__(self, each: bool) -> None:
@@ -86,42 +86,42 @@ class Draws:
         self._at_first: tuple[Any, ...] | None = None
 
     def begun(self) -> None:
-        """The first item was read."""
+        """Note that the first item was read."""
         if not self._each:
             self._at_first = drawn()
 
     def state(self) -> dict[str, Any] | None:
-        """The generators' state now; None if nothing was drawn since the first item."""
+        """Return the generators' current state; None if nothing was drawn since the first item."""
         self._each = self._each or drawn() != self._at_first
         return rng.capture(devices=False) if self._each else None
 
 
 class Position(Protocol):
-    """A source's position after the last batch it gave, from the state of the user's own objects.
+    """A source's position after the last batch it yielded, from the state of the user's own objects.
 
-    Their exceptions come through :meth:`now` and :meth:`state`.
+    :meth:`now` and :meth:`state` may raise their exceptions.
     """
 
-    goes_on: bool
+    resumes: bool
     """True if the next items are the rest of an epoch, so that none must be skipped."""
 
     def now(self) -> Any:
-        """The position now; :meth:`state` takes it later, after further batches."""
+        """Return a handle of the current position; :meth:`state` may be called with it after further batches."""
         ...
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """A position as data; None if there is nothing to store."""
+        """Return a position as data; None if there is nothing to store."""
         ...
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Continue behind a position; returns whether that is possible.
+        """Move to a position; return True if that is possible.
 
         Parameters
         ----------
         begins : bool
-            Whether the next items begin a new epoch.
+            True if the next items begin a new epoch.
         same_ranks, same_batches : bool
-            Whether the number of ranks, and of samples in a global batch, is the same as in the state.
+            True if the number of ranks, or of samples in a global batch, is the same as in the state.
         """
         ...
 
@@ -131,7 +131,7 @@ class InProcess:
 
     @classmethod
     def of(cls, loader: Any, name: str) -> InProcess | None:
-        """The position of a user's loader; None if nothing holds it."""
+        """Return the position of a user's loader; None if no object holds it."""
         holder = holder_of(loader)
         return None if holder is None else cls(holder, loader, name)
 
@@ -142,62 +142,62 @@ class InProcess:
         self._count = 0
         self._begun = self._ended = self._draws = self._at_end = False
         self._at: dict[str, Any] | None = None
-        self.goes_on = False
-        self.aside: Aside | None = None
-        """The random state that the loader is iterated in, where that isn't the process's."""
+        self.resumes = False
+        self.isolated: IsolatedRandomState | None = None
+        """Random state in which the loader is iterated; None for the process's."""
 
     def now(self) -> dict[str, Any] | None:
-        """The position, copied: a holder may return an object that it keeps changing."""
+        """Return a copy of the position: a holder may return an object that it keeps changing."""
         if not self._begun:
             return self._at
         own = packed(pickle.loads(pickle.dumps(self._holder.state_dict())))
         draws = None
-        if self.aside is not None and self._draws and not self._ended:
-            with self.aside:
+        if self.isolated is not None and self._draws and not self._ended:
+            with self.isolated:
                 draws = rng.capture(devices=False)
-        # A short last batch means that the dataset has ended, which the loader's own state shows.
+        # A short last batch means that the dataset has ended, as the loader's own state also shows.
         fetcher = getattr(self._iterator, "_dataset_fetcher", None)
         ended = self._ended or self._count == self._num_batches or getattr(fetcher, "ended", False)
         return {"of": type(self._holder).__name__, "own": own, "draws": self._draws, "rng": draws, "ended": ended}
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """The position itself, as it is data already."""
+        """Return the position itself, which is data already."""
         return now
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
         """Load the holder's state; not with another number of ranks, as each has read another part of a round."""
-        # The type's name is all there is to tell whether the state is of this loader: its content is the library's.
+        # Only the type's name shows whether the state is of this loader: its content is the library's.
         if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
             return False
         if begins and self._holder is self._loader and not state["ended"]:
-            return True  # an epoch was broken off, and a loader's own next iteration begins anew
+            return True  # the epoch was interrupted, and a loader's next iteration starts from the beginning
         self._holder.load_state_dict(unpacked(state["own"]))
-        self._at, self.goes_on = state, not begins
+        self._at, self.resumes = state, not begins
         self._begun = False
         return True
 
     def read(self) -> Iterator[Any]:
-        """The loader's batches, counted as they go, from the loaded position on."""
+        """Return an iterator over the loader's batches from the loaded position on, which counts them."""
         at, self._at = self._at, None
-        if self.goes_on and at is not None and at["ended"] and not isinstance(self._holder, DataLoader):
-            self.goes_on = False
+        if self.resumes and at is not None and at["ended"] and not isinstance(self._holder, DataLoader):
+            self.resumes = False
             self._begun = self._ended = self._at_end = True
             return iter(())
-        at_end = self._at_end or (at is not None and not self.goes_on)
-        batches = anew_if_empty(self._iterated) if at_end else self._iterated()
+        at_end = self._at_end or (at is not None and not self.resumes)
+        batches = retry_if_empty(self._iterated) if at_end else self._iterated()
         self._at_end = False
-        self._draws = self.goes_on and at is not None and at["draws"]
+        self._draws = self.resumes and at is not None and at["draws"]
         if self._draws and at is not None and at["rng"] is not None:
             rng.restore(at["rng"])
-        self._begun = self._ended = self.goes_on = False
+        self._begun = self._ended = self.resumes = False
         self._count = 0
-        return self._noted(batches)
+        return self._counted(batches)
 
     def _iterated(self) -> Iterator[Any]:
         self._iterator = started(self._loader)
-        return whole(self._iterator, self._name)
+        return guard_stop_iteration(self._iterator, self._name)
 
-    def _noted(self, batches: Iterator[T]) -> Iterator[T]:
+    def _counted(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
             before = None if self._draws or not self._begun else drawn()
             try:
@@ -221,14 +221,14 @@ class Place:
         self.begun = self.ended = False
 
     def begin(self) -> None:
-        """The first sample was read."""
+        """Note that the first sample was read."""
         self.begun = True
         self._draws.begun()
 
     def saved(self, group: int) -> tuple[int, bytes]:
-        """The worker, and what it needs to go on with the global batch ``group``.
+        """Return the worker, and its state for resuming at the global batch ``group``.
 
-        Pickled, since a dataset may keep changing what it returns, and tensors would reach the loader through files.
+        Pickled, since a dataset may keep changing what it returns, and the loader would send tensors through files.
         """
         place: dict[str, Any] = {
             "group": group,
@@ -238,7 +238,7 @@ class Place:
         }
         try:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
-        except Exception as error:  # whatever a user's __reduce__ raises; told where the state is asked for
+        except Exception as error:  # a user's __reduce__ may raise anything; reported where the state is used
             data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
         return 0 if self._worker is None else self._worker.id_unasked, data
 
@@ -251,7 +251,7 @@ class StreamPlaces:
     loader : DataLoader
         Loader of a :class:`~trainloop.data.streams.StreamShard`.
     own_share : bool
-        Whether the stream is this rank's own; else every rank reads it all and keeps a part.
+        True if the stream is already this rank's shard; else every rank reads all of it and keeps a part.
     """
 
     def __init__(self, loader: Any, own_share: bool) -> None:
@@ -259,16 +259,16 @@ class StreamPlaces:
         self._own_share = own_share
         self._places: dict[int, tuple[int, bytes]] = {}
         self._ended = False
-        self.goes_on = False
+        self.resumes = False
 
     def read(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """The parts of an epoch, from its begin or from a loaded position on; a worker's skipped turns are left out."""
-        if not self.goes_on:
-            # A persistent worker's position is that of the last epoch's end until its first turn.
+        """Yield the parts of an epoch, from its beginning or from a loaded position; omit a worker's skipped turns."""
+        if not self.resumes:
+            # Until its first turn, a persistent worker's position is that of the last epoch's end.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
-        self._ended = self.goes_on = False
+        self._ended = self.resumes = False
         if self._loader.num_workers:
-            self._loader.dataset.places = {}  # the workers that have just been started have them
+            self._loader.dataset.places = {}  # the workers that have just started have them
         for part in parts:
             if part.place is not None:
                 worker, data = part.place
@@ -278,16 +278,16 @@ class StreamPlaces:
         self._ended = True
 
     def now(self) -> dict[int, tuple[int, bytes]]:
-        """Pickled positions by worker; none after an epoch whose workers have ended with it."""
+        """Return pickled positions by worker; empty after an epoch whose workers ended with it."""
         return {} if self._ended and not self._outlives_epoch else dict(self._places)
 
     @property
     def _outlives_epoch(self) -> bool:
-        # Other workers start anew each epoch, from the dataset as it is in this process.
+        # Other workers start again each epoch, with the dataset as it is in this process.
         return self._loader.persistent_workers or not self._loader.num_workers
 
     def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
-        """For each worker its turns in this epoch and the state to continue from."""
+        """Return for each worker its turns in this epoch and the state to resume from."""
         workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
         for place in workers.values():
             if "error" in place:
@@ -302,40 +302,40 @@ class StreamPlaces:
         }
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Give each worker its place.
+        """Set the place of each worker.
 
-        Without workers, a stream of which each rank keeps a part stands at the same sample on any number of ranks.
+        Without workers, a stream of which each rank keeps a part is at the same sample for any number of ranks.
         """
         shard, num_workers = self._loader.dataset, self._loader.num_workers
-        alike = state.get("num_workers") == num_workers and state["own_share"] == self._own_share
-        if not alike or state["of"] != type(shard.dataset).__name__ or not shard.stateful:
+        same = state.get("num_workers") == num_workers and state["own_share"] == self._own_share
+        if not same or state["of"] != type(shard.dataset).__name__ or not shard.stateful:
             return False
         if not (same_ranks or not self._own_share) or not (same_batches or not num_workers):
             return False
         places: dict[int, dict[str, Any]] = state["workers"]
-        anew = {"group": 0, "ended": False, "rng": None, "waits": False, "begins": True}
+        fresh = {"group": 0, "ended": False, "rng": None, "waits": False, "begins": True}
         if begins:
-            shard.places = {worker: {**at, **anew} for worker, at in places.items()} if self._outlives_epoch else {}
+            shard.places = {worker: {**at, **fresh} for worker, at in places.items()} if self._outlives_epoch else {}
             self._places = {worker: (0, pickle.dumps(at)) for worker, at in places.items()}
             return True
-        # A loader asks its workers in turn, from the first on: one that had its turn in the interrupted round skips it.
+        # A loader asks its workers in turn, from the first on; one that had its turn in the interrupted round skips it.
         unread = {"turns": 0, "ended": False}
         turns = [places.get(worker, unread) for worker in range(max(1, num_workers))]
         round_begun = min((at["turns"] for at in turns if not (at["turns"] and at["ended"])), default=0)
         shard.places = {
-            worker: {**at, "waits": at["turns"] > round_begun, "begins": False} if at["turns"] else {**at, **anew}
+            worker: {**at, "waits": at["turns"] > round_begun, "begins": False} if at["turns"] else {**at, **fresh}
             for worker, at in places.items()
         }
         self._places = {worker: (at["turns"], pickle.dumps(at)) for worker, at in places.items()}
-        self.goes_on = True
+        self.resumes = True
         return True
 
 
-def anew_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """The items of ``read()``; if there are none, those of a second call.
+def retry_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
+    """Return the items of ``read()``; if there are none, those of a second call.
 
-    After an epoch the state of some streams is its end, and iterating begins anew. When such a state is loaded, the
-    first pass is empty.
+    After an epoch the state of some streams is its end, and iterating starts from the beginning. When such a state is
+    loaded, the first pass is empty.
     """
     items = read()
     first = list(islice(items, 1))
@@ -343,14 +343,14 @@ def anew_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
 
 
 def packed(state: Any) -> Any:
-    """A state with numpy arrays as tensors, marked: checkpoints hold tensors only."""
+    """Return a state with numpy arrays as marked tensors: checkpoints contain tensors only."""
     if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
         return {_ARRAY: torch.from_numpy(state.astype(state.dtype.newbyteorder("=")))}
     return map_parts(packed, state)
 
 
 def unpacked(state: Any) -> Any:
-    """The inverse of :func:`packed`."""
+    """Invert :func:`packed`."""
     if type(state) is dict and set(state) == {_ARRAY}:
         return state[_ARRAY].numpy().copy()
     return map_parts(unpacked, state)

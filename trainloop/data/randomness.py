@@ -25,7 +25,7 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class Aside:
+class IsolatedRandomState:
     """Isolated global random state: code inside ``with`` neither sees nor changes the state outside.
 
     Parameters
@@ -43,13 +43,13 @@ class Aside:
 
     def __init__(self, seed: int | None = None) -> None:
         self._seed = seed
-        self._goes_on = seed is not None
+        self._resumes = seed is not None
         self._python: Any = None
         self._torch: torch.Tensor | None = None
         self._numpy = np.random.MT19937(0)
         self._outside: tuple[Any, Any, torch.Tensor] | None = None
 
-    def reseed(self, seed: int) -> Aside:
+    def reseed(self, seed: int) -> IsolatedRandomState:
         """Start from ``seed`` at the next ``with``."""
         self._seed = seed
         return self
@@ -71,7 +71,7 @@ class Aside:
         from numpy.random import mtrand
 
         assert self._outside is not None
-        if self._goes_on:
+        if self._resumes:
             self._python, self._torch = random.getstate(), torch.default_generator.get_state()
         python, numpy, torch_state = self._outside
         random.setstate(python)
@@ -79,10 +79,10 @@ class Aside:
         torch.default_generator.set_state(torch_state)
 
 
-def drawn_aside(iterator: Iterator[T], aside: Aside) -> Iterator[T]:
-    """Yield the items of an iterator, each drawn inside ``aside``."""
+def isolated_iter(iterator: Iterator[T], isolated: IsolatedRandomState) -> Iterator[T]:
+    """Yield the items of an iterator, each drawn inside ``isolated``."""
     while True:
-        with aside:
+        with isolated:
             try:
                 item = next(iterator)
             except StopIteration:
@@ -94,7 +94,7 @@ class SeedOnArrival:
     """An index for a loader's worker that seeds the worker when it arrives there, just before its batch is fetched.
 
     A loader sends each batch's indices to a worker by pickle. In the worker this object *is* the index: unpickling
-    seeds and returns it, so that dataset and collate function stay the user's own, and see what they always saw.
+    seeds and returns it, so that dataset and collate function remain the user's, and receive the same as always.
     """
 
     def __init__(self, index: Any, seed: int, seeder: Callable[[int], None] = seed_cpu) -> None:
@@ -103,9 +103,9 @@ class SeedOnArrival:
         self._seeder = seeder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.index, self._seed, self._seeder)
+        return _seed_and_return, (self.index, self._seed, self._seeder)
 
 
-def _arrive(index: T, seed: int, seeder: Callable[[int], None]) -> T:
+def _seed_and_return(index: T, seed: int, seeder: Callable[[int], None]) -> T:
     seeder(seed)
     return index

@@ -1,11 +1,11 @@
-"""A rank's share of every global batch, as indices: the rules that split loaders of indexed datasets over ranks.
+"""A rank's shard of every global batch, as indices: the rules that split loaders of indexed datasets over ranks.
 
 * :class:`ShardSampler`: of each global batch of samples, every ``world_size``-th sample.
 * :class:`BatchShardSampler`: of the user's own batches, every ``world_size``-th.
 * :class:`~trainloop.data.whole_batches.WholeBatches`: the same for evaluation, which puts rows into dataset order.
-* :class:`GivenShard`: all, of a sampler that gives each rank its own already.
+* :class:`GivenShard`: all batches of a sampler that already gives each rank a shard.
 
-:class:`LoggedBatchSampler` hands them to the loader.
+:class:`LoggedBatchSampler` passes them to the loader.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size
 from trainloop.data.orders import (
     digest_of,
-    drawn_at_once,
-    is_there_at_once,
+    draw_upfront,
+    is_available_upfront,
     length_of,
     listed,
     order_by_position,
-    read_aside,
+    read_isolated,
 )
-from trainloop.data.randomness import Aside, SeedOnArrival
+from trainloop.data.randomness import IsolatedRandomState, SeedOnArrival
 
 RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 if only that rank can know."""
 
-# The order of these is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may look at
-# what the training has done so far, and is asked for one global batch at a time.
+# Their order is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may depend on
+# the training so far, and is read one global batch at a time.
 _SETTLED = (RandomSampler, SequentialSampler, DistributedSampler)
 _READ_AHEAD = 4096
 
 
 class RankShard:
-    """A rank's share of every global batch of a pass; the base of all rules."""
+    """A rank's shard of every global batch of a pass; the base of all rules."""
 
     rank: int
     num_replicas: int
-    """Ranks; torch's name for it."""
+    """Number of ranks; torch's name for it."""
 
-    seed: Any  # torch's sampler knows ints only
+    seed: Any  # torch's sampler accepts ints only
     """An int common to all ranks. None, in one process only: orders are drawn from the global generators."""
 
     epoch: int = 0
     digest: int | None = None
-    """A checksum of the order, once read, which must agree on all ranks; None where it can't differ."""
+    """Checksum of the order, once read, which must agree on all ranks; None if it can't differ."""
 
     sizes_known: bool = True
     """True if :meth:`batches` yields the sizes of all ranks; else only this rank's."""
 
     @property
     def rule(self) -> str:
-        """How the order becomes known; ranks of different rules would not exchange the same."""
+        """How the order becomes known; ranks with different rules would do different exchanges."""
         return type(self).__name__
 
     @property
@@ -79,33 +79,33 @@ class RankShard:
         self.epoch = epoch
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """From ``first_batch`` on: this rank's indices in each global batch, and the number of samples on each rank.
+        """Yield, from ``first_batch`` on, this rank's indices in each global batch, and each rank's number of samples.
 
-        A size of 0 means that the rank has no part in the batch; -1 that only loading it tells.
+        A size of 0 means that the rank has no part in the batch; -1 that the size is unknown before loading.
         """
         raise NotImplementedError
 
     def batch_seed(self, batch_index: int) -> int:
-        """The seed for random draws while this rank's part of the global batch ``batch_index`` is loaded."""
+        """Return the seed for random draws while this rank's part of the global batch ``batch_index`` is loaded."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", self.epoch, self.rank, batch_index)
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """How rows, gathered in batch order, go into dataset order; None where the rule doesn't say."""
+        """Return the permutation of rows from batch order to dataset order; None if the rule does not define one."""
         return None
 
 
 class ShardSampler(RankShard, DistributedSampler[Any]):
-    """This rank's shard of any sampler's order: each sample on one rank, none padded, none left out.
+    """This rank's shard of any sampler's order: each sample is on one rank; none is padded or left out.
 
-    Global batches are as :mod:`trainloop._support.sharding` draws them. Every rank reads the sampler's whole order,
-    under the same random state, and takes its own; orders that are known by position (sequential, and shuffled
-    without a generator) are computed where they are needed and cost no memory.
+    Global batches are defined in :mod:`trainloop._support.sharding`. Every rank reads the sampler's full order,
+    under the same random state, and takes its shard; orders that are known by position (sequential, and shuffled
+    without a generator) are computed when needed and use no memory.
 
     Parameters
     ----------
     sampler : iterable of indices
-        The user's own, with or without a length, finite or not.
+        The user's sampler, with or without a length, finite or not.
     dataset
         The dataset that the indices are of.
     batch_size : int
@@ -113,15 +113,15 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     rank, world_size : int
         The rank to read for, and the number of ranks.
     drop_last : bool
-        Leave out the last global batch where it is short.
+        Leave out the last global batch if it is short.
     seed : int
-        Common to all ranks.
+        Seed common to all ranks.
     """
 
     def __init__(
         self, sampler: Any, dataset: Any, *, batch_size: int, rank: int, world_size: int, drop_last: bool, seed: int
     ) -> None:
-        # Not DistributedSampler's own, which needs the length and plans the padding.
+        # Not DistributedSampler's __init__, which needs the length and plans the padding.
         self.base = sampler
         self.dataset = dataset
         self.batch_size = batch_size
@@ -139,13 +139,13 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     @property
     def order(self) -> Order | None:
-        """This epoch's global order, where it is known by position."""
+        """This epoch's global order if it is known by position; else None."""
         return order_by_position(self.base, derive_seed(self.seed, "order", self.epoch))
 
     @property
     def rule(self) -> str:
         """By position, drawn as a whole, or iterated."""
-        drawn = "at once" if self.plan is not None and is_there_at_once(self.base) else "one by one"
+        drawn = "at once" if self.plan is not None and is_available_upfront(self.base) else "one by one"
         return drawn if self.plan is None or self.order is None else "by position"
 
     def __len__(self) -> int:
@@ -158,10 +158,10 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
             yield from indices
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
-        """This rank's indices of each global batch from ``first_batch`` on (maybe none), and each rank's samples."""
+        """Yield this rank's indices of each global batch from ``first_batch`` on (maybe none); each rank's samples."""
         order, plan = self.order, self.plan
         if order is None or plan is None:
-            if plan is not None and is_there_at_once(self.base):
+            if plan is not None and is_available_upfront(self.base):
                 yield from self._sliced_batches(plan, first_batch)
             else:
                 yield from self._iterated_batches(first_batch)
@@ -178,15 +178,15 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
             yield [], plan.shares(batch_index)
 
     def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
-        """Batches of an order that exists, or is drawn, as a whole: a rank makes a list of its own part only."""
-        with Aside(derive_seed(self.seed, "sampler", self.epoch)):
-            order, elements = drawn_at_once(self.base)
-        # Ranks may hold other weights, or other numbers.
+        """Yield batches of an order that exists, or is drawn, as a whole: a rank lists only its own part."""
+        with IsolatedRandomState(derive_seed(self.seed, "sampler", self.epoch)):
+            order, elements = draw_upfront(self.base)
+        # Ranks may have other weights, or other numbers.
         self.digest = digest_of(listed(order[: plan.global_batch_size], elements))
         start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)
         own = order[start:stop:step]
         if isinstance(order, Tensor):
-            # A checksum of the whole costs little here. And a view would keep the whole.
+            # A checksum of the whole is cheap here. And a view would keep the whole alive.
             self.digest = derive_seed(self.digest, zlib.crc32(order.numpy().data))
             own = own.clone()
         del order
@@ -199,11 +199,11 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas
         full = (self.batch_size,) * world_size
-        # Reading a sampler ahead costs one isolated random state for many batches.
+        # Reading a sampler ahead needs one isolated random state for many batches.
         at_once = max(1, _READ_AHEAD // size) if type(self.base) in _SETTLED else 1
         batch_index = 0
         self.digest = None
-        for chunk in read_aside(self.base, at_once * size, derive_seed(self.seed, "sampler", self.epoch)):
+        for chunk in read_isolated(self.base, at_once * size, derive_seed(self.seed, "sampler", self.epoch)):
             if self.digest is None:
                 self.digest = digest_of(chunk[:size])
             for start in range(0, len(chunk), size):
@@ -219,12 +219,12 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
 
 class _UserBatches(RankShard, Sampler[Any]):
-    """A rank's share of what a user's own sampler gives: lists of indices, or whatever the dataset takes for an index.
+    """A rank's shard of what a user's sampler yields: lists of indices, or any index that the dataset accepts.
 
     Parameters
     ----------
     sampler : iterable
-        A loader's batch sampler, or its sampler where it has none.
+        A loader's batch sampler, or its sampler if it has none.
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int or None
@@ -243,22 +243,22 @@ class _UserBatches(RankShard, Sampler[Any]):
                 yield index
 
     def _read(self, at_once: int) -> Iterator[list[Any]]:
-        """The sampler's items, in lists of ``at_once``."""
-        return read_aside(
+        """Yield the sampler's items, in lists of ``at_once``."""
+        return read_isolated(
             self.base, at_once, None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
         )
 
 
 class BatchShardSampler(_UserBatches):
-    """Every ``world_size``-th of the batches, or single elements, that a user's own sampler gives."""
+    """Every ``world_size``-th of the batches, or single elements, that a user's sampler yields."""
 
     def __len__(self) -> int:
         return shard_size(len(self.base), self.rank, self.num_replicas)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """This rank's batch of each round from ``first_batch`` on (None: it has none), and each rank's samples."""
+        """Yield this rank's batch of each round from ``first_batch`` on (None: no batch), and each rank's samples."""
         self.digest = None
-        # One round at a time: the sampler may look at what the training has done so far.
+        # One round at a time: the sampler may depend on the training so far.
         for batch_index, group in enumerate(self._read(self.num_replicas)):
             if self.digest is None:
                 self.digest = digest_of(group)
@@ -266,22 +266,22 @@ class BatchShardSampler(_UserBatches):
                 yield self.part_of(group)
 
     def part_of(self, group: list[Any]) -> tuple[Any, RankSizes]:
-        """This rank's batch of one round, and each rank's samples."""
-        # The collate function may make a batch of an empty list; a size of 0 would mean that there is none.
+        """Return this rank's batch of one round, and each rank's samples."""
+        # The collate function may make a batch of an empty list; a size of 0 would mean no batch.
         sizes = tuple(max(1, len(unit)) if isinstance(unit, (list, tuple)) else -1 for unit in group)
         sizes += (0,) * (self.num_replicas - len(group))
         return group[self.rank] if self.rank < len(group) else None, sizes
 
 
 class GivenShard(_UserBatches):
-    """The batches of a sampler that gives each rank its own share already: taken as they are.
+    """The batches of a sampler that already gives each rank a shard, unchanged.
 
     Parameters
     ----------
     sampler, rank, world_size, seed
         As for :class:`BatchShardSampler`.
     equal_sizes : bool
-        Whether all ranks have batches of the same sizes.
+        True if all ranks have batches of the same sizes.
     """
 
     def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int | None, equal_sizes: bool) -> None:
@@ -292,7 +292,7 @@ class GivenShard(_UserBatches):
         return len(self.base)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """This rank's batches from its ``first_batch`` on, and each rank's samples: -1 where they are unknown."""
+        """Yield this rank's batches from its ``first_batch`` on, and each rank's samples: -1 if unknown."""
         for (unit,) in islice(self._read(1), first_batch, None):
             size = len(unit) if isinstance(unit, (list, tuple)) else -1
             others = size if self.sizes_known else -1
@@ -300,20 +300,20 @@ class GivenShard(_UserBatches):
 
 
 class LoggedBatchSampler(BatchSampler):
-    """The batch sampler of a rank's loader: a shard's batches from any position on, with a log of those given out.
+    """The batch sampler of a rank's loader: a shard's batches from any position on, with a log of those yielded.
 
-    A loader with workers asks ahead; whoever reads the loader takes one entry of ``log`` with each batch.
+    A loader with workers reads ahead; the reader of the loader takes one entry of ``log`` with each batch.
 
     Parameters
     ----------
     shard : RankShard
-        Where the indices come from.
+        Source of the indices.
     batch_size, drop_last
-        Shown to code that asks the loader for them.
+        For code that reads these attributes of the loader.
     scalar : bool
-        Give single indices rather than lists (``batch_size=None``).
+        Yield single indices, not lists (``batch_size=None``).
     seeds_workers : bool
-        Whether the indices are sent to workers, which are to be seeded for each batch.
+        True if the indices are sent to workers, which must be seeded for each batch.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class LoggedBatchSampler(BatchSampler):
         self.first_batch = 0
         self.log: deque[RankSizes] = deque()
         self.indices: deque[Any] = deque()
-        """For each entry of ``log`` this rank's indices."""
+        """This rank's indices for each entry of ``log``."""
         self._scalar = scalar
         self._seeds_workers = seeds_workers
 
@@ -345,7 +345,7 @@ class LoggedBatchSampler(BatchSampler):
             log.append(sizes)
             self.indices.append(index)
             if sizes[shard.rank] == 0:
-                continue  # to the pass's end: only its last global batch may leave a rank without a part
+                continue  # to the end of the pass: only its last global batch may leave a rank without a part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
-"""Sources: where training and evaluation read a rank's batches from, a class for each kind of loader.
+"""Sources of a rank's batches for training and evaluation: one class for each kind of loader.
 
-A source gives this rank's part of one global batch after another. For loaders of indexed datasets see
+A source yields this rank's part of one global batch after another. For loaders of indexed datasets see
 :mod:`trainloop.data.indexed`. Training chooses one in :mod:`trainloop.data.train` and groups its batches into steps;
 evaluation chooses in :mod:`trainloop.data.evaluation` one that gives each rank whole batches.
 """
@@ -21,43 +21,43 @@ from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import count_samples
 from trainloop.data.columns import SplitBatches, read_columns
+from trainloop.data.loader_copies import copy_loader
 from trainloop.data.orders import length_of
 from trainloop.data.positions import InProcess, Position, StreamPlaces
-from trainloop.data.randomness import Aside, drawn_aside
+from trainloop.data.randomness import IsolatedRandomState, isolated_iter
 from trainloop.data.samplers import RankSizes
-from trainloop.data.stops import slipped_out, whole
-from trainloop.data.streams import StreamPart, seed_stream, stream_twin
+from trainloop.data.stops import guard_stop_iteration, slipped_out
+from trainloop.data.streams import StreamPart, seed_stream, stream_loader
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
-from trainloop.data.twins import twin
 
 
 class Source:
-    """A loader's passes as this rank's part of each global batch; the base of a class for each kind of loader."""
+    """A loader's passes as this rank's part of each global batch; the base class of all sources."""
 
     loader: Any
-    """The loader that is read: the user's own, or its twin for this rank."""
+    """The loader that is read: the user's, or its copy for this rank."""
 
     shares: bool = True
-    """True if ranks share one order out, rather than each reading its own."""
+    """True if ranks split one order, instead of reading one each."""
 
     sizes_known: bool = True
     """True if items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
 
     num_batches: int | None = None
-    """Global batches of a pass; None where only reading tells."""
+    """Global batches of a pass; None if unknown before reading."""
 
     num_samples: int | None = None
-    """Samples of a pass, over all ranks; None where only reading tells."""
+    """Samples of a pass, over all ranks; None if unknown before reading."""
 
     global_batch_size: int | None = None
-    """Samples of a full global batch; None where there is no such thing."""
+    """Samples of a full global batch; None if undefined."""
 
     position: Position | None = None
-    """The position by the user's stream's or loader's own state; None where neither has one."""
+    """Position according to the state of the user's stream or loader; None if neither has one."""
 
     @property
     def rule(self) -> str:
-        """How ranks come to read the same order, which decides what they exchange."""
+        """How ranks obtain the same order, which determines their exchanges."""
         return type(self).__name__
 
     @property
@@ -67,35 +67,35 @@ class Source:
 
     @property
     def order_digest(self) -> int | None:
-        """A checksum of a pass's order, which must agree on all ranks; None where it can't differ.
+        """Checksum of a pass's order, which must agree on all ranks; None if it can't differ.
 
-        In training it covers the pass's begin and is there after the first item; in evaluation it covers all, at the
-        end.
+        In training it covers the beginning of the pass and exists after the first item; in evaluation it covers all, at
+        the end.
         """
         return None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        """This rank's part of each global batch of an epoch from the ``first_batch``-th on, with its size or sizes.
+        """Yield this rank's part of each global batch of an epoch from ``first_batch`` on, with its size or sizes.
 
-        After ``position.load()`` those that follow there. Where this rank has no part in a global batch, its entry of
-        the sizes is 0 (its one size -1) and the batch is to be ignored.
+        After ``position.load()``, yield the following ones. If this rank has no part in a global batch, its entry of
+        the sizes is 0 (its one size -1) and the batch must be ignored.
         """
         raise NotImplementedError
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """How rows, gathered in batch order, go into dataset order; see :meth:`trainloop.data.EvalFeed.row_order`."""
+        """Return the permutation to dataset order; see :meth:`trainloop.data.EvalFeed.row_order`."""
         return None
 
     def note_indices(self) -> None:
-        """From the next pass on, remember what :meth:`next_indices` returns, where that is not done anyway."""
+        """From the next pass on, remember what :meth:`next_indices` returns, if that is not always done."""
 
     def next_indices(self) -> Any:
-        """The indices of the batch that is read next, or could not be read; None where they are unknown."""
+        """Return the indices of the batch that is read next, or could not be read; None if unknown."""
         return None
 
 
 def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
-    """The epoch of a loader that cuts a sampler of known length into batches."""
+    """Return the plan of an epoch of a loader that cuts a sampler of known length into batches."""
     batches = loaders.plain_batches(loader)
     length = None if batches is None else length_of(batches.sampler)
     if batches is None or length is None:
@@ -103,13 +103,13 @@ def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     return BatchPlan(length, batches.batch_size, world_size, batches.drop_last)
 
 
-class NotedIndices:
-    """A user's batch sampler, with a log of the batches that were asked for and are not there yet.
+class LoggedIndices:
+    """A user's batch sampler, with a log of the batches that were requested and have not arrived yet.
 
     Parameters
     ----------
     base : iterable
-        The batch sampler, whose attributes this has too.
+        The batch sampler; this object has its attributes, too.
     """
 
     def __init__(self, base: Any) -> None:
@@ -126,19 +126,19 @@ class NotedIndices:
         return len(self.base)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "base":  # while it is unpickled
+        if name == "base":  # during unpickling
             raise AttributeError(name)
         return getattr(self.base, name)
 
     def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, each taken off the log."""
+        """Yield the batches, and remove each from the log."""
         for batch in batches:
             self.log.popleft()
             yield batch
 
 
-class AsItIs(Source):
-    """For one process without a seed: the user's own loader, iterated as in a hand-written loop."""
+class UserLoader(Source):
+    """For one process without a seed: the user's loader, iterated as in a hand-written loop."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -149,31 +149,31 @@ class AsItIs(Source):
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
         self.position = self._place = InProcess.of(loader, name)
-        self._noted: NotedIndices | None = None
+        self._counted: LoggedIndices | None = None
 
     def note_indices(self) -> None:
         loader = self.loader
         if (
-            self._noted is None
+            self._counted is None
             and self._place is None
             and isinstance(loader, DataLoader)
             and loader.batch_sampler is not None
             and not loaders.iterates_itself(loader)
             and not loaders.is_stream(loader)
-            and not loader.persistent_workers  # its workers are the user's own loader's
+            and not loader.persistent_workers  # its workers belong to the user's loader
         ):
-            self._noted = NotedIndices(loader.batch_sampler)
-            self.loader = twin(loader, batch_sampler=self._noted)
+            self._counted = LoggedIndices(loader.batch_sampler)
+            self.loader = copy_loader(loader, batch_sampler=self._counted)
 
     def next_indices(self) -> Any:
-        return self._noted.log[0] if self._noted is not None and self._noted.log else None
+        return self._counted.log[0] if self._counted is not None and self._counted.log else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        # Not a generator: the loader's iterator must be made now, in the caller's random state.
-        passed = 0 if self._place is not None and self._place.goes_on else first_batch
+        # Not a generator: the loader's iterator must be created now, in the caller's random state.
+        passed = 0 if self._place is not None and self._place.resumes else first_batch
         batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
-        if self._noted is not None:
-            batches = self._noted.taken(batches)
+        if self._counted is not None:
+            batches = self._counted.taken(batches)
         return self._sized(islice(batches, passed, None), first_batch)
 
     def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
@@ -183,12 +183,12 @@ class AsItIs(Source):
 
 
 def _batches_of(loader: Any, name: str) -> Iterator[Any]:
-    """``iter(loader)``. Without workers, the same batches and random draws from the loader's parts.
+    """Return ``iter(loader)``. Without workers, the same batches and random draws from the loader's parts.
 
-    That saves the profiler mark that torch sets around each batch: 20 of a small model's 500 microseconds.
+    That avoids the profiler mark that torch sets around each batch: 20 of a small model's 500 microseconds.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
-        return whole(started(loader), name)
+        return guard_stop_iteration(started(loader), name)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
     batches_of_indices = iter(loader.batch_sampler)
@@ -217,28 +217,28 @@ class Tensors(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         sizes: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
-            # The same tuple while nothing changes, so that weighing a step can skip it by identity.
+            # The same tuple while nothing changes, so that step weights can be reused by identity.
             if len(batch[0]) != sizes[0]:
                 sizes = (len(batch[0]),)
             yield sizes, batch
 
 
 class Stream(Source):
-    """An iterable dataset's loader, whose twin reads the whole stream and keeps this rank's samples of it."""
+    """An iterable dataset's loader; a copy of it reads the whole stream and keeps this rank's samples."""
 
     sizes_known = False
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
         self._name, self.shares = name, not given
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
-        # All of a stream that is already this rank's own share.
+        # All of a stream that is already this rank's shard.
         shared = world_size > 1 and not given
-        self.loader = stream_twin(
+        self.loader = stream_loader(
             loader, *((0, 1) if given else (rank, world_size)), shared=shared, with_places=True, name=name
         )
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
-        # A stream's length, and how workers divide it, is the dataset's own affair: a plan, not a promise.
+        # A stream's length, and how workers divide it, depend on the dataset: an estimate, not a guarantee.
         length = length_of(loader.dataset)
         plan = BatchPlan(length or 0, batch_size or 1, 1 if given else world_size, loader.drop_last)
         self.num_batches = None if length is None else plan.num_batches
@@ -247,32 +247,32 @@ class Stream(Source):
         self.position = self._places if self.loader.dataset.stateful else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
-        # The same on all ranks, unlike for a map-style dataset's batches: they are to read one stream.
+        # The same on all ranks, unlike for a map-style dataset's batches: they must read one stream.
         seed = derive_seed(self._seed, epoch)
         seed_stream(self.loader, seed)
-        aside = Aside(seed)
-        with aside:
-            parts = whole(started(self.loader), self._name)
+        isolated = IsolatedRandomState(seed)
+        with isolated:
+            parts = guard_stop_iteration(started(self.loader), self._name)
         if self.loader.num_workers == 0:
-            parts = drawn_aside(parts, aside)
+            parts = isolated_iter(parts, isolated)
         if self.position is not None:
-            first_batch = 0 if self.position.goes_on else first_batch
+            first_batch = 0 if self.position.resumes else first_batch
             parts = self._places.read(parts)
         for part in islice(parts, first_batch, None):
             yield part.size, part.batch
 
 
 class Opaque(Source):
-    """An iterable of unknown inside: each rank iterates it all, and keeps every ``world_size``-th batch.
+    """An opaque iterable: each rank iterates all of it, and keeps every ``world_size``-th batch.
 
     Parameters
     ----------
     seed : int or None
-        None: nothing is drawn aside.
+        None: nothing is drawn in isolation.
     given : bool
-        Whether it is already this rank's own share, of which the rank keeps all.
+        True if it is already this rank's shard, of which the rank keeps all.
     with_position : bool
-        Whether to follow its position, if it has one: training resumes from there.
+        True to track its position, if it has one: training resumes from there.
     """
 
     sizes_known = False
@@ -290,17 +290,17 @@ class Opaque(Source):
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
-        aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
+        isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         first, place = first_batch * self._step + self._rank, self._place
-        with aside or nullcontext():
+        with isolated or nullcontext():
             if place is None:
-                batches = whole(started(self.loader), self._name)
+                batches = guard_stop_iteration(started(self.loader), self._name)
             else:
                 # Each rank has stopped at its own batch of the round.
-                first = self._step - 1 if place.goes_on else first
-                batches, place.aside = place.read(), aside
-        if aside is not None:
-            batches = drawn_aside(batches, aside)
+                first = self._step - 1 if place.resumes else first
+                batches, place.isolated = place.read(), isolated
+        if isolated is not None:
+            batches = isolated_iter(batches, isolated)
         for batch in islice(batches, first, None, self._step):
             if isinstance(batch, StreamPart):
                 yield batch.size, batch.batch
@@ -309,7 +309,7 @@ class Opaque(Source):
 
 
 class Columns(Source):
-    """Batches that all ranks read; each keeps its own columns."""
+    """Batches that all ranks read; each keeps a block of columns."""
 
     def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
         self.loader = loader
@@ -318,8 +318,8 @@ class Columns(Source):
         self.num_batches = length_of(loader)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        # The same random state on all ranks: they are to read the same batches.
-        aside = None if self._seed is None else Aside(derive_seed(self._seed, epoch))
-        for columns, batch in islice(read_columns(self.loader, aside, self._name), first_batch, None):
+        # The same random state on all ranks: they must read the same batches.
+        isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
+        for columns, batch in islice(read_columns(self.loader, isolated, self._name), first_batch, None):
             sizes = self.loader.sizes(columns, self._world_size)
             yield sizes, self.loader.part(batch, columns, self._rank, self._world_size)

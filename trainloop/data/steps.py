@@ -36,19 +36,19 @@ class StepBatches(NamedTuple):
 
 
 def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
-    """Steps where every rank knows the sizes on every rank.
+    """Yield steps if every rank knows the sizes on every rank.
 
     Parameters
     ----------
     items : iterator of (sizes, batch)
-        Samples on each rank in each global batch, and this rank's part of it (any object where it has none).
+        Samples on each rank in each global batch, and this rank's part of it (any object if it has none).
     grad_accumulation : int
         Micro-batches of a step.
     rank : int
-        This process's place in ``sizes``.
+        This rank's index in ``sizes``.
     """
     if grad_accumulation == 1:
-        # One micro-batch a step, nearly always of the same sizes as the one before.
+        # One micro-batch per step, nearly always with the same sizes as the previous one.
         known: RankSizes | None = None
         for rank_sizes, batch in items:
             if rank_sizes != known:
@@ -58,7 +58,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
-        # Nearly all steps weigh the same: compared before anything is computed.
+        # Nearly all steps have the same weights: compared before anything is computed.
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
             known_group = of_group
@@ -69,19 +69,19 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
 def steps_of_exchanged(
     items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
 ) -> Iterator[StepBatches]:
-    """Steps where only an exchange tells which rank still has data, and how much: one a step.
+    """Yield steps if only an exchange shows which rank still has data, and how much: one exchange per step.
 
-    Collective: every rank iterates, until no rank has a batch left; one whose own data ended earlier takes part with
-    nothing.
+    Collective: every rank iterates until no rank has a batch left; one whose data ended earlier participates with
+    no batches.
 
     Parameters
     ----------
     items : iterator of (size, batch)
-        This rank's micro-batches with their numbers of samples; a size below zero stands for no part in a batch.
+        This rank's micro-batches with their numbers of samples; a negative size means no part in a batch.
     grad_accumulation, rank
         As in :func:`steps_of_known`.
     exchange_ints : callable
-        The exchange.
+        The exchange function.
     """
     while True:
         group = list(islice(items, grad_accumulation))

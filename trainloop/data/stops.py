@@ -21,15 +21,15 @@ T = TypeVar("T")
 _TORCH = os.path.dirname(torch.__file__)
 
 
-def whole(batches: Iterator[T], name: str) -> Iterator[T]:
-    """Yield the iterator's batches up to its own end; any other ``StopIteration`` is an error.
+def guard_stop_iteration(batches: Iterator[T], name: str) -> Iterator[T]:
+    """Yield the iterator's batches up to its own end; raise an error for any other ``StopIteration``.
 
     Parameters
     ----------
     batches : iterator
         Batches of a loader.
     name : str
-        What the user calls the loader.
+        The user's name for the loader.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
     frames = traceback.extract_tb(stop.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     at = (own or frames)[-1]
-    # Of a worker's exception only the text arrives, as the argument.
+    # Only the text of a worker's exception arrives, as the argument.
     where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
     return RuntimeError(
         f"{name}: its dataset or collate function raised StopIteration, which would end the epoch as if there were no "

@@ -1,4 +1,4 @@
-"""A rank's share of an ``IterableDataset``: each sample on one rank, whatever the number of workers."""
+"""A rank's shard of an ``IterableDataset``: each sample on one rank, with any number of workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trainloop._support import rng
 from trainloop._support.rng import derive_seed
 from trainloop.data.batches import count_samples
 from trainloop.data.libraries import is_split, same_on_all_ranks
-from trainloop.data.positions import Place, anew_if_empty, is_stateful, unpacked
-from trainloop.data.randomness import Aside, SeedOnArrival, seed_cpu
+from trainloop.data.loader_copies import copy_loader
+from trainloop.data.positions import Place, is_stateful, retry_if_empty, unpacked
+from trainloop.data.randomness import IsolatedRandomState, SeedOnArrival, seed_cpu
 from trainloop.data.stops import slipped_out
-from trainloop.data.twins import twin
 from trainloop.errors import ConfigurationError
 
 
@@ -27,7 +27,7 @@ class StreamPart:
     def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
         self.batch = batch
         self.size = size
-        """Samples in ``batch``; -1 where the rank has none."""
+        """Samples in ``batch``; -1 if the rank has none."""
         self.place = place
         """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
@@ -35,7 +35,7 @@ class StreamPart:
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Called by a loader with ``pin_memory``."""
-        # torch's own walk over containers; public in no version to 2.13.
+        # torch's function for nested containers; not public up to 2.13.
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
@@ -45,25 +45,25 @@ class StreamShard(IterableDataset[Any]):
     """One rank's samples of each global batch of an iterable dataset.
 
     Each rank reads the whole stream, under the same random state, and keeps every ``world_size``-th sample of each
-    ``batch_size * world_size``. In a loader with workers, a dataset that shares its samples out among workers by
-    ``get_worker_info`` (itself, or in ``worker_init_fn``) does so as ever; otherwise every worker would yield every
+    ``batch_size * world_size``. In a loader with workers, a dataset that splits its samples over workers by
+    ``get_worker_info`` (itself, or in ``worker_init_fn``) works as usual; otherwise every worker would yield every
     sample, so here each worker keeps its own global batches.
 
     Parameters
     ----------
     dataset : IterableDataset
-        The user's own.
+        The user's dataset.
     batch_size : int or None
         Samples of one rank in a full global batch; None: the dataset's elements are batches, of which each rank takes
         every ``world_size``-th.
     rank, world_size : int
-        The rank whose share it is, and the number of ranks.
+        The rank whose shard this is, and the number of ranks.
     drop_last : bool
         Leave out a short global batch.
     shared : bool
-        Whether other ranks read the same stream and must see the same samples.
+        True if other ranks read the same stream and must see the same samples.
     with_places : bool
-        Whether each global batch carries the dataset's position, if it has a state, from workers too. Training resumes
+        True if each global batch carries the dataset's position, if it has a state, also from workers. Training resumes
         from there; an evaluation never does.
     """
 
@@ -85,17 +85,17 @@ class StreamShard(IterableDataset[Any]):
         self.shared = shared
         self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
-        """Where each worker (0: this process) goes on, once; see :class:`StreamPlaces`."""
+        """Where each worker (0: this process) resumes, once; see :class:`StreamPlaces`."""
         self._at_end = False  # a loaded state is that of an epoch's end
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
-        """Samples of this rank in each global batch (maybe none), the batch's index in this worker, and the place.
+        """Yield this rank's samples in each global batch (maybe none), the batch's index in this worker, and the place.
 
         None for samples: no global batch, but a worker's turn that is skipped, or its position at the end.
         """
         worker = _WatchedWorkerInfo.current()
         if _Arrived.seed is not None and worker is not None:
-            # A persistent worker lives through many epochs, each of which starts from its own seed.
+            # A persistent worker serves many epochs, each of which starts from a separate seed.
             seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
@@ -115,7 +115,7 @@ class StreamShard(IterableDataset[Any]):
         place = Place(self.dataset, worker, at) if self.stateful else None
         at_end = self._at_end or (at is not None and at["begins"])
         self._at_end = False
-        for sample in anew_if_empty(lambda: self._stream(at)) if at_end else self._stream(at):
+        for sample in retry_if_empty(lambda: self._stream(at)) if at_end else self._stream(at):
             if place is not None and not place.begun:
                 place.begin()
             if count % self.world_size == self.rank:
@@ -123,13 +123,13 @@ class StreamShard(IterableDataset[Any]):
             count += 1
             if count < size:
                 continue
-            # Asked anew for each batch: a dataset may look at its worker's number only once it has begun.
+            # Checked for each batch: a dataset may read its worker's number only after it has started.
             if worker is None or worker.takes(group_index):
                 yield mine, group_index, place
             group_index += 1
             mine, count = [], 0
         if place is not None:
-            place.ended = True  # after the short last batch too: the dataset has reached its end
+            place.ended = True  # after the short last batch, too: the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
             yield mine, group_index, place
             group_index += 1
@@ -150,9 +150,9 @@ class StreamShard(IterableDataset[Any]):
 
 
 def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[Any]:
-    """The dataset's samples, after a check on the first one that they don't depend on the rank.
+    """Return the dataset's samples, after a check on the first one that they don't depend on the rank.
 
-    ``draws``: the random state in which the first is drawn, if not the present one.
+    ``draws``: the random state in which the first is drawn, if not the current one.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
-    # Each rank would keep a part of what is one rank's part already, and most samples would never be seen.
+    # Each rank would keep a part of what is already one rank's part; most samples would never be used.
     if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(
@@ -191,7 +191,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The rest of an iterator, by ``next`` alone: litdata's, for one, begins anew when it is iterated again."""
+    """Yield the rest of an iterator, only by ``next``: litdata's, for example, restarts when it is iterated again."""
     while True:
         try:
             item = next(iterator)
@@ -201,16 +201,16 @@ def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class PartCollate:
-    """Collates a rank's samples of one global batch, by the user's function, and counts them.
+    """Collate a rank's samples of one global batch, by the user's function, and count them.
 
     Parameters
     ----------
     collate_fn : callable
-        The user's own.
+        The user's function.
     batched : bool
-        Whether it takes a list of samples, or one element (``batch_size=None``).
+        True if it takes a list of samples; False for one element (``batch_size=None``).
     name : str
-        What the user calls the loader, for messages.
+        The user's name for the loader, for messages.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, rank: int, world_size: int, name: str) -> None:
@@ -220,7 +220,7 @@ class PartCollate:
         self.rank = rank
         self.world_size = world_size
         self.epoch_seed = 0
-        """Set before each epoch, for loading without workers; workers get it with their indices."""
+        """Set before each epoch, for loading without workers; workers receive it with their indices."""
 
     def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
         samples, group_index, place = group
@@ -233,22 +233,22 @@ class PartCollate:
         if self.world_size == 1:
             batch = self._collate(samples)
         else:
-            # Collating happens on this rank only, so its draws must not change the stream's random state: that has to
-            # stay the same on all ranks for them to see one stream.
+            # Collating happens on this rank only, so its draws must not change the stream's random state: that must
+            # remain the same on all ranks for them to see one stream.
             seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
-            with Aside(derive_seed(seed, "collate", self.rank, group_index)):
+            with IsolatedRandomState(derive_seed(seed, "collate", self.rank, group_index)):
                 batch = self._collate(samples)
         return StreamPart(batch, len(samples) if self.batched else count_samples(batch))
 
     def _collate(self, samples: list[Any]) -> Any:
         try:
             return self.collate_fn(samples if self.batched else samples[0])
-        except StopIteration as stop:  # from here, a worker would take it for the stream's own end
+        except StopIteration as stop:  # a worker would take it for the stream's own end
             raise slipped_out(stop, self.name) from stop
 
 
 class _Arrived:
-    """In a worker: the running epoch's seed, which arrives with the indices."""
+    """In a worker: the current epoch's seed, which arrives with the indices."""
 
     seed: int | None = None
 
@@ -258,7 +258,7 @@ class _Arrived:
 
 
 class EndlessSampler(Sampler[Any]):
-    """An endless sampler for a stream's loader: it asks for batches and names no index."""
+    """An endless sampler for a stream's loader: it requests batches without naming an index."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
@@ -269,7 +269,7 @@ class EndlessSampler(Sampler[Any]):
 
 
 class _WatchedWorkerInfo:
-    """A worker's info that records whether the dataset asked for the worker's number."""
+    """A worker's info that records whether the dataset read the worker's number."""
 
     def __init__(self, info: Any) -> None:
         self.__dict__["_info"] = info
@@ -282,16 +282,16 @@ class _WatchedWorkerInfo:
 
     @property
     def id_unasked(self) -> int:
-        """The worker's id, without recording that it was asked for."""
+        """The worker's id, without recording that it was read."""
         return int(self.__dict__["_info"].id)
 
     def note(self, asked: bool) -> None:
-        """Record that it was asked for in an earlier run, if so."""
+        """Record that it was read in an earlier run, if so."""
         self.__dict__["_asked"] = asked or self.asked
 
     @property
     def asked(self) -> bool:
-        """True if anybody asked."""
+        """True if it was read."""
         return bool(self.__dict__["_asked"])
 
     def takes(self, group_index: int) -> bool:
@@ -308,7 +308,7 @@ class _WatchedWorkerInfo:
 
 
 class WatchWorker:
-    """``worker_init_fn`` that puts the user's dataset and a watched info in place, then calls the user's own."""
+    """``worker_init_fn`` that installs the user's dataset and a watched info, then calls the user's function."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -324,8 +324,8 @@ class WatchWorker:
             self.worker_init_fn(worker_id)
 
 
-def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_places: bool, name: str) -> Any:
-    """A loader of an iterable dataset that gives :class:`StreamPart` objects: this rank's part of each global batch."""
+def stream_loader(loader: Any, rank: int, world_size: int, *, shared: bool, with_places: bool, name: str) -> Any:
+    """Return a loader of an iterable dataset that yields this rank's :class:`StreamPart` of each global batch."""
     batch_size = None if loader.batch_sampler is None else loader.batch_size
     changes: dict[str, Any] = {
         "dataset": StreamShard(
@@ -337,11 +337,11 @@ def stream_twin(loader: Any, rank: int, world_size: int, *, shared: bool, with_p
     }
     if loader.num_workers > 0:
         changes["worker_init_fn"] = WatchWorker(loader.worker_init_fn)
-    return twin(loader, **changes)
+    return copy_loader(loader, **changes)
 
 
 def seed_stream(loader: Any, seed: int) -> None:
-    """Set the seed of a :func:`stream_twin`'s next epoch; the same on all ranks, so that they read one stream."""
+    """Set the seed of a :func:`stream_loader`'s next epoch; the same on all ranks, so that they read one stream."""
     loader.collate_fn.epoch_seed = seed
-    # Without workers no indices are sent to carry it: the caller isolates the whole iteration.
+    # Without workers no indices carry it: the caller isolates the whole iteration.
     loader.sampler.seed = seed if loader.num_workers > 0 else None

@@ -1,4 +1,4 @@
-"""Batches of an in-memory ``TensorDataset``: one indexing call a batch instead of one a sample."""
+"""Batches of an in-memory ``TensorDataset``: one indexing call per batch instead of one per sample."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorRows:
 
     @classmethod
     def of(cls, loader: Any) -> TensorRows | None:
-        """The rows of a loader's dataset; None where the loader does more than index them."""
+        """Return the rows of a loader's dataset; None if the loader does more than index them."""
         if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
             return None
         dataset, rows = loader.dataset, None
@@ -47,7 +47,7 @@ class TensorRows:
                 return None
             if inner.dtype != torch.int64 or inner.dim() != 1:
                 return None
-            # Indices below zero count from the end, and those out of range are the dataset's own error to raise.
+            # Negative indices count from the end; for those out of range the dataset raises its own error.
             length = len(dataset.dataset)  # type: ignore[arg-type]  # an indexed dataset has a length
             if inner.numel() and not -length <= int(inner.min()) <= int(inner.max()) < length:
                 return None
@@ -59,32 +59,32 @@ class TensorRows:
         return cls(dataset.tensors, rows)
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
-        """The batch of the indices from ``start`` to ``stop``, copied."""
+        """Return a copy of the batch with indices ``start`` to ``stop``."""
         if self._rows is not None:
             return [tensor.index_select(0, self._rows[start:stop]) for tensor in self._tensors]
         return [tensor[start:stop].clone() for tensor in self._tensors]
 
     def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
-        """Batches of ``batch_size`` of the indices (int64, not below zero), the last one maybe shorter."""
+        """Yield batches of ``batch_size`` of the indices (int64, not negative); the last one may be shorter."""
         tensors, rows = self._tensors, self._rows
         at_once = batch_size * _BATCHES_AT_ONCE
-        # In parts: split() of a whole epoch makes a view for each batch at once.
+        # In blocks: split() of a whole epoch would create a view for each batch at once.
         for start in range(0, len(indices), at_once):
             chunk = indices[start : start + at_once]
             for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
                 yield [tensor.index_select(0, index) for tensor in tensors]
 
     def take_list(self, indices: list[Any]) -> list[Tensor]:
-        """The batch of a list of indices, as a sampler gives them."""
+        """Return the batch for a list of indices, as yielded by a sampler."""
         index = torch.as_tensor(indices)
         if self._rows is not None:
             index = self._rows[index]
-        # Not index_select: indices below zero count from the end, as they do in the dataset.
+        # Not index_select: negative indices count from the end, like in the dataset.
         return [tensor[index] for tensor in self._tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # All that could make index_select differ from stacked rows in values, strides or autograd.
+    # All conditions under which index_select could differ from stacked rows in values, strides or autograd.
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -109,22 +109,22 @@ def loads_batches_here(loader: Any) -> bool:
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
-    """Draw the workers' base seed as ``iter(loader)`` does: first of all, and without workers too."""
+    """Draw the workers' base seed like ``iter(loader)``: before anything else, and also without workers."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
-    """One epoch of a loader: the same batches and the same random draws as ``iter(loader)``.
+    """Return one epoch of a loader: the same batches and the same random draws as ``iter(loader)``.
 
     Parameters
     ----------
     rows : TensorRows
         ``TensorRows.of(loader)``.
     loader : DataLoader
-        With any batch sampler.
+        A loader with any batch sampler.
     """
     batch_sampler: Any = loader.batch_sampler
-    batches_of_indices = iter(batch_sampler)  # first, as torch does it: a sampler of one's own may draw here
+    batches_of_indices = iter(batch_sampler)  # first, like torch: a user's sampler may draw here
     draw_base_seed(loader)
     if type(batch_sampler) is BatchSampler:
         sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
@@ -134,7 +134,7 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
             for start in range(0, stop, size):
                 yield rows.slice(start, min(start + size, stop))
             return
-        # Several permutations from a user's generator are drawn through the epoch: left to the sampler.
+        # Several permutations from a user's generator are drawn in the course of the epoch: left to the sampler.
         several = sampler.num_samples != len(sampler.data_source) if type(sampler) is RandomSampler else True
         if type(sampler) is RandomSampler and not sampler.replacement and not (several and sampler.generator):
             yield from _shuffled(rows, sampler, size, drop_last)
@@ -157,7 +157,7 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
     order = torch.randperm(num_indices, generator=generator)
     stop = length - length % size
     yield from rows.take(order[:stop], size)
-    # RandomSampler draws one more permutation when it is read beyond its end, which advances the user's generator.
+    # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.
     if sampler.generator is not None:
         torch.randperm(num_indices, generator=generator)
     if stop < length and not drop_last:

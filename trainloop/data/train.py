@@ -15,15 +15,15 @@ from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
+from trainloop.data.loader_copies import end_workers, isolated_base_seed, persistent_workers
 from trainloop.data.orders import generators_of
 from trainloop.data.prefetch import on_device
-from trainloop.data.sources import AsItIs, Columns, Opaque, Source, Stream, Tensors
+from trainloop.data.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.tensors import TensorRows
-from trainloop.data.twins import base_seed_aside, end_workers, persistent_workers
 from trainloop.errors import ConfigurationError
 
-_LIVE = object()  # stands for the source's present position
+_LIVE = object()  # represents the source's current position
 
 
 def train_feed(
@@ -38,7 +38,7 @@ def train_feed(
 ) -> TrainFeed:
     """Return a loader's epochs as the optimizer steps of one rank.
 
-    Nothing is read from the loader, and no random number is drawn, before :meth:`TrainFeed.steps`; a call whose result
+    Before :meth:`TrainFeed.steps`, nothing is read from the loader and no random number is drawn; a call whose result
     is dropped only checks the loader.
 
     Parameters
@@ -48,12 +48,12 @@ def train_feed(
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int, optional
-        Seed of order and augmentation, common to all ranks; None only in one process, where the loader then is read as
-        ``for batch in loader`` reads it, random number for random number.
+        Seed of order and augmentation, common to all ranks; None only in one process, where reading the loader makes
+        exactly the random draws of ``for batch in loader``.
     name : str
-        What the user calls the loader, for messages.
+        The user's name for the loader, for messages.
     exchange_ints : callable, optional
-        A collective exchange of integers, for loaders whose sizes no rank can know of another.
+        A collective exchange of integers, for loaders whose sizes are unknown to other ranks.
     device : torch.device, optional
         Device to move batches to; None to leave them where they are.
 
@@ -76,7 +76,7 @@ def train_feed(
 
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
-    """The source for a loader of any kind, each rank with its part of every global batch."""
+    """Return the source for a loader of any kind, with each rank's part of every global batch."""
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
     given = loaders.is_distributed(loader)
@@ -84,7 +84,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         loader = loaders.for_rank(loader, rank, world_size, name)
     rows = TensorRows.of(loader)
     if seed is None:
-        return AsItIs(loader, name) if rows is None else Tensors(loader, rows)
+        return UserLoader(loader, name) if rows is None else Tensors(loader, rows)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, rows)
@@ -120,37 +120,37 @@ class TrainFeed:
         self._generators = generators_of(users_loader)
         self._seed, self._draws_globally = seed, seed is None
         self._at_epoch_begin: dict[str, Any] | None = None
-        self._resumed: dict[str, Any] | None = None  # the position to begin from
+        self._resumed: dict[str, Any] | None = None  # position to start from
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
-        self._replaces_workers = False  # resumed: other persistent workers were up when the epoch began
+        self._replaces_workers = False  # True if resumed: other persistent workers were running when the epoch began
 
     @property
     def loader(self) -> Any:
-        """The loader that this rank reads: the user's own, or its twin with this rank's sampler."""
+        """The loader that this rank reads: the user's, or its copy with this rank's sampler."""
         return self._source.loader
 
     @property
     def num_batches(self) -> int | None:
-        """Micro-batches of an epoch, the maximum over ranks; None where only reading tells."""
+        """Micro-batches of an epoch, the maximum over ranks; None if unknown before reading."""
         return self._source.num_batches
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch over all ranks; None where only reading tells."""
+        """Samples of an epoch over all ranks; None if unknown before reading."""
         return self._source.num_samples
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of a full micro-batch, over all ranks; None where there is no such thing."""
+        """Samples of a full micro-batch, over all ranks; None if undefined."""
         return self._source.global_batch_size
 
     @property
     def shared(self) -> loaders.Shared:
-        """What it must have in common with the other ranks' feeds, or they would not do the same steps.
+        """Properties that must agree with the other ranks' feeds, or they would do different steps.
 
-        To be compared before the first step: some exchanges only come where a loader asks for them, so that ranks with
-        unlike loaders would wait for each other.
+        Compare them before the first step: some exchanges occur only for certain loaders, so that ranks with
+        different loaders would wait for each other.
         """
         source = self._source
         seed = loaders.seed_in_common(self._seed) if source.shares else -1
@@ -160,25 +160,25 @@ class TrainFeed:
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
     def note_indices(self) -> None:
-        """From the next epoch on, know the indices of a batch that can't be loaded."""
+        """From the next epoch on, remember the indices of a batch that can't be loaded."""
         self._source.note_indices()
 
     def next_indices(self) -> list[Any] | None:
-        """The indices in the dataset of the batch that comes next, or that failed; None where they are unknown."""
+        """Return the dataset indices of the batch that is read next, or that failed; None if unknown."""
         found = self._source.next_indices()
         return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
+        """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
         self._epoch = epoch
         for holder in loaders.epoch_holders(self._users_loader):
             holder.set_epoch(epoch)
         libraries.set_epoch(self._users_loader, epoch)
 
     def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
-        """One epoch's optimizer steps.
+        """Yield one epoch's optimizer steps.
 
-        Collective: every rank iterates to the end, or stops at the same step. Where sizes are known by arithmetic, no
+        Collective: every rank iterates to the end, or stops at the same step. If sizes are known by arithmetic, no
         step exchanges anything.
 
         Parameters
@@ -186,18 +186,18 @@ class TrainFeed:
         grad_accumulation : int
             Micro-batches of a step; the epoch's last step may have fewer.
         skip_steps : int
-            Steps that were done already: nothing is loaded for them where the loader's sampler says what they held,
-            or where a stream or loader has a state that says where it stood; else they are read and thrown away.
+            Steps that were done already: they are not loaded if the loader's sampler shows what they contained,
+            or if a stream or loader has a state with its position; else they are read and discarded.
 
         Raises
         ------
         ConfigurationError
-            If the epoch turns out to be empty.
+            If the epoch is empty.
         """
         self._at_epoch_begin = self._states()
-        if skip_steps and self._global_rng:  # the epoch began where the checkpoint says, not here
+        if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current ones
             self._at_epoch_begin["global"] = self._global_rng
-        # Sizes by arithmetic or by an exchange, one item a micro-batch; steps are cut from these below.
+        # Sizes by arithmetic or by an exchange, one item per micro-batch; steps are grouped from these below.
         read = self._items_of_new_workers if self._replaces_workers else self._items
         items = read(skip_steps * grad_accumulation)
         if self._world_size > 1 and self._exchange_ints is not None:
@@ -223,15 +223,15 @@ class TrainFeed:
             )
 
     def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        """The items of new workers, where those before drew no base seed in this epoch, so that the order is theirs."""
+        """Yield the items of new workers; their base seed is not drawn from the generator that determines the order."""
         self._replaces_workers = False
-        with base_seed_aside(self.loader):
+        with isolated_base_seed(self.loader):
             items = self._items(first_batch)
             first = list(islice(items, 1))
         return chain(first, items)
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
-        """The items, after a check that ranks read the same order: one exchange an epoch, where it could differ."""
+        """Yield the items, after a check that ranks read the same order: one exchange per epoch, if it could differ."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
@@ -240,7 +240,7 @@ class TrainFeed:
         yield from items
 
     def _ahead(self, items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-        """The items, copied to a GPU while the step before runs, which has its own place in the stream."""
+        """Yield the items, each copied to a GPU during the previous step; track the position of the yielded item."""
         if self._source.position is None:
             yield from on_device(items, device)
             return
@@ -250,12 +250,12 @@ class TrainFeed:
 
     def _items(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
         resumed, self._resumed, self._position = self._resumed, None, _LIVE
-        if resumed is not None and self._goes_on(resumed, begins=first_batch == 0):
+        if resumed is not None and self._resumes(resumed, begins=first_batch == 0):
             return self._following(first_batch, resumed)
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
-        # Without a seed, the order came from the global generators as they were when the epoch began. Once it is drawn
-        # again, they go back to where the checkpoint, which the loop has restored, left them.
+        # Without a seed, the order depends on the global generators at the beginning of the epoch. Once it is drawn
+        # again, they get the states of the checkpoint, which the loop has restored.
         with rng.isolated():
             rng.restore(self._global_rng)
             items = self._source.items(self._epoch, 0)
@@ -264,7 +264,7 @@ class TrainFeed:
         self._global_rng = None
         return items
 
-    def _goes_on(self, resumed: dict[str, Any], *, begins: bool) -> bool:
+    def _resumes(self, resumed: dict[str, Any], *, begins: bool) -> bool:
         """Return True if the source resumes from a checkpoint's position; if not, warn that the epoch is read again."""
         same_ranks = resumed["world_size"] == self._world_size
         size = resumed["global_batch_size"]
@@ -286,10 +286,10 @@ class TrainFeed:
         return False
 
     def _following(self, first_batch: int, resumed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """The items after the position that the source has loaded."""
+        """Yield the items after the position that the source has loaded."""
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
-        # As in _items: draws at the begin (an order) are repeated, later ones continue from the checkpoint.
+        # As in _items: draws at the beginning (an order) are repeated, later ones continue from the checkpoint.
         with rng.isolated():
             rng.restore(self._global_rng)
             items = self._source.items(self._epoch, first_batch)
@@ -299,20 +299,20 @@ class TrainFeed:
         return items
 
     def end_epoch(self) -> None:
-        """End the epoch, of which perhaps not all steps were asked for: the next one draws an order of its own."""
+        """End the epoch, perhaps before its last step: the next one draws a new order."""
         self._at_epoch_begin = None
 
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
-        """The source of the epoch's order: random states at the running epoch's begin; between epochs, those of now.
+        """Return the random states that determine the order: of the current epoch's beginning; between epochs, of now.
 
-        And where a stream or loader with a state of its own stands, after the last step that was given. Plain types and
+        Also the position of a stream or loader with a state, after the last step that was yielded. Plain types and
         tensors. An epoch is resumed by loading this, then :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
 
         Parameters
         ----------
         plain : callable
-            Called with the user's own state and a name for it. Where it raises, as a checkpoint can't hold the state, a
-            warning says so and the state is left out.
+            Called with the user's state and a name for it. If it raises, because a checkpoint can't hold the state, a
+            warning reports that and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
         position = self._source.position
@@ -323,7 +323,7 @@ class TrainFeed:
             if isinstance(now, Exception):
                 raise now
             state = plain(position.state(now), f"{self._name}: position")
-        except Exception as error:  # of the user's own code
+        except Exception as error:  # an error of the user's code
             warn(
                 f"{self._name}: its state_dict() can't be stored in a checkpoint, so a resumed run will read the epoch "
                 f"again from its start: {error}"
@@ -342,24 +342,24 @@ class TrainFeed:
             return error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; generators that no longer exist are ignored."""
+        """Load the result of :meth:`state_dict`; generators that no longer exist are ignored."""
         for name, generator in self._generators.items():
             if name in state["generators"]:
                 generator.set_state(state["generators"][name])
         if self._draws_globally:
             self._global_rng = state["global"]
-        # Older checkpoints have the workers' random states here.
+        # Older checkpoints contain the workers' random states here.
         self._replaces_workers = bool(state.get("workers")) and persistent_workers(self.loader) is None
         self._resumed = state.get("position")
 
     def close(self) -> None:
         """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""
-        # The user's own loader keeps its persistent workers: it may be read again after fit.
+        # The user's loader keeps its persistent workers: it may be read again after fit.
         if self.loader is not self._users_loader:
             end_workers(self.loader)
 
     def _states(self) -> dict[str, Any]:
-        """States as they are now."""
+        """Return the current states."""
         return {
             "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             "global": rng.capture() if self._draws_globally else None,

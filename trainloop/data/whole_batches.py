@@ -18,14 +18,14 @@ _ROUNDS_AT_ONCE = 64
 
 
 class WholeBatches(BatchShardSampler):
-    """Every ``world_size``-th batch of a batch sampler (or index of a sampler), with a record of what all of them held.
+    """Every ``world_size``-th batch of a batch sampler (or index of a sampler), with a record of all batches' contents.
 
     Parameters
     ----------
     sampler : iterable
-        The user's own; every rank iterates it whole, or computes its own part where the order is known by position.
+        The user's sampler; every rank iterates all of it, or computes its part if the order is known by position.
     num_samples : int or None
-        Size of the dataset; None where it has no length.
+        Size of the dataset; None if it has no length.
     rank, world_size, seed
         As for :class:`BatchShardSampler`.
     """
@@ -43,27 +43,27 @@ class WholeBatches(BatchShardSampler):
 
     @property
     def rule(self) -> str:
-        """By position, or iterated: only of the latter do ranks compare what they read."""
+        """By position, or iterated: ranks compare what they read only in the second case."""
         return f"{super().rule} of {type(self._order).__name__}"
 
     @property
     def draws_order(self) -> bool:
-        """Not in dataset order."""
+        """True unless in dataset order."""
         return not isinstance(self._order, IdentityOrder)
 
     def batch_seed(self, batch_index: int) -> int:
-        """The seed depends on the batch's index alone, so any rank draws the numbers that one process would."""
+        """Return a seed that depends only on the batch's index: each rank draws the numbers that one process would."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """This rank's batch of each round of ``world_size``, and its size (-1: unknown), from the first on."""
+        """Yield this rank's batch of each round of ``world_size``, and its size (-1: unknown), from the first on."""
         self._visited, self.digest = [], None
         if self._order is not None:
             yield from self._by_position(self._order)
             return
         world_size = self.num_replicas
-        # Without a seed, the sampler and the dataset draw from the same generators, in turn.
+        # Without a seed, the sampler and the dataset draw alternately from the same generators.
         rounds = 1 if self.seed is None else _ROUNDS_AT_ONCE
         for units in self._read(world_size * rounds):
             for start in range(0, len(units), world_size):
@@ -80,15 +80,15 @@ class WholeBatches(BatchShardSampler):
             yield indices, (len(indices),) * self.num_replicas
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """See :meth:`EvalFeed.row_order`."""
+        """Return the permutation to dataset order; see :meth:`EvalFeed.row_order`."""
         if isinstance(self._order, IdentityOrder):
             return None
         indices: npt.NDArray[np.int64] | None
         if self._order is not None:
             rows = sum(sizes)
-            whole = rows == len(self._order) == self._num_samples
-            cut_alike = all(size == self.base.batch_size for size in sizes[:-1])
-            indices = self._order.at(np.arange(rows)) if whole and cut_alike else None
+            complete = rows == len(self._order) == self._num_samples
+            same_sizes = all(size == self.base.batch_size for size in sizes[:-1])
+            indices = self._order.at(np.arange(rows)) if complete and same_sizes else None
         else:
             indices = self._visited_indices(sizes)
         if indices is None or len(indices) != sum(sizes):
@@ -97,7 +97,7 @@ class WholeBatches(BatchShardSampler):
         return None if np.array_equal(order, np.arange(len(order))) else order.tolist()
 
     def _visited_indices(self, sizes: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """The dataset index of each row; None unless every index was visited exactly once."""
+        """Return the dataset index of each row; None unless every index was visited exactly once."""
         visited = self._visited
         if len(visited) != len(sizes) or self._num_samples is None:
             return None
@@ -106,7 +106,7 @@ class WholeBatches(BatchShardSampler):
                 return None
             indices = units = np.concatenate(visited)
         elif all(isinstance(unit, (int, np.integer)) for unit in visited):
-            # batch_size=None: an index stands for a batch, whose rows stay together.
+            # batch_size=None: an index refers to a batch, whose rows stay together.
             units = np.asarray(visited, dtype=np.int64)
             indices = np.repeat(units, sizes)
         else:
@@ -118,7 +118,7 @@ class WholeBatches(BatchShardSampler):
 
 
 def _compact(unit: Any) -> Any:
-    """A batch's indices as an array, where they are integers: a pass may have many."""
+    """Return a batch's indices as an array if they are integers: a pass may have many."""
     if not isinstance(unit, (list, tuple)):
         return unit
     try:

@@ -57,13 +57,13 @@ def _parse_text(text: str, count: int) -> list[int]:
         return _first(-1, text, count)
     if "," not in text:
         if not text.strip():
-            raise _none_asked(text, count)
+            raise _none_requested(text, count)
         return _first(_number(text, text, count), text, count)
     entries = text.split(",")
     if not entries[-1].strip():  # One trailing comma makes a list; any other empty entry is a missing number.
         entries.pop()
     if not any(entry.strip() for entry in entries):
-        raise _none_asked(text, count)
+        raise _none_requested(text, count)
     return _indices([_number(entry, text, count) for entry in entries], text, count)
 
 
@@ -77,7 +77,7 @@ def _number(entry: str, given: str, count: int) -> int:
 
 def _first(number: int, given: object, count: int) -> list[int]:
     if number == 0:
-        raise _none_asked(given, count)
+        raise _none_requested(given, count)
     if number < -1:
         raise _wrong(given, "a number of devices must be 1 or more, or -1 for all", count)
     if count == 0:
@@ -101,11 +101,11 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
             raise _wrong(given, f"device {index} is listed twice", count)
         indices.append(index)
     if not indices:
-        raise _none_asked(given, count)
+        raise _none_requested(given, count)
     return indices
 
 
-def _none_asked(given: object, count: int) -> DeviceError:
+def _none_requested(given: object, count: int) -> DeviceError:
     return _wrong(given, "no device was requested; to train without a GPU, use accelerator='cpu', devices=1", count)
 
 

@@ -23,7 +23,7 @@ __all__ = ["Malformed", "NotPlain", "decode", "dumps", "encode", "loads"]
 
 
 class NotPlain(TypeError):
-    """The object can't be read without executing code; the text names a class or function that it needs."""
+    """The object can't be read without executing code; the error's text names a class or function that it needs."""
 
 
 class Malformed(ValueError):
@@ -107,7 +107,7 @@ def decode(data: bytes | memoryview) -> Any:
         ):
             # PyTorch 2.15 warns although it does what was requested.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-            return torch.load(buffer, map_location=_here, weights_only=True)
+            return torch.load(buffer, map_location=_storage_here, weights_only=True)
     except Exception as error:  # torch's and pickle's errors are of many types
         raise Malformed(f"bytes that are not plain data ({type(error).__name__})") from error
 
@@ -130,7 +130,7 @@ def _allowed(buffer: io.BytesIO) -> list[Any]:
     return allowed
 
 
-def _here(storage: Any, location: str) -> Any:
+def _storage_here(storage: Any, location: str) -> Any:
     """Return a tensor's storage on this process's current device of the writer's type."""
     kind = location.partition(":")[0]
     return storage if kind == "cpu" else storage.to(kind)

@@ -27,7 +27,7 @@ _of_this_run: bytes | None = None
 
 
 def new_key() -> bytes:
-    """A random key."""
+    """Return a random key."""
     return secrets.token_bytes(32)
 
 
@@ -38,7 +38,7 @@ def set_run_key(key: bytes | None) -> None:
 
 
 def run_key() -> bytes | None:
-    """Return this process's key: the one that was set, else the environment's; ``None`` if there is none."""
+    """Return this process's key: the one that was set, else the environment's; ``None`` if there is neither."""
     return _of_this_run if _of_this_run is not None else key_from_environment()
 
 
@@ -86,7 +86,7 @@ def _read(path: str) -> str:
 class SharedKey:
     """A key in an unnamed file, for the processes of one user on one host.
 
-    The file's place is not secret: another user's process can't open the file, and can't replace it, since owner and
+    The file's place is not secret: a process of another user can't open the file, and can't replace it, since owner and
     name are checked.
     """
 
@@ -110,7 +110,7 @@ class SharedKey:
 
     @classmethod
     def open(cls, place: tuple[int, int]) -> bytes | None:
-        """Read the key at a place; ``None`` if this user has none there, e.g. on another host or in a container."""
+        """Read the key at a place; ``None`` if this user has no key there, e.g. on another host or in a container."""
         path = f"/proc/{place[0]}/fd/{place[1]}"
         try:
             if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":

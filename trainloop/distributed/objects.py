@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import get_world_size, has_group
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
@@ -36,7 +36,7 @@ def cpu_group() -> dist.ProcessGroup | None:
     default = dist.group.WORLD
     group = _gloo_beside.get(default)
     if group is None:
-        with no_strangers():
+        with only_trusted_peers():
             group = _gloo_beside[default] = dist.new_group(backend="gloo")
     return group
 
@@ -68,11 +68,11 @@ def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[M
         dist.all_gather(list(bodies), mine, group=group)
     gathered = []
     for rank, message in enumerate(messages):
-        came = message.body
-        if came is None:
-            came = bodies[rank].numpy().data[: message.size]
-            session.check_body(message, blocks[rank], came)
-        gathered.append((message, came))
+        content = message.body
+        if content is None:
+            content = bodies[rank].numpy().data[: message.size]
+            session.check_body(message, blocks[rank], content)
+        gathered.append((message, content))
     session.next()
     return gathered
 
@@ -209,14 +209,14 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
         data[BLOCK : BLOCK + len(body)] = np.frombuffer(body, np.uint8)
     rows = list(torch.empty(world_size, len(own), dtype=torch.uint8)) if receives else None
     dist.gather(own, rows, dst=dst, group=group)
-    found = None if rows is None else [_came(session, rank, row.numpy().data) for rank, row in enumerate(rows)]
+    found = None if rows is None else [_decode_row(session, rank, row.numpy().data) for rank, row in enumerate(rows)]
     session.next()
     if found is not None:
         found[dst] = obj
     return found
 
 
-def _came(session: Session, rank: int, data: memoryview) -> Any:
+def _decode_row(session: Session, rank: int, data: memoryview) -> Any:
     """Decode a rank's object from its first block and the rest of its body."""
     block = data[:BLOCK]
     message = session.unpack(rank, block, "gather_to")

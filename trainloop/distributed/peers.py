@@ -1,9 +1,9 @@
-"""Find out which users of this host are at the other ends of this process's connections.
+"""Find out which users of this host are connected to this process.
 
 Gloo's listeners accept every user of the host, and its protocol has no authentication: a process that connects before
-a rank does takes the rank's place, also in the reduction of gradients. It has to stay connected, and the kernel knows
-the owner of each end of a local connection. So the connections that were made during the start of a process group are
-looked up.
+a rank does takes the rank's place, also in the reduction of gradients. It must stay connected, and the kernel knows
+the owner of each end of a local connection. So this module looks up the connections that were made while a process
+group started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from trainloop._support.platform import user_id, user_name
 
-__all__ = ["DisturbedStartError", "no_strangers", "owners_are_known"]
+__all__ = ["DisturbedStartError", "only_trusted_peers", "owners_are_known"]
 
 _ESTABLISHED, _LISTEN = "01", "0A"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -36,12 +36,12 @@ class _Socket(NamedTuple):
 
 
 def owners_are_known() -> bool:
-    """Return True if this host's kernel reports the owners of connections, which :func:`no_strangers` needs."""
+    """Return True if this host's kernel reports the owners of connections, which :func:`only_trusted_peers` needs."""
     return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 
 @contextlib.contextmanager
-def no_strangers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
+def only_trusted_peers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
     """Return a context in which to create a process group; it raises an error if another user connects to the group.
 
     Parameters
@@ -50,14 +50,14 @@ def no_strangers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None
         Class of the error.
 
     It detects connections between processes of one host (one network namespace) on Linux; elsewhere it does nothing.
-    Anybody may connect to the user's own servers, which were listening before.
+    Any user may connect to the user's servers that were listening before.
 
     Raises
     ------
     ConnectionError
-        Names the user. It replaces an error of the group itself, which would not say what happened.
+        Names the user. It replaces the group's own error, which would not say what happened.
     """
-    # A socket that was listening before is a server of the user, to which anybody may connect.
+    # A socket that was listening before is a server of the user, to which any process may connect.
     before = _own_sockets()
     try:
         yield
@@ -68,9 +68,9 @@ def no_strangers(kind: type[ConnectionError] = ConnectionError) -> Iterator[None
 
 
 def _check(before: set[int], kind: type[ConnectionError], cause: Exception | None = None) -> None:
-    strangers = _strangers(_own_sockets() - before)
-    if strangers:
-        users = " and ".join(sorted({_user(uid) for uid in strangers}))
+    uids = _untrusted_users(_own_sockets() - before)
+    if uids:
+        users = " and ".join(sorted({_user(uid) for uid in uids}))
         then = "" if cause is None else f" It then failed: {cause}"
         # Without the cause, which would look like the loss of another rank.
         raise kind(
@@ -80,7 +80,7 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
         ) from None
 
 
-def _strangers(own: set[int]) -> list[int]:
+def _untrusted_users(own: set[int]) -> list[int]:
     """Return the other users that connected to the listeners among these sockets."""
     sockets = _sockets() if own else []  # once: listing them takes the kernel some milliseconds
     listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}

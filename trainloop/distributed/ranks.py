@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 if dist.is_available():
-    # Before there is a group: defaults of its functions are the current group, and would keep it alive forever.
+    # Created without a group: defaults of its functions are the current group, and would keep it alive forever.
     importlib.import_module("torch.distributed.nn.functional")
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ def leave_group(*, failed: bool = False) -> None:
         return
     group = dist.group.WORLD
     dist.destroy_process_group()
-    if sys.getrefcount(group) > 2:  # this function's variable and argument; others may be in cycles
+    if sys.getrefcount(group) > 2:  # this function's variable and argument; reference cycles may hold others
         gc.collect()
     # Drop the last reference here: a group's destructor waits for its threads, and releases the interpreter's lock
     # meanwhile only if Python destroys the group.

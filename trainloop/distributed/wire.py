@@ -10,7 +10,7 @@ contain pickles.
 
     head   magic 4 | call 1 | form 1 | rank 4 | number 8 | size 8    kind, sender, number and length
            tag of the body 32                                       zeros if the body is in the first block
-           tag of the head 32                                       of the above, and of the body if it is here
+           tag of the head 32                                       of the above, and of the body if it follows here
     body   in the first block if it is short, else in a second exchange
 """
 
@@ -37,7 +37,7 @@ _HEAD = _FIELDS.size + 2 * _TAG
 _MAGIC = b"tlx1"
 
 SHORT = 1024
-"""Bodies of up to so many bytes need one exchange instead of two: the ints of a training step, and the description of
+"""Bodies of up to this many bytes need one exchange instead of two: the ints of a training step, and the description of
 most nested values. It affects latency only."""
 
 BLOCK = _HEAD + SHORT
@@ -103,11 +103,11 @@ def decoded(message: Message, body: memoryview, session: Session) -> Any:
     if message.form == Form.PICKLE and session.key is not None:
         return loads(body)
     if message.form != Form.PLAIN:
-        raise session.stranger(message.rank, f"a body of form {message.form} in {message.call}")
+        raise session.untrusted_error(message.rank, f"a body of form {message.form} in {message.call}")
     try:
         return decode(body)
     except Malformed as error:
-        raise session.stranger(message.rank, str(error)) from error
+        raise session.untrusted_error(message.rank, str(error)) from error
 
 
 class Session:
@@ -158,12 +158,12 @@ class Session:
                 shared.close()
 
     def _confirm(self, group: dist.ProcessGroup | None) -> None:
-        """Check on all ranks that all have the same key: later a rank might wait for one that has given up."""
+        """Check on all ranks that all have the same key: later a rank might wait for one that has failed."""
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
             if not self._same(confirmation, hmac.digest(self.key, b"c%d" % rank, "sha256")):
-                raise self.stranger(rank, "a response that was not signed with this run's key")
+                raise self.untrusted_error(rank, "a response that was not signed with this run's key")
 
     def pack(self, call: str, form: int, body: bytes | bytearray) -> bytearray:
         """Return the first block of this rank's next message; a longer body follows."""
@@ -188,15 +188,15 @@ class Session:
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
-            raise self.stranger(rank, f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)")
+            raise self.untrusted_error(rank, f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)")
         if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
-            raise self.stranger(rank, "a message that was not signed with this run's key")
+            raise self.untrusted_error(rank, "a message that was not signed with this run's key")
         if sender != rank or number_of_call >= len(CALLS):
-            raise self.stranger(rank, f"a message of rank {sender}")
+            raise self.untrusted_error(rank, f"a message of rank {sender}")
         if number != self._number or CALLS[number_of_call] != call:
             raise self._out_of_step(rank, CALLS[number_of_call], number, call)
         if size > self._largest:
-            raise self.stranger(rank, f"a message of {size} bytes, more than this machine's memory")
+            raise self.untrusted_error(rank, f"a message of {size} bytes, more than this machine's memory")
         tag = bytes(block[_FIELDS.size : _FIELDS.size + _TAG])
         body = block[_HEAD : _HEAD + size] if size <= SHORT else None
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
@@ -204,7 +204,7 @@ class Session:
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
         """Verify that the body of a second exchange is the announced one."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
-            raise self.stranger(message.rank, "a body that was not signed with this run's key")
+            raise self.untrusted_error(message.rank, "a body that was not signed with this run's key")
 
     def next(self) -> None:
         """Count an exchange: the messages of all ranks have arrived."""
@@ -233,7 +233,7 @@ class Session:
             f"{theirs}, exchange {number + 1}). {SAME_CALLS}"
         )
 
-    def stranger(self, rank: int, what: str) -> ConnectionError:
+    def untrusted_error(self, rank: int, what: str) -> ConnectionError:
         """Return the error for bytes that rank ``rank`` did not send."""
         also = ""
         if self.key is not None:

@@ -73,7 +73,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     >>> wrapper.get_loss(batch, criterion, wrapper.device).backward()  # doctest: +SKIP
     """
 
-    # Methods of DistributedDataParallel that this class doesn't use; a model may have its own by these names.
+    # Methods of DistributedDataParallel that this class doesn't use; a model may define its own with these names.
     scatter = SharedName("scatter", DistributedDataParallel.scatter)
     gather = SharedName("gather", DistributedDataParallel.gather)
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
@@ -81,7 +81,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         refuse("TTDistributedDataParallel", ddp_args, keywords_of(TTDistributedDataParallel))
         check_not_lazy(module, "TTDistributedDataParallel")
-        # DDP asserts the same, in words that name no module.
+        # DDP asserts the same, but names no module.
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise RuntimeError(
@@ -111,7 +111,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _ddp_init_helper(
         self, parameters: list[Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
-        # Last parameters first, as their gradients come about: the order of _settle_buckets.
+        # Last parameters first, in the order of their gradients: the order of _settle_buckets.
         self._tt_reversed = static_graph or not self.find_unused_parameters
         if self._tt_reversed:
             parameters, sparse = parameters[::-1], sparse[::-1]
@@ -119,21 +119,21 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
             if is_sparse:
-                # Its gradient has the very memory of the layer's output's. DDP divides it there, and what backward has
-                # not yet passed on of that to other layers would be divided, too (torch 2.6 to 2.15).
+                # Its gradient shares memory with the gradient of the layer output. DDP divides it there, also the part
+                # that backward has not yet passed on to other layers (torch 2.6 to 2.15).
                 weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
-        # For DDP's own statistics the host waits for the GPU: in the first ten steps, and again in each hundredth.
+        # For DDP's own statistics the host waits for the GPU: in the first ten steps, and in every hundredth later.
         if hasattr(self, "_set_ddp_runtime_logging_sample_rate"):
             self._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def _settle_buckets(self) -> None:
-        """Give the buckets their layout before the first backward, once and for all.
+        """Give the buckets their final layout before the first backward.
 
         DDP reduces the first backward in one bucket, and afterwards in buckets ordered as the gradients arrived. With
-        three ranks or more, where in a buffer a number stands decides in which order Gloo and NCCL add it up: a step's
-        bits would depend on how many the process has done before it, and a resumed run would end with others. So DDP is
-        told the order, the reverse of the parameters', as if they had arrived; its next forward makes the buckets.
-        With ``find_unused_parameters`` it keeps the layout it begins with, and this does nothing.
+        three ranks or more, the position of a number in a buffer determines the order in which Gloo and NCCL add it: a
+        step's bits would depend on the number of earlier steps in the process, and a resumed run would differ. So DDP
+        gets the order, the reverse of the parameters', as if they had arrived; its next forward makes the buckets.
+        With ``find_unused_parameters`` it keeps its initial layout, and this does nothing.
         """
         if not self._delay_all_reduce_all_params:
             self.reducer._push_all_rebuilt_params()
@@ -156,14 +156,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
 
     def _joined(self, method: str, output: Any) -> Any:
-        """Return the output of a method, as DDP will see it."""
+        """Return the output of a method in the form in which DDP receives it."""
         return output
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
-        """Each loss of a ``get_loss`` that yields them, as a forward pass of DDP of its own."""
+        """Yield each loss of a ``get_loss`` that yields them; each is a separate forward pass of DDP."""
         while True:
             with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
-                # Once a loss: DDP's reducer expects one backward for each of its forwards.
+                # Once per loss: DDP's reducer expects one backward for each of its forwards.
                 self._pre_forward(*args, **kwargs)
                 with self._inside_ddp_forward():
                     output = next(losses, losses)
@@ -181,7 +181,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, moved to the wrapper's GPU as DDP does; on the CPU unchanged."""
+        """Return the arguments, moved to the wrapper's GPU as DDP does; unchanged on the CPU."""
         if not self.device_ids:
             return args, kwargs
         moved_args, moved_kwargs = self.to_kwargs(args, kwargs, self.device_ids[0])
@@ -197,8 +197,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _first_of_static_graph(self) -> Iterator[None]:
         """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
 
-        torch's reducer (to 2.15 at least) counts in the first backward how often each parameter is used, and takes all
-        backwards up to the second exchange for the first: accumulation from the start then fails an internal assertion,
+        torch's reducer (to 2.15 at least) counts in the first backward how often each parameter is used, and treats all
+        backwards up to the second exchange as the first: accumulation from the start then fails an internal assertion,
         or waits forever. Averaging a sum of gradients in parts gives the same result.
         """
         before = self.require_backward_grad_sync
@@ -211,11 +211,11 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     def release(self) -> None:
-        """Take DDP's hooks off the parameters, free its buckets and the group; the wrapper is of no use afterwards.
+        """Remove DDP's hooks from the parameters, free its buckets and the group; the wrapper is unusable afterwards.
 
-        No exchange. Otherwise all that stays until the garbage collector breaks the wrapper's cycles. That may be after
+        No exchange. Otherwise these live until the garbage collector breaks the wrapper's cycles. That may be after
         ``destroy_process_group()``: the reducer then has the last reference to the group, whose destructor waits for
-        threads with the interpreter's lock in hand, and in a forked child for threads that are not there.
+        threads while it holds the interpreter's lock, and in a forked child for threads that do not exist.
         """
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
@@ -259,8 +259,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 class WeighingDataParallel(TTDistributedDataParallel):
     """A ``TTDistributedDataParallel`` that averages two numbers over the ranks along with a step's gradients.
 
-    They are the gradient of a parameter of the wrapper's own, which is part of DDP's last bucket, so that they cost no
-    exchange. Like all gradients they add up over the micro-batches of a step.
+    They are the gradient of an extra parameter of the wrapper, which is part of DDP's last bucket, so they need no
+    additional exchange. Like all gradients they add up over the micro-batches of a step.
     """
 
     _tt_carrier: Tensor
@@ -272,7 +272,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         exact = all(p.dtype is torch.float64 for p in parameters)
         dtype = torch.float64 if exact else torch.float32
         carrier = torch.zeros(2, dtype=dtype, device=parameters[0].device, requires_grad=True)
-        # Through __dict__: it is no parameter of the module.
+        # Through __dict__: it is not a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
         carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
@@ -303,14 +303,14 @@ class WeighingDataParallel(TTDistributedDataParallel):
 
 
 # Private names of torch that TTDistributedDataParallel uses; unchanged since torch 2.1. Without one of them gradients
-# would silently not be averaged, or in another order after a resume: so a missing one is an error.
+# would silently not be averaged, or in another order after a resume: so a missing name is an error.
 _TORCHS_OWN = (
     (
         DistributedDataParallel,
         "_pre_forward _post_forward _inside_ddp_forward _check_reducer_finalized _ddp_init_helper _sync_buffers"
         " _remove_autograd_hooks to_kwargs",
     ),
-    # A torch without distributed has no Reducer, and no wrapper can be made.
+    # A torch without distributed has no Reducer, and no wrapper can be created.
     (getattr(dist, "Reducer", object), "_push_all_rebuilt_params _rebuild_buckets" if dist.is_available() else ""),
 )
 for _owner, _names in _TORCHS_OWN:
@@ -323,15 +323,15 @@ for _owner, _names in _TORCHS_OWN:
 
 
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
-    """The communication hooks, with their states, that were registered with a wrapper.
+    """Return the communication hooks, with their states, that were registered with a wrapper.
 
-    torch has no public way to read them (read in torch 2.6 to 2.15); if it keeps them elsewhere, none are found.
+    torch has no public way to read them (read in torch 2.6 to 2.15); if it stores them elsewhere, the result is empty.
     """
     return getattr(wrapper, "_comm_hooks", ())
 
 
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:
-    """DDP's error about unused parameters, with their names and advice; any other error unchanged."""
+    """Return DDP's error about unused parameters, with their names and advice; any other error unchanged."""
     text = str(error)
     if "find_unused_parameters" not in text:
         return error
@@ -344,9 +344,9 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     if wrapper._tt_reversed:
         names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    # The message has positions only, among those that the reducer was given.
+    # The message has only positions, in the list that the reducer was given.
     indices = [int(index) for index in found[1].split()] if found else []
-    indices.sort(reverse=wrapper._tt_reversed)  # as DDP was given them
+    indices.sort(reverse=wrapper._tt_reversed)  # in DDP's order
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
         f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
@@ -386,7 +386,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     trained = list(parameters)  # frozen ones too, as a get_loss may freeze parameters after using them
     if world_size == 1 or not trained:
         return
-    # 0: no gradient, 1: dense, 2: sparse; the most of any rank counts.
+    # 0: no gradient, 1: dense, 2: sparse; the maximum over ranks counts.
     own = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in trained]
     flags = torch.tensor(own, dtype=torch.int32, device=trained[0].device)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
@@ -404,7 +404,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters in groups of one dtype and device, about 32 MiB each."""
+    """Yield the parameters in groups of one dtype and device, about 32 MiB each."""
     kinds: dict[Any, list[Tensor]] = {}
     for p in parameters:
         dtype = p.dtype if p.grad is None else p.grad.dtype
@@ -440,7 +440,7 @@ def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.Proces
         all_indices, all_values = _gathered(indices, world_size, group), _gathered(values, world_size, group)
         indices = torch.cat([all_indices[rank][:, : counts[rank][0]] for rank in present], dim=1)
         values = torch.cat([all_values[rank][: counts[rank][0]] for rank in present]) / world_size
-        # Check indices that came over a socket: they must lie inside the weights.
+        # Check indices received over a socket: they must be within the weights.
         summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=True)
         p.grad = summed.coalesce()
 

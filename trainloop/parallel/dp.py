@@ -82,7 +82,7 @@ class TTDataParallel(Transparent, DataParallel):
     torch.Size([7, 1])
     """
 
-    # Methods of DataParallel.forward that this class replaces; a model may have its own by these names.
+    # Methods of DataParallel.forward that this class replaces; a model may define its own with these names.
     scatter = SharedName("scatter", DataParallel.scatter)
     replicate = SharedName("replicate", DataParallel.replicate)
     parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
@@ -113,7 +113,7 @@ class TTDataParallel(Transparent, DataParallel):
         self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
-    _tt_summed = True  # whether the last loss was a sum over samples, if the criterion gives sums
+    _tt_summed = True  # True if the last loss was a sum over samples, if the criterion computes sums
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
@@ -125,14 +125,14 @@ class TTDataParallel(Transparent, DataParallel):
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
-        # Parameters may have been moved since; the error of the first kernel would name no tensor.
+        # Parameters may have been moved since; the error of the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
             cut = parts.scatter((args, kwargs), len(devices), self.dim)
             sizes = parts.chunk_sizes(parts.batch_length((args, kwargs), self.dim) or 0, len(devices))
             devices = devices[: len(cut)]
             inputs = _on_devices(cut, devices)
-            # Too few samples to cut: no replica is made.
+            # Too few samples to split: no replica is made.
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
@@ -148,14 +148,14 @@ class TTDataParallel(Transparent, DataParallel):
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
-        """Each replica's result, on the output device."""
+        """Return each replica's result, on the output device."""
         outputs = _in_threads(calls, devices)
         if devices[0].type != "cpu":
             outputs = [_on_device(output, self._tt_output_device) for output in outputs]
         return outputs
 
     def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
-        """The loss of the whole batch from those of its parts."""
+        """Return the loss of the whole batch from those of its parts."""
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return parts.combine_losses(losses, sizes)
@@ -172,7 +172,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
     ) -> Iterator[Any]:
-        """Each loss of a ``get_loss`` that yields them, for the whole batch; then the replicas get the new weights."""
+        """Yield each loss of a ``get_loss`` that yields them, for the whole batch; then update replicas' weights."""
         ended = object()
         while True:
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
@@ -231,7 +231,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
-    """Part i on device i: its tensors, the ``device`` argument, and a criterion that holds tensors."""
+    """Return part i on device i: its tensors, the ``device`` argument, and a criterion that holds tensors."""
     if devices[0].type == "cpu":
         return cut
     criteria: dict[nn.Module, list[nn.Module]] = {}
@@ -255,7 +255,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
-    """A replica on each device for its number of samples; in autograd its parameters derive from the module's own."""
+    """Return a replica per device for its number of samples; in autograd its parameters derive from the module's."""
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
@@ -263,7 +263,7 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
     for replica, size in zip(replicas, sizes, strict=True):
         for part in replica.modules():
             part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
-            # torch leaves parameters() of a replica empty, and a penalty on the weights in get_loss would be lost.
+            # torch leaves parameters() of a replica empty, so a penalty on the weights in get_loss would be lost.
             part._parameters.update(part.__dict__.get("_former_parameters", {}))
             # It would run the compiled module, which is not this replica.
             part.__dict__.pop("_compiled_call_impl", None)
@@ -276,13 +276,13 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
         for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
             part._parameters.clear()  # else a tensor can't replace a parameter
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
-                setattr(part, name, tensor)  # by setattr: an RNN keeps its list of weights by it
+                setattr(part, name, tensor)  # setattr, since an RNN updates its list of weights in it
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
             part._parameters.update(newer_part._parameters)
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
-    """A replica on the CPU, which torch.nn.parallel.replicate refuses; modelled on its code."""
+    """Return a replica on the CPU, which torch.nn.parallel.replicate rejects; modelled on its code."""
     copies = {part: part._replicate_for_data_parallel() for part in module.modules()}
     views: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for part, copy in copies.items():
@@ -296,7 +296,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
             else:
                 # Unlike that of view_as, its backward takes sparse gradients.
                 view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
-                setattr(copy, name, view)  # by setattr: an RNN keeps its list of weights by it
+                setattr(copy, name, view)  # setattr, since an RNN updates its list of weights in it
                 copy._former_parameters[name] = view
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -305,7 +305,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
 
 
 def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
-    """Run each call in a thread of its own and return the results; the first exception, if any, is raised here."""
+    """Run each call in a separate thread and return the results; the first exception, if any, is raised here."""
     results: list[Any] = [None] * len(calls)
     settings = _thread_settings(devices)
 
@@ -335,14 +335,14 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
 def _thread_settings(
     devices: list[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """This thread's settings in torch, for other threads.
+    """Return this thread's settings in torch, for other threads.
 
     ``nn.parallel.parallel_apply`` passes on whether autocast is on, but not its dtype, so that bf16 becomes fp16.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    # Of these alone: replicas on the CPU leave CUDA as it is, which a process may not be able to start at all.
+    # Only for these: replicas on the CPU don't touch CUDA, which a process may be unable to start.
     streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
 
     @contextlib.contextmanager

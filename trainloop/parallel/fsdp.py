@@ -108,7 +108,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         offload_policy: Any = None,
         init_sync: bool = True,
     ) -> None:
-        from torch.distributed.fsdp import fully_shard  # half a second, and most programs never shard
+        from torch.distributed.fsdp import fully_shard  # takes half a second, and most programs never shard
 
         check_not_lazy(module, "TTFullyShardedDataParallel")
         if not dist.is_available() or not dist.is_initialized():
@@ -131,7 +131,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_mesh = mesh
         self._tt_units = units
         self._tt_watched: WatchedForwards | None = None
-        # Those that a forward leaves whole, or sharded over fewer ranks, but for the root.
+        # Those that a forward leaves gathered, or sharded over fewer ranks, except the root.
         self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
@@ -139,7 +139,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
         seed = _common_seed(mesh) if any(t.is_meta for t in _tensors(module)) else None
-        sends = init_sync and seed is None  # values that are made here are equal on all ranks already
+        sends = init_sync and seed is None  # values that are created here are already equal on all ranks
         done: set[int] = {id(p) for p in self._tt_whole}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
@@ -147,19 +147,19 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             if seed is not None:
                 _give_values(unit, device, seed + number)
                 own = dict(unit.named_parameters())
-            came = [(p, p.data) for p in own.values() if not is_sharded(p)]
-            for p, data in came:
+            originals = [(p, p.data) for p in own.values() if not is_sharded(p)]
+            for p, data in originals:
                 p.data = _of_first_rank(data, mesh, device) if sends else data
                 if not p.is_contiguous():
-                    p.data = p.data.contiguous()  # channels_last, for instance: a shard is cut from plain rows
-            # The root is needed again at once when backward begins: torch keeps it whole where nothing is said.
+                    p.data = p.data.contiguous()  # for instance from channels_last: a shard is cut from contiguous rows
+            # The root is needed again as soon as backward begins: by default torch keeps it gathered.
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
             try:
                 fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
-            for p, data in came if init_sync else ():  # not the module's any more; who made it gets it as it was
+            for p, data in originals if init_sync else ():  # not in the module any more; restore it for its owner
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
@@ -169,7 +169,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         for p in self._tt_whole:
             p.data = (_of_first_rank(p.data, mesh, device) if sends else p.data).to(device)
             trains = p.requires_grad
-            p.requires_grad_(True)  # a frozen one may be unfrozen later, and takes no hook
+            p.requires_grad_(True)  # a frozen one may be unfrozen later, but accepts no hook
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
             p.requires_grad_(trains)
         self._become_transparent()
@@ -177,7 +177,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A backward within forward (adversarial inputs, a gradient penalty) would free what the rest of it needs.
+        # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that the rest needs.
         for group in self._tt_groups:
             group.reshard_after_backward = False
         try:
@@ -189,7 +189,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for group in self._tt_groups:
                 group.reshard_after_backward = True
         if not torch.is_grad_enabled():
-            # No backward comes, which would free what is whole still: it would be stale after the next step.
+            # No backward follows that would free gathered parameters: they would be stale after the next step.
             self.reshard_units()
         return output
 
@@ -209,12 +209,12 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return with_multi_losses(self(call, *args, **kwargs), call.output)
 
     def _passes(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
-        """Run a ``get_loss`` that yields its losses: each loss is a forward pass of the root of its own."""
+        """Run a ``get_loss`` that yields its losses: each loss is a separate forward pass of the root."""
         while True:
             call = _Call(lambda: next(losses, losses))
             output = with_multi_losses(self(call), call.output)
             if output is losses:
-                self.reshard_units()  # there is no backward to do it
+                self.reshard_units()  # no backward does it
                 return
             yield output
 
@@ -222,16 +222,16 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that each rank holds whole: scalars, and those without elements."""
+        """Parameters that are not sharded: scalars, and those without elements."""
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """Free what forwards without a backward have left whole, the root and any other unit. No exchange."""
+        """Free what forwards without a backward have left gathered, in the root and any other unit. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError where one of the next forwards that train changes a parameter: it would be lost."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter: it would be lost."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
@@ -240,7 +240,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             _send_from_first(buffer, self._tt_mesh)
 
     def _average(self, parameter: Tensor) -> None:
-        """Average a whole parameter's gradient over the ranks.
+        """Average an unsharded parameter's gradient over the ranks.
 
         Called after every backward; averaging an already averaged gradient has no effect.
         """
@@ -250,7 +250,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             dist.all_reduce(parameter.grad, group=self._tt_mesh.get_group(dim))
 
     def take_off(self, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-        """Undo the sharding, in place; the wrapper is of no use afterwards. No exchange.
+        """Undo the sharding, in place; the wrapper is unusable afterwards. No exchange.
 
         Parameters
         ----------
@@ -315,7 +315,7 @@ def _device_of(mesh: Any) -> torch.device:
 
 
 def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
-    """The values of the mesh's first rank, in other memory than this rank's. Collective."""
+    """Return the values of the mesh's first rank, in other memory than this rank's. Collective."""
     can_send = backend_of(own.device.type) is not None
     sent = own.clone(memory_format=torch.contiguous_format) if can_send else own.to(device, copy=True).contiguous()
     _send_from_first(sent, mesh)
@@ -323,7 +323,7 @@ def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
 
 
 def _send_from_first(tensor: Tensor, mesh: Any) -> None:
-    """Overwrite a tensor by the first rank's of its own mesh: others, such as pipeline stages, have other weights."""
+    """Overwrite a tensor by that of the first rank of its mesh: others, such as pipeline stages, have other weights."""
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
@@ -338,7 +338,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _common_seed(mesh: Any) -> int:
-    """A number that the mesh's first rank draws: shards are cut from the same values on every rank."""
+    """Return a number that the mesh's first rank draws: shards are cut from the same values on every rank."""
     seed = torch.randint(2**31, ())
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
@@ -347,7 +347,7 @@ def _common_seed(mesh: Any) -> int:
 
 
 def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
-    """Memory and first values for those of a unit's tensors that are on the meta device."""
+    """Allocate and initialize those of a unit's tensors that are on the meta device."""
     parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
@@ -361,13 +361,13 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
         for part in parts:
             for name, p in part._parameters.items():
                 if p is not None and p.is_meta:
-                    if id(p) not in made:  # a tied one stays one
+                    if id(p) not in made:  # a tied one is created once
                         made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                     part._parameters[name] = made[id(p)]
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = torch.empty_like(buffer, device=device)
-            part.reset_parameters()  # type: ignore[operator]  # seen above
+            part.reset_parameters()  # type: ignore[operator]  # checked above
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:

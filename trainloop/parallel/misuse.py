@@ -1,4 +1,4 @@
-"""What a model does that can't work once its parameters are sharded: noticed in the first steps, or explained."""
+"""Detect or explain what a model does that can't work with sharded parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["WatchedForwards", "explain_sharded"]
 
 
 def explain_sharded(error: RuntimeError) -> None:
-    """Raise what an error of torch means where parameters are sharded; return where it says nothing of that."""
+    """Raise an explanation of a torch error that sharded parameters cause; return if it is a different error."""
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
@@ -42,18 +42,18 @@ class _Seen(NamedTuple):
 
 
 class WatchedForwards:
-    """Raise where a forward changes parameters of a unit, in the next few that train.
+    """Raise an error if one of the next few training forwards changes parameters of a unit.
 
-    What it changes is a gathered copy, which is dropped afterwards, and the change with it: a momentum encoder would
-    stand still, without a word. Counters of in-place operations tell most changes, and those by way of ``.data`` their
-    bits, of which there are none where the new values equal the old ones: a copy of a network at its first step.
+    It changes a gathered copy, which is dropped afterwards with the change: a momentum encoder would silently not be
+    updated. Counters of in-place operations detect most changes; those through ``.data`` are detected by their bits,
+    unless the new values equal the old ones: a copy of a network at its first step.
 
     Parameters
     ----------
     units : iterable of (str, nn.Module)
-        With their names; the last one is the root.
+        Units with their names; the last one is the root.
     forwards : int
-        Of the root.
+        Number of the root's forwards.
     """
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]], forwards: int) -> None:
@@ -65,7 +65,7 @@ class WatchedForwards:
             if getattr(unit, "_compiled_call_impl", None) is not None:
                 continue  # its hooks are part of the graph
             is_root = unit is units[-1][1]
-            # FSDP's own gather first, and free last.
+            # FSDP's own hooks gather first, and free last.
             self._hooks += [
                 unit.register_forward_pre_hook(lambda part, _, name=name: self._note(name, part)),
                 unit.register_forward_hook(
@@ -75,7 +75,7 @@ class WatchedForwards:
             ]
 
     def _note(self, name: str, unit: nn.Module) -> None:
-        self._seen.pop(name, None)  # of a forward that did not end, as checkpoint's second one does not
+        self._seen.pop(name, None)  # left by a forward that did not end, as in checkpoint's recomputation
         if not torch.is_grad_enabled():
             return
         whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]
@@ -103,7 +103,7 @@ class WatchedForwards:
                 self.end()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

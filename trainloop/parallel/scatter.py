@@ -1,6 +1,6 @@
-"""Cut a batch into parts for replicas; put their losses, predictions and outputs together again.
+"""Split a batch into parts for replicas; join their losses, predictions and outputs.
 
-Pure: tensors stay on the device they are on.
+Pure functions: tensors remain on their device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainloop.optim import MultiLoss
 
 
 def chunk_sizes(length: int, num_chunks: int) -> list[int]:
-    """Sizes into which ``torch.chunk`` cuts: 7 over 2 gives 4 and 3; over 8, seven times 1.
+    """Return the sizes into which ``torch.chunk`` cuts: 7 over 2 gives 4 and 3; over 8, seven times 1.
 
     Examples
     --------
@@ -34,22 +34,22 @@ def chunk_sizes(length: int, num_chunks: int) -> list[int]:
 
 
 def batch_length(value: Any, dim: int = 0) -> int | None:
-    """Samples in a batch: the length of the first tensor or array in it, or else of the first list of plain items.
+    """Return the samples in a batch: the length of its first tensor or array, or else of the first list of plain items.
 
-    None where there is neither.
+    None if it has neither.
     """
     return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
 
 
 def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
-    """Cut a nested value along the batch, into as many parts as ``torch.chunk`` makes (maybe fewer than asked for).
+    """Split a nested value along the batch, into as many parts as ``torch.chunk`` makes (maybe fewer than requested).
 
     Parameters
     ----------
     value : nested dicts, lists, tuples, namedtuples, dataclasses
         Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
-        lists and tuples of that length that hold plain items (strings, numbers, objects): one item a sample. All
-        else is in every part as it is: other tensors, class weights say, and scalars, modules, devices.
+        lists and tuples of that length that hold plain items (strings, numbers, objects): one item per sample.
+        Everything else is in every part unchanged: other tensors (e.g. class weights), scalars, modules, devices.
     num_chunks : int
     dim : int
         Dimension of the samples in tensors and arrays.
@@ -57,7 +57,7 @@ def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
     Returns
     -------
     list
-        One part where nothing can be cut.
+        One part if nothing can be cut.
     """
     length = batch_length(value, dim)
     if length is None:
@@ -81,15 +81,15 @@ def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
 
 
 def _length(item: Any, dim: int) -> int | None:
-    """Length of a tensor or array along the batch's dimension; None for all else."""
+    """Return the length of a tensor or array along the batch's dimension; None for anything else."""
     return item.shape[dim] if isinstance(item, (Tensor, np.ndarray)) and -item.ndim <= dim < item.ndim else None
 
 
 def _list_length(item: Any) -> int | None:
-    """Length of a list that holds an item for each sample; None for all else, also for a list of lists or tensors.
+    """Return the length of a list with an item per sample; None for anything else, also for lists of lists or tensors.
 
-    The list ``[x, y]`` that a DataLoader makes of pairs is no list of two samples, so a list whose items can be cut
-    themselves is taken for structure.
+    The list ``[x, y]`` that a DataLoader makes of pairs is not a list of two samples, so a list whose items can be cut
+    themselves is treated as structure.
     """
     if type(item) not in (list, tuple) or not item or any(_is_structure(entry) for entry in item):
         return None
@@ -129,7 +129,7 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     sizes : sequence of int
         Samples in each part.
     summed : bool
-        Losses without a weight are sums over samples, and not means.
+        True if losses without a weight are sums over samples; False for means.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     Raises
     ------
     ConfigurationError
-        If a loss is of another form.
+        If a loss has another form.
     """
     if all(isinstance(loss, tuple) and len(loss) == 2 for loss in losses):
         weights = [loss[1] for loss in losses]
@@ -169,12 +169,12 @@ def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_sam
 
 
 def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
-    # A part of no weight (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the weight's
+    # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the weight's
     # value is not read, as that would wait for the device.
     if isinstance(weight, Tensor):
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
-    # Without weight it is zero, and still in the graph: all parts may weigh nothing.
+    # Without weight it is zero, and still in the graph: all parts may have weight 0.
     return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
 
 
@@ -189,8 +189,8 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
 def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into those of the whole batch.
 
-    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples go by their entries; a tuple of
-    plain items is rows too. Scalars, strings and other objects are taken from the first part.
+    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry; a tuple of
+    plain items is rows, too. Scalars, strings and other objects are taken from the first part.
     """
     first = parts[0]
     if isinstance(first, Tensor):
@@ -217,7 +217,7 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
     """Join replicas' outputs as ``nn.DataParallel`` does: tensors concatenated, inside dicts, lists and tuples.
 
-    0-d tensors become a vector of one entry a replica.
+    0-d tensors become a vector with one entry per replica.
     """
     first = outputs[0]
     if isinstance(first, Tensor):

@@ -1,6 +1,6 @@
-"""Sharded tensors (``DTensor``): this rank's part of one, all of it, and other tensors sharded in the same way.
+"""Sharded tensors (``DTensor``): this rank's shard, the full tensor, and other tensors sharded in the same way.
 
-``torch.distributed.tensor`` takes half a second to import, so nothing here does before there is such a tensor.
+``torch.distributed.tensor`` takes half a second to import, so it is imported only once such a tensor exists.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from torch import Tensor, nn
 
 __all__ = [
     "MARKS",
-    "Box",
+    "ShardSlice",
     "bit_sums",
-    "box_of",
+    "slice_of",
     "clip_gradients",
     "free",
     "gathered",
     "is_first_replica",
     "is_mark_of_sharding",
     "is_sharded",
-    "local_part",
+    "local_shard",
     "map_items",
     "map_tensors",
     "norms_over_ranks",
-    "put_part",
+    "write_shard",
     "shard_like",
     "spread_like",
     "stays_whole",
-    "whole",
+    "full_tensor",
     "with_items",
 ]
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a part of a tensor begins in each dimension, and how long it is."""
+ShardSlice = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor, by dimension."""
 
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that torch (2.6 to 2.13) gives to every module in a unit."""
@@ -55,42 +55,42 @@ def stays_whole(parameter: Tensor) -> bool:
 
 
 def is_mark_of_sharding(name: str) -> bool:
-    """Return True if an attribute of a module is one that ``fully_shard`` leaves there while it lasts."""
+    """Return True if a module's attribute is one that ``fully_shard`` adds."""
     return name in MARKS or name.startswith("__composable_api")
 
 
-def local_part(tensor: Any) -> Tensor:
-    """This rank's part of a tensor, sharing its memory; all of a plain one."""
+def local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a tensor, sharing its memory; all of a plain one."""
     part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return part.detach()
 
 
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor, on every rank that its shards are on. Collective where it is sharded; a plain one as it is."""
+def full_tensor(tensor: Any) -> Tensor:
+    """Return the full tensor on every rank that has a shard of it; collective if sharded. A plain one is unchanged."""
     full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a whole one on the CPU of rank 0. Collective.
+    """Return a sharded tensor as a full one on the CPU of rank 0. Collective.
 
-    Other ranks get an empty tensor. A plain tensor is returned as it is.
+    Other ranks get an empty tensor. A plain tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
-    full = whole(tensor)
+    full = full_tensor(tensor)
     return full.new_empty(0, device="cpu") if torch.distributed.get_rank() else full.cpu()
 
 
 def shard_like(value: Tensor, like: Any) -> Any:
-    """A tensor that every rank has whole, sharded like another one and on its device; no exchange.
+    """Shard a tensor that every rank has in full like another one and on its device; no exchange.
 
     Parameters
     ----------
     value : Tensor
-        Of the shape of ``like``. Only this rank's part of it is read.
+        Tensor of the shape of ``like``. Only this rank's part of it is read.
     like : DTensor or Tensor
-        A plain one is whole on every rank, and so is the result. A value that is sharded already is returned.
+        If plain, it is full on every rank, and so is the result. A value that is already sharded is returned.
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
@@ -105,31 +105,31 @@ def is_first_replica(tensor: Any) -> bool:
     return all(place == 0 or placement.is_shard() for placement, place in coordinates)
 
 
-def box_of(tensor: Any) -> Box:
-    """Where this rank's part of a sharded tensor lies in the whole."""
+def slice_of(tensor: Any) -> ShardSlice:
+    """Return offsets and sizes of this rank's shard within the full tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # public in no version to 2.13
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
 
 
-def put_part(tensor: Any, into: Tensor) -> bool:
-    """Write this rank's part of a sharded tensor into a whole one in memory that the ranks share; no exchange.
+def write_shard(tensor: Any, into: Tensor) -> bool:
+    """Write this rank's shard of a tensor into a full one in memory that the ranks share; no exchange.
 
     Returns
     -------
     bool
-        Whether the ranks together have written all of it; not where each has a term of a sum.
+        True if the ranks together have written all of it; False if each has a term of a sum.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         return False
     if is_first_replica(tensor):
-        _own_part(into, tensor).copy_(local_part(tensor))
+        _own_part(into, tensor).copy_(local_shard(tensor))
     return True
 
 
 def _own_part(value: Tensor, like: Any) -> Tensor:
-    """A view of a whole tensor: the part that this rank holds of ``like``."""
+    """Return a view of a full tensor: the part that this rank holds of ``like``."""
     mesh = like.device_mesh
     for dim, placement in enumerate(like.placements):
         if placement.is_shard():
@@ -140,20 +140,20 @@ def _own_part(value: Tensor, like: Any) -> Tensor:
 
 
 def free(tensor: Any) -> None:
-    """Give back the memory of this rank's part, once nobody uses the tensor any more.
+    """Release the memory of this rank's shard; the tensor must no longer be used.
 
-    Memory that torch can't resize, such as pinned memory, goes when the last tensor on it does.
+    Memory that torch can't resize, such as pinned memory, is released with the last tensor on it.
     """
-    storage = local_part(tensor).untyped_storage()
+    storage = local_shard(tensor).untyped_storage()
     if storage.resizable():
         storage.resize_(0)
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
-    """A tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
+    """Return a tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
     from torch.distributed.tensor import DTensor
 
-    if part.device.type != like.device_mesh.device_type:  # kept on the host, from where from_local would move it
+    if part.device.type != like.device_mesh.device_type:  # kept on the host; from_local would move it
         made: Any = torch.empty_like(like, dtype=part.dtype)
         made.to_local().copy_(part)
         return made
@@ -162,17 +162,17 @@ def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Nested dictionaries, lists and tuples with each tensor in them after ``function``; anything else as it is."""
+    """Return nested dicts, lists and tuples with ``function`` applied to each tensor; other objects unchanged."""
     if isinstance(value, Tensor):
         return function(value)
     return map_items(value, lambda _, item: map_tensors(item, function))
 
 
 def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """A dictionary, list or tuple with each item after ``function(key or index, item)``; anything else as it is.
+    """Return a dict, list or tuple of ``function(key or index, item)`` for each item; other objects unchanged.
 
-    Unlike :func:`~trainloop._support.nested.map_parts` it copies no objects of other types: a state may hold
-    objects of the user's, which must stay the same objects.
+    Unlike :func:`~trainloop._support.nested.map_parts` it copies no objects of other types: a state may contain
+    user objects, which must remain the same objects.
     """
     if isinstance(value, dict):
         return with_items(value, {key: function(key, item) for key, item in value.items()})
@@ -182,7 +182,7 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 
 def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """These items in a dictionary of another one's kind: that of ``state_dict()`` has its modules' versions with it."""
+    """Return these items in a dictionary of another one's type: that of ``state_dict()`` contains module versions."""
     if type(like) is not OrderedDict:
         return items
     made = OrderedDict(items)
@@ -191,15 +191,15 @@ def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]:
-    """The norm of each tensor as a whole, of which ranks may have parts; on every rank. Collective.
+    """Return the norm of each full tensor, of which ranks may have shards; on every rank. Collective.
 
-    One exchange for all tensors that are sharded alike. A rank that has no part of a tensor, smaller than the number of
-    ranks, counts as zero; torch has no infinity norm of nothing (2.13).
+    One exchange for all tensors with the same sharding. A rank without a part of a tensor, smaller than the number of
+    ranks, counts as zero; torch has no infinity norm of an empty tensor (2.13).
     """
     norms: list[Tensor] = []
     alike: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        part = local_part(tensor)
+        part = local_shard(tensor)
         norm = torch.linalg.vector_norm(part, order) if part.numel() else part.real.new_zeros(())
         norms.append(norm if norm.dtype.itemsize > 2 else norm.float())
         if is_sharded(tensor):
@@ -220,7 +220,7 @@ def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]
 def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
-    """``nn.utils.clip_grad_norm_`` by the norm of all gradients, also where some are sharded and some are whole."""
+    """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, also if some are sharded and some are not."""
     parameters, norm_type = list(parameters), float(norm_type)  # torch takes 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
@@ -237,7 +237,7 @@ def clip_gradients(
         )
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch does it
     for gradient in gradients:
-        part = local_part(gradient)
+        part = local_shard(gradient)
         part.mul_(factor.to(part.device, part.real.dtype))
 
 
@@ -245,7 +245,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sums(tensors: list[Tensor]) -> list[int]:
-    """A number for each tensor's bits, exact in any order of summation; waits once for each device."""
+    """Return a number for each tensor's bits, exact in any order of summation; waits once per device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append((i, _bit_sum(tensor.detach())))
@@ -259,7 +259,7 @@ def bit_sums(tensors: list[Tensor]) -> list[int]:
 def _bit_sum(tensor: Tensor) -> Tensor:
     flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
     size = flat.element_size()
-    # Eight bytes at a time, as far as it goes: torch sums narrower integers thirty times slower (on the CPU).
+    # Eight bytes at a time where possible: torch sums narrower integers thirty times slower (on the CPU).
     if flat.storage_offset() * size % 8:
         flat = flat.clone()
     whole = flat.numel() - flat.numel() % (8 // size) if size < 8 else flat.numel()

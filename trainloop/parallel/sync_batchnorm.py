@@ -1,7 +1,7 @@
-"""BatchNorm over the batches of all ranks, on the CPU too, converted and reverted in place.
+"""BatchNorm over the batches of all ranks, also on the CPU, converted and reverted in place.
 
-``torch.nn.SyncBatchNorm`` refuses the CPU, and its converter replaces modules, which loses their hooks and identity,
-and has no way back. Here a layer changes its class only: object, parameters, buffers and hooks stay.
+``torch.nn.SyncBatchNorm`` rejects the CPU, and its converter replaces modules, which loses their hooks and identity
+and can't be undone. Here only a layer's class changes: object, parameters, buffers and hooks remain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from trainloop.distributed.peers import no_strangers
+from trainloop.distributed.peers import only_trusted_peers
 from trainloop.errors import ConfigurationError
 
 __all__ = ["CpuSyncBatchNorm", "convert", "participating", "revert"]
@@ -66,7 +66,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert`, in place: layers are of their former class again.
+    """Undo :func:`convert`, in place: layers get their former class back.
 
     Returns
     -------
@@ -83,10 +83,10 @@ def revert(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
-    """Within, the synchronised layers of a module normalise over some ranks only.
+    """Make a module's synchronised layers normalise over some ranks only, within a context.
 
     For a step in which other ranks have no batch left: they run no forward that could take part. Collective: **every**
-    rank calls it with the same ``ranks``, those that are not among them too, which run nothing within. Around forward
+    rank calls it with the same ``ranks``, also ranks not among them, which run nothing inside. Use it around forward
     **and** backward.
 
     Parameters
@@ -98,9 +98,9 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
 
     Notes
     -----
-    The first time with these ranks makes a process group of them, which every rank must take part in (torch can make
-    one among its members alone, but fails where some of them have made more groups before than others, as here). It is
-    kept as long as the default group lives.
+    The first call with these ranks creates a process group of them, in which every rank must participate (torch can
+    create one among its members alone, but fails if some of them have created more groups before, as here). It is
+    kept as long as the default group exists.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -124,7 +124,7 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     default = dist.group.WORLD
     made_beside, group = _groups.get(ranks, (None, None))
     if made_beside is not default:
-        with no_strangers():
+        with only_trusted_peers():
             group = dist.new_group(list(ranks))
         _groups[ranks] = (default, group)
     return group
@@ -170,7 +170,7 @@ class CpuSyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Input normalised by mean and variance over all ranks; also returns these, and the number of values a channel."""
+    """Normalise input by mean and variance over all ranks; also return these, and the number of values per channel."""
 
     @staticmethod
     def forward(
@@ -186,8 +186,8 @@ class _Normalise(torch.autograd.Function):
         own = torch.cat([mean, deviation, x.new_tensor([count])])
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, own, group=group)
-        # Means and deviations of parts into those of the whole (Chan, Golub, LeVeque 1979): a sum of squares would
-        # cancel where the mean is large.
+        # Combine means and deviations of parts (Chan, Golub, LeVeque 1979): a sum of squares would
+        # cancel if the mean is large.
         means, deviations, counts = torch.stack(everyone).split([channels, channels, 1], dim=1)
         total = counts.sum()
         if total <= 1:
@@ -219,7 +219,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
             grad_input = _along(scale, x) * (grad - _along(mean_grad, x) - normal * _along(mean_grad_normal, x))
             grad_input = grad_input.to(input.dtype)
-        # This rank's share only: DDP averages gradients of parameters.
+        # Only this rank's part: DDP averages gradients of parameters.
         grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None
@@ -229,7 +229,7 @@ def _along(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (x.dim() - 2))
 
 
-# Of module level, so that a model that holds them pickles.
+# At module level, so that a model that contains them can be pickled.
 class SyncBatchNorm1d(nn.BatchNorm1d, CpuSyncBatchNorm):
     """BatchNorm1d over all ranks."""
 
@@ -265,7 +265,7 @@ _classes: dict[tuple[type, type], type] = {
 
 
 def _synchronised(cls: type, sync: type) -> type:
-    """The class with its normalising replaced; what a subclass of BatchNorm does around ``super().forward`` stays."""
+    """Return the class with its normalisation replaced; a subclass's code around ``super().forward`` is kept."""
     if (cls, sync) not in _classes:
         _classes[cls, sync] = type(f"Sync{cls.__name__}", (cls, sync), {"__module__": cls.__module__})
     return _classes[cls, sync]

@@ -1,4 +1,4 @@
-"""Attributes of a wrapper that are the wrapped model's, and those that are its own."""
+"""Decide which attributes of a wrapper are the wrapped model's, and which are its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READY = "_tt_ready"
 
 
 class SharedName:
-    """A name that torch's wrapper has for itself and a model may have too.
+    """A name that torch's wrapper uses and a model may use, too.
 
     ``DistributedDataParallel`` keeps some thirty public attributes (``device``, ``dim``, ``logger``, ``reducer``, ...)
     that its own methods read from ``self`` at every step. The model must not lose its own of such a name, and torch
@@ -48,7 +48,7 @@ class SharedName:
                 return vars(wrapper)[self.name]
             if self.method is not None:
                 return functools.partial(self.method, wrapper)
-        raise AttributeError(self.name)  # python then calls __getattr__, which asks the model
+        raise AttributeError(self.name)  # Python then calls __getattr__, which looks in the model
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         vars(wrapper)[self.name] = value
@@ -92,7 +92,7 @@ class Transparent(nn.Module):
             # copy and pickle look for special methods on the instance, and must not find the model's.
             if module is None or (name.startswith("__") and name.endswith("__")):
                 raise
-        attribute = getattr(module, name)  # if there is none, the error names the model's class
+        attribute = getattr(module, name)  # if missing, the error names the model's class
         return functools.partial(self._run, name) if name in METHODS else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -150,7 +150,7 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
 
 
 def with_plain_dicts(output: Any) -> Any:
-    """``output`` with each MultiLoss as a dict: torch's wrappers look for tensors in dicts, not in other mappings."""
+    """Return ``output`` with each MultiLoss as a dict: torch's wrappers find tensors in dicts, not other mappings."""
     if isinstance(output, MultiLoss):
         return dict(output)
     if type(output) is tuple:
@@ -159,7 +159,7 @@ def with_plain_dicts(output: Any) -> Any:
 
 
 def with_multi_losses(opened: Any, output: Any) -> Any:
-    """The inverse of :func:`with_plain_dicts`: ``opened`` with a MultiLoss wherever ``output`` has one."""
+    """Invert :func:`with_plain_dicts`: return ``opened`` with a MultiLoss wherever ``output`` has one."""
     if isinstance(output, MultiLoss):
         tensors = iter(opened.values())
         return output.map(lambda loss: with_multi_losses(next(tensors), loss))

@@ -1,8 +1,8 @@
-"""Undo torch's ``fully_shard``, for which it has no function of its own.
+"""Undo torch's ``fully_shard``, for which torch has no function.
 
-Private names of torch, all of them here; read in torch 2.6 to 2.13. ``fully_shard`` changes a module in place: it gives
-it another class, hooks and marks. The model that ``fit`` returns must be the one that came, so all of these have to go.
-Where a later torch calls them otherwise, :func:`can_undo` says so before anything is sharded.
+All private torch names that this needs are here; read in torch 2.6 to 2.13. ``fully_shard`` changes a module in place:
+it changes its class and adds hooks and marks. ``fit`` must return the same model without any of these.
+If a later torch renames them, :func:`can_undo` reports it before anything is sharded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def can_undo() -> None:
     Raises
     ------
     ConfigurationError
-        Naming the first one that it does not have.
+        If one is missing; the error names it.
     """
     missing = ""
     for module, names in _NEEDED.items():
@@ -52,7 +52,7 @@ def can_undo() -> None:
 
 
 def undo_fully_shard(part: nn.Module) -> None:
-    """Take the class, the hooks and the marks of ``fully_shard`` from one module of a model; its parameters stay."""
+    """Remove the class, the hooks and the marks of ``fully_shard`` from one module of a model; keep its parameters."""
     from torch.distributed import _composable_state
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed.fsdp import FSDPModule
@@ -80,7 +80,7 @@ def undo_fully_shard(part: nn.Module) -> None:
 
 
 def parameter_groups(part: Any) -> list[Any]:
-    """The ``FSDPParamGroup``s of a unit: one where torch (to 2.9 or so) has one at most, else a list of them."""
+    """Return the ``FSDPParamGroup``s of a unit: torch stores one (to about 2.9), or a list of them."""
     state = part._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

@@ -1,4 +1,4 @@
-"""Choose the modules of a model that are sharded as units: a pure look at the module tree."""
+"""Choose the modules of a model that are sharded as units, from the module tree only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_dtypes", "units_of"]
 
 
 def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
-    """The modules that are units of their own, with their names; the root, which is not listed, takes the rest.
+    """Return the modules that are separate units, with their names; the root, which is not listed, takes the rest.
 
     Parameters
     ----------
@@ -29,9 +29,9 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     Returns
     -------
     list of (str, nn.Module)
-        Inner ones first, the order in which they are to be sharded. No unit shares a parameter with a module outside
-        of it: a block that does (tied weights) is no unit, and belongs to the next one around it that holds all the
-        parameter's users, or to the root.
+        Inner ones first, the order in which they must be sharded. No unit shares a parameter with a module outside
+        of it: a block that does (tied weights) is not a unit, and belongs to the next one around it that contains all
+        users of the parameter, or to the root.
 
     Raises
     ------
@@ -49,12 +49,12 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
 
 
 def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check that a unit's own parameters, those that train, are of one dtype.
+    """Check that a unit's own trainable parameters have one dtype.
 
     Raises
     ------
     ConfigurationError
-        Naming two that differ.
+        If they differ; the error names two of them.
     """
     found: dict[torch.dtype, str] = {}
     for name, p in parameters.items():
@@ -72,7 +72,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
 
     def look(name: str, part: nn.Module) -> None:
-        members = list(part.named_children())  # one that stands in a list twice comes once
+        members = list(part.named_children())  # a module that is listed twice is yielded once
         counts: Counter[type] = Counter()
         if isinstance(part, (nn.ModuleList, nn.Sequential)):
             counts.update(type(member) for _, member in members if _can_be_unit(member))
@@ -85,7 +85,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 look(path, member)
 
     look("", module)
-    # A block that stands in several places comes once, by its first name.
+    # A block in several places is listed once, by its first name.
     return list({id(unit): (name, unit) for name, unit in reversed(found)}.values())[::-1]
 
 
@@ -112,7 +112,7 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
         try:
-            # Asked for its signature rather than tried: an error of its own must not look like one argument too many.
+            # Inspect its signature instead of calling it: an error in it must not look like one argument too many.
             inspect.signature(shard).bind("", nn.Module())
         except TypeError:
             return lambda name, part: bool(shard(part))
@@ -137,7 +137,7 @@ def _can_be_unit(part: nn.Module) -> bool:
 
 
 def _has_forward(part: nn.Module) -> bool:
-    # Such a container is never called, so that no hook of FSDP's would run there.
+    # Such a container is never called, so FSDP's hooks would not run there.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 

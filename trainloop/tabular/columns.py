@@ -151,7 +151,7 @@ def _kind_of(series: pd.Series) -> Kind:
     if share(_PICTURE) > 0.95:
         return "picture"
     if pd.to_numeric(texts, errors="coerce").notna().all() and not share(r"^\s*0\d"):
-        return "number"  # but '01234' is a postcode
+        return "number"  # '01234' is a postcode, not a number
     if share(_DATE) > 0.95 and _as_dates(texts).notna().mean() > 0.95:
         return "date"
     words = np.mean([len(text.split()) for text in texts])
@@ -195,7 +195,7 @@ def _as_dates(series: pd.Series) -> pd.Series:
         warnings.simplefilter("ignore")
         dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
         lost = dates.isna() & series.notna()
-        if lost.any() and series.dtype.kind not in "mM":  # in another notation than the first row
+        if lost.any() and series.dtype.kind not in "mM":  # in a different notation from the first row
             dates[lost] = pd.to_datetime(series[lost], errors="coerce", utc=True, format="mixed")
     return dates
 

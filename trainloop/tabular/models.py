@@ -70,7 +70,7 @@ def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = 
     unknown = np.nan if gaps else -1
     codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=unknown, max_categories=1000)
     each = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=100)
-    # Any run of signs is a word too, so that no text is without words.
+    # Any run of characters is a word, so that every text has words.
     tfidf = TfidfVectorizer(max_features=words, sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
     parts: list[Any] = [
         ("numbers", numbers, columns.of("number")),
@@ -127,7 +127,7 @@ def linear(given: Given) -> Estimator:
 
 
 def forest(given: Given, kind: str = "RandomForest") -> Estimator:
-    """A random forest."""
+    """Return a random forest."""
     from sklearn import ensemble
 
     make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
@@ -163,12 +163,12 @@ class GradientBoosting(Adapter):
         patience = params.pop("early_stopping_rounds", 100 if len(table) < 10_000 else 30)
 
         def fit(**device: str) -> Any:
-            # Made again where the first device was none: a data set is bound to its device.
+            # Created again if the first device failed: a data set is bound to its device.
             data = lightgbm.Dataset(x, y - self._shift, categorical_feature=coded)
             held_x, held_y = self._matrix.transform(validation[0]), validation[1] - self._shift
             held_out = lightgbm.Dataset(held_x, held_y, reference=data)
             stop: list[Any] = [lightgbm.early_stopping(patience, first_metric_only=True, verbose=False), _stop_in_time]
-            # A number of rounds in params, by whichever name, goes before this one.
+            # A number of rounds in params, under any of its names, takes precedence over this one.
             return lightgbm.train({**params, **device}, data, 10_000, valid_sets=[held_out], callbacks=stop)
 
         with warnings.catch_warnings(record=True) as caught:

@@ -133,7 +133,7 @@ class Network(NeuralAdapter):
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         x = np.asarray(self._matrix.transform(table))
-        # The network has learnt nothing far away from the training rows.
+        # The network has learnt nothing about inputs far from the training rows.
         numbers = np.delete(x, self._coded, axis=1).clip(-10, 10)
         return torch.tensor(numbers, dtype=torch.float32), torch.tensor(x[:, self._coded] + 1, dtype=torch.int64)
 

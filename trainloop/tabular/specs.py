@@ -34,7 +34,7 @@ __all__ = ["Options", "Spec", "parse_hyperparameters", "parse_options"]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments that concern all models."""
+    """The arguments for all models."""
 
     hyperparameters: Any
     share: ResourceQuota
@@ -48,9 +48,9 @@ class Options:
     search: Mapping[str, Any]
     """Arguments for ``tune`` alone: ``searcher``, ``num_trials`` and ``backend``."""
     own: ResourceQuota | None
-    """The quota of the user's process. Not to be applied while models train, since they hold all of it."""
+    """The quota of the user's process. Don't apply it while models train, since they hold all of it."""
     deadline: float | None
-    """The end of the models' time, on the monotonic clock. What follows them takes its time too."""
+    """The end of the models' time, on the monotonic clock. Work after them takes time, too."""
     end: float | None
     """The end of the whole time."""
 
@@ -109,7 +109,7 @@ def parse_options(
 
 
 def _quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
-    """``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
+    """Return ``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
     figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
     memory = figures["memory_limit"]
     in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
@@ -134,10 +134,10 @@ class _Model:
     """``never``, ``asked`` (if the user asks for GPUs), or ``always`` (if there are any)."""
 
     own: Any = None
-    """The user's class or function, which the adapter gets."""
+    """The user's class or function, which is passed to the adapter."""
 
     def make(self, given: Given) -> Adapter:
-        """The adapter, untrained."""
+        """Return the adapter, untrained."""
         make = resolve_name(f"trainloop.tabular.{self.maker}")
         made: Adapter = make(given) if self.own is None else make(given, self.own)
         return made
@@ -183,7 +183,7 @@ class Spec:
 
 
 def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
-    """The models to train, and the reasons why others are skipped. ``searches`` allows search spaces."""
+    """Return the models to train, and the reasons why others are skipped. ``searches`` allows search spaces."""
     if asked is None or isinstance(asked, str):
         asked = named("hyperparameters", asked or "default", HYPERPARAMETERS)
     if not isinstance(asked, Mapping) or not asked:

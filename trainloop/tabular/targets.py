@@ -40,7 +40,7 @@ class Target:
     label: str
     problem: Problem
     classes: tuple[Any, ...]
-    """Sorted; empty for a regression."""
+    """Classes, sorted; empty for a regression."""
 
     @property
     def num_outputs(self) -> int:
@@ -69,11 +69,11 @@ class Target:
             raise ConfigurationError(f"label {label!r} {wrong}.")
         try:
             return cls(label, problem, tuple(sorted(classes)))
-        except TypeError:  # of several types
+        except TypeError:  # values of several types
             return cls(label, problem, tuple(sorted(classes, key=str)))
 
     def encode(self, values: pd.Series) -> Rows:
-        """Classes as their positions in ``classes``, or numbers as floats. An unknown class is an error."""
+        """Return classes as their positions in ``classes``, or numbers as floats. An unknown class is an error."""
         if self.problem == "regression":
             return np.asarray(values, dtype=float)
         places = {value: place for place, value in enumerate(self.classes)}
@@ -85,7 +85,7 @@ class Target:
         return np.array([places[value] for value in values], dtype=np.int64)
 
     def decode(self, predictions: Rows) -> Rows:
-        """The most probable class of each row, or the predicted number."""
+        """Return the most probable class of each row, or the predicted number."""
         if self.problem == "regression":
             return predictions
         return np.asarray(pd.Series(list(self.classes)).to_numpy()[predictions.argmax(axis=1)])
@@ -103,7 +103,7 @@ def _infer(values: pd.Series, num_classes: int) -> Problem:
 
 
 def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Problem) -> Scorer:
-    """The named metric, the default for None, or one from ``metric(y_true, y_pred)``, where greater is better."""
+    """Return the named metric, the default for None, or ``metric(y_true, y_pred)``, where greater is better."""
     if callable(metric):
         return scorer(metric)
     known = METRICS[problem]
@@ -117,7 +117,7 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
 
 
 def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
-    """The rows that have a label. An error if there are none."""
+    """Return the rows that have a label; raise an error if there are none."""
     frame = read_table(data, what)
     if label not in frame.columns:
         raise ConfigurationError(
@@ -131,13 +131,13 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
 
 
 def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
-    """A stratified split into training and validation rows, with the validation share that AutoGluon uses."""
+    """Return a stratified split into training and validation rows, with AutoGluon's share of validation rows."""
     rows = len(y)
     share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
     fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]
     if not target.classes:
         return fold.train, fold.validation
-    # A class with a single row can only be learnt.
+    # A class with a single row must be in the training rows.
     alone = fold.validation[~np.isin(y[fold.validation], y[fold.train])]
     kept = alone if len(alone) < len(fold.validation) else alone[:0]
     return np.sort(np.append(fold.train, kept)), np.setdiff1d(fold.validation, kept)
@@ -145,7 +145,7 @@ def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True)
 class Task:
-    """A labelled table, encoded, with the metric that models are compared by."""
+    """A labelled table, encoded, with the metric for comparing models."""
 
     target: Target
     metric: Scorer

@@ -24,7 +24,7 @@ from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
 __all__ = ["short", "train"]
 
 _MODULES = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
-_SPEC = "the model"  # in the space of a group: a name that no setting has
+_SPEC = "the model"  # in the space of a group: no setting has this name
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class _Group:
         """Modules to import once, before the models' processes are forked."""
         networks = sum(spec.model.gpu == "always" for spec in self.specs)
         names = _MODULES + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
-        # The others need not wait for torch, which takes seconds, if only one process needs it.
+        # The others need not wait seconds for torch if only one process needs it.
         if networks < len(self.specs) and networks * self.plan.num_folds < 2:
             return names
-        # A process's first optimizer imports the compiler, another second. Not where there are GPUs: nothing may look
-        # at them before the fork.
+        # A process's first optimizer imports the compiler, which takes a second. Not with GPUs: nothing may access
+        # them before the fork.
         return [*names, "trainloop.tabular.network"] + ["torch._dynamo"] * (not self.gpu)
 
 
@@ -109,7 +109,7 @@ def train(
 
 
 def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
-    """The ``make_loop`` for :func:`~trainloop.tuning.tune`. It is called in the models' processes."""
+    """``make_loop`` for :func:`~trainloop.tuning.tune`, called in the models' processes."""
     spec, settings = _of(params)
     rows = task.held_out if fold is None else (fold.train, fold.validation)
     assert rows is not None, "without folds there are rows to validate on"
@@ -119,13 +119,13 @@ def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | N
 
 
 def _of(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    """The model and the settings of a trial."""
+    """Return the model and the settings of a trial."""
     spec: Spec = params[_SPEC]
     return spec, {**spec.fixed, **{name: value for name, value in params.items() if name != _SPEC}}
 
 
 def _row(trial: Trial, task: Task) -> dict[str, Any]:
-    """The row of a model in the leaderboard."""
+    """Return the row of a model in the leaderboard."""
     used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
     row = {"score_val": trial.score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
     return {**row, "cpu_seconds": trial.cpu_seconds, "cpus": trial.cpus, "gpus": trial.gpus if used_gpu else 0.0}
@@ -139,7 +139,7 @@ def _groups(specs: list[Spec], options: Options) -> list[_Group]:
         asked = options.gpus_asked or spec.share.num_gpus not in ("auto", 0)
         gpu = spec.model.gpu == "always" or (spec.model.gpu == "asked" and asked)
         gpu = gpu and float(options.division["total"].num_gpus) > 0 and share.num_gpus != 0
-        if not gpu:  # none for a model that can't use any
+        if not gpu:  # none for a model that can't use GPUs
             share, bag = replace(share, num_gpus=0), bag and replace(bag, num_gpus=0)
         members.setdefault((gpu, share, bag, spec.name if spec.space else ""), []).append(spec)
     groups = []
@@ -154,6 +154,6 @@ def _groups(specs: list[Spec], options: Options) -> list[_Group]:
 
 
 def short(why: str) -> str:
-    """One line of an error: the last one, or how the process ended."""
+    """Return one line of an error: the last one, or how the process ended."""
     lines = why.strip().splitlines() or [""]
     return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]

@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.loader_copies import copy_loader
 from trainloop.data.loaders import is_stream, plain_batches
 from trainloop.data.samplers import length_of
-from trainloop.data.twins import twin
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.optim import optimizers_of
@@ -152,7 +152,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     own: Any = loader.batch_sampler
-    return twin(loader, batch_size=size, batch_sampler=BatchSampler(own.sampler, size, own.drop_last))
+    return copy_loader(loader, batch_size=size, batch_sampler=BatchSampler(own.sampler, size, own.drop_last))
 
 
 class _Clock(AbstractCallback):

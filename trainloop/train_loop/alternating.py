@@ -60,8 +60,8 @@ class AlternatingTraining(Training):
         # In ddp without the wrapper: DDP's reducer expects one backward per forward, so gradients are reduced later.
         batches = step.batches
         if counts and place.collective:  # every rank must run the same number
-            given = [self.idle.given(batches, counts, i) for i in range(count)]
-            batches = [*batches, *given[len(batches) :]]
+            borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
+            batches = [*batches, *borrowed[len(batches) :]]
         # Nothing runs yet: a generator starts at its first next().
         generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
         shown: list[list[Yielded]] = [[] for _ in step.batches]
@@ -96,14 +96,14 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> int | None:
-        """Run backward of each generator's next loss; return their optimizer's index, None once all have ended."""
+        """Run backward of each generator's next loss; return the index of the optimizer, None once all have ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
         self.gradients.apart, self.gradients.ragged = True, step.ragged
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
-                with self.place.alone(counts, i), self.idle.nothing_shows():
-                    self._nothing_of(generator)
+                with self.place.alone(counts, i), self.idle.without_side_effects():
+                    self._zero_backward(generator)
                 continue
             self.recorder.batch_size = step.sizes[i]
             with self.place.alone(counts, i):
@@ -164,11 +164,11 @@ class AlternatingTraining(Training):
         backward = self.place.scaler.scale(loss).backward
         if len(optimizers) == 1:
             backward()
-        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch refuses an empty list of inputs
+        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch rejects an empty list of inputs
             self.gradients.backward_into(backward, optimizers[index])
 
-    def _nothing_of(self, generator: Generator[Any, None, None]) -> None:
-        """Run the next loss of another rank's batch, with gradients of zero."""
+    def _zero_backward(self, generator: Generator[Any, None, None]) -> None:
+        """Run the next loss of another rank's batch, with zero gradients."""
         with self.place.autocast:
             item = next(generator, None)
         if item is not None:

@@ -31,7 +31,7 @@ def check_model(model: Any) -> Any:
     """Return the model; raise an error for a wrapped or incomplete one."""
     if isinstance(model, type):
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
-    # Gradients of a wrapped model would be exchanged twice, and its checkpoints would have a prefix on each key.
+    # Gradients of a wrapped model would be exchanged twice, and its checkpoint keys would have a prefix.
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigurationError(
             f"model is already a {type(model).__name__}. Pass the model itself; gpu_mode='dp', 'ddp' or 'fsdp' "
@@ -231,14 +231,14 @@ def check_compile(value: Any) -> dict[str, Any] | None:
 
 
 def check_start_method(value: Any) -> str:
-    """One of the names."""
+    """Return the start method, one of the known names."""
     if not isinstance(value, str) or value not in ("auto", "forkserver", "spawn"):
         raise ConfigurationError(f"start_method={short(value)}: must be 'auto', 'forkserver' or 'spawn'.")
     return value
 
 
 def check_callable(value: Any, name: str) -> Any:
-    """A function."""
+    """Return the value, a callable."""
     if not callable(value):
         raise ConfigurationError(f"{name}={short(value)}: must be a function.")
     return value
@@ -312,7 +312,7 @@ def check_count(value: Any, name: str, least: int) -> int:
 def check_restarts(
     max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None, gpu_mode: str
 ) -> RestartOptions | None:
-    """Return the checked options of restarts; ``None`` if the first failure ends the run."""
+    """Return the checked restart options; ``None`` if the first failure ends the run."""
     most = whole_number(max_restarts)
     if most is None or most < -1:
         raise ConfigurationError(

@@ -50,7 +50,7 @@ class ClosureTraining(Training):
 
         if getattr(optimizer, "needs_closure", False):
             closure()  # its step needs gradients at the start, and then calls the closure again
-        optimizer.step(closure)  # type: ignore[arg-type]  # torch says float, and calls float() on what it gets
+        optimizer.step(closure)  # type: ignore[arg-type]  # annotated as float; torch calls float() on it
         drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:

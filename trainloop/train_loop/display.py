@@ -29,13 +29,13 @@ class Progress:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.next_look = math.inf
-        """Value of ``time.perf_counter()`` at which the loop calls :meth:`look` next."""
+        """Value of ``time.perf_counter()`` at which the loop next calls :meth:`look`."""
         self._bar: Any = None
         self.columns: list[str] = []
         """Columns of the table, as in the header that was printed last."""
         self._epoch_began = 0.0
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print lines without breaking the bar."""
         if self.enabled:
             if self._bar is not None:

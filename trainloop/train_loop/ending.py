@@ -1,4 +1,4 @@
-"""Find out why a training ended early, and if a checkpoint leaves anything to do."""
+"""Find out why a training ended early, and whether a checkpoint leaves anything to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.view import LoopView
 
-__all__ = ["End", "described_ends", "end_that_holds", "has_work_at_end", "nothing_left", "who_asks"]
+__all__ = ["End", "described_ends", "end_that_holds", "has_work_at_end", "nothing_left", "requesting_callback"]
 
 
 class End(NamedTuple):
@@ -25,8 +25,8 @@ class End(NamedTuple):
     """Reason as text; empty if the callback gave none."""
 
 
-def who_asks(loop: LoopView) -> End | None:
-    """Return the callback whose hook is setting ``early_stop``; ``None`` if it is set elsewhere.
+def requesting_callback(loop: LoopView) -> End | None:
+    """Return the callback whose hook sets ``early_stop``; ``None`` if other code sets it.
 
     Callbacks set a plain attribute, so only the stack shows whose hook is running.
     """
@@ -56,7 +56,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
         return []
-    # An EarlyStopping with more patience than in the last run would continue, so each one is asked.
+    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked.
     states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
     present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
     ends = [End(*saved) for saved in place.get("ends", ())]
@@ -66,7 +66,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
 
 
 def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
-    """Return the reason why nothing is left to do after a checkpoint; empty if there is something."""
+    """Return the reason why no work is left after a checkpoint; empty if work is left."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
         return ""

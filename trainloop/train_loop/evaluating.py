@@ -42,7 +42,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end each module, frozen or not, has its old mode again."""
+    """Switch to evaluation mode without gradients; at the end restore the mode of each module, frozen or not."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()  # a Ctrl-C may interrupt it
@@ -141,8 +141,8 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
             if first.ndim == 0:
                 return stack(batches)
             # Sequences padded to the longest of their batch differ between batches.
-            alike = all(batch.shape[1:] == first.shape[1:] for batch in batches)
-            return concatenate(batches) if alike else [row for batch in batches for row in batch]
+            same_shapes = all(batch.shape[1:] == first.shape[1:] for batch in batches)
+            return concatenate(batches) if same_shapes else [row for batch in batches for row in batch]
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}

@@ -30,7 +30,7 @@ from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.alternating import AlternatingTraining
 from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
-from trainloop.train_loop.handover import Arrival, Departure
+from trainloop.train_loop.handover import CallerSide, RankSide
 from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
@@ -83,11 +83,11 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     _initialize_lazy_parameters(loop)
-    # Without a seed ranks still need a common one. It is derived without drawing, so that ranks don't change what the
+    # Without a seed ranks still need a common one. Deriving it makes no draw, so that ranks don't change what the
     # caller's generators draw next.
     loop.drawn_seed = rng.peek_seed()
     # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
-    departure = Departure(loop)
+    caller_side = CallerSide(loop)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
     here = launch.joined() if has_ranks(loop.gpu_mode) else None
@@ -98,7 +98,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 f"max_restarts={job.restarts.most} has no effect here: only torchrun or Slurm can restart these ranks. "
                 "Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
-        as_rank = partial(_as_rank, loop, work, args, job, departure.paths, joined=True)
+        as_rank = partial(_as_rank, loop, work, args, job, caller_side.paths, joined=True)
         return launch.join(as_rank, devices=site.devices, **options)
     # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
@@ -110,7 +110,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 work,
                 args,
                 job,
-                departure.paths,
+                caller_side.paths,
                 folder=None if supervisor is None else supervisor.folder,
                 caller=None if has_ranks(loop.gpu_mode) else CallersRandomness.of(loop),
             ),
@@ -125,7 +125,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             **options,
         )
     with uninterrupted():  # a mixture of new and old state would be useless
-        result, randomness = departure.receive(data)
+        result, randomness = caller_side.receive(data)
         if randomness is not None:
             randomness.put_into(loop)
         return result
@@ -186,7 +186,7 @@ def _as_rank(
     loop, work, args, job
         As in :func:`execute`.
     paths : tuple of str
-        Paths of the :class:`~trainloop.train_loop.handover.Departure`.
+        Paths of the :class:`~trainloop.train_loop.handover.CallerSide`.
     stop : StopAgreement
     joined : bool
         True if a launcher started the rank, so that there is no caller to send state to.
@@ -196,10 +196,10 @@ def _as_rank(
         Random states for the one process of ``single`` and ``dp``.
     """
 
-    # The loop was sent by a process that is not a rank, so its rank attributes are not this process's.
+    # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
     loop.process = process = place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
-    arrival = None if joined else Arrival(loop, paths)
+    rank_side = None if joined else RankSide(loop, paths)
     ranks = process.local_world_size
     applied_here = applied(
         loop.options.quota,
@@ -217,10 +217,10 @@ def _as_rank(
             assert job.restarts is not None
             run.stop = run.restarts = RestartCheckpoints(run, folder, job.restarts.every)
         result = work(run, *args)
-    if arrival is None:
+    if rank_side is None:
         return result
     answer = (result, None if caller is None else CallersRandomness.of(loop))
-    return arrival.end_state(answer, sent=process.local_rank == 0)
+    return rank_side.end_state(answer, sent=process.local_rank == 0)
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         compile_args=loop.options.compile_args,
         checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
         trains=job is not None,
-        gives_back="none" if job is None or not job.gather else "all" if joined else "host",
+        values_to="none" if job is None or not job.gather else "all" if joined else "host",
     )
     with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)

@@ -21,7 +21,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
-from trainloop.parallel.shards import clip_gradients, is_sharded, local_part
+from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.losses import split_loss, weights_of_parts
 from trainloop.train_loop.trained import TrainedParameters
 
@@ -91,13 +91,13 @@ class Gradients:
         self.shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
-        if place.collective:  # until the second step: up to then a copy of a network equals the original
+        if place.collective:  # until the second step: before it a copy of a network equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def _take_parameters(self) -> None:
         loop = self._training.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
-        # A criterion may have parameters too (a margin, class weights), and they are in no wrapper.
+        # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
         beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
         self.learned: list[Tensor] = [*self.parameters, *beside]
         self._beside: set[int] = set()
@@ -123,10 +123,10 @@ class Gradients:
         self._take_parameters()
         self._place.wrap_again()
 
-    def check_alike(self) -> None:
+    def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
-            self.trained.check_alike(self._place.wrapper)
+            self.trained.check_same_weights(self._place.wrapper)
 
     # -- of one micro-batch ------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Gradients:
     ) -> Any:
         """Scale a micro-batch's loss so that the sum of the gradients, averaged over ranks, is that of the step.
 
-        A mean over samples is scaled to its share of the step's mean. A mean over other units is scaled to their sum,
+        A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to their sum,
         divided by the step's samples; :meth:`complete` divides by the units per sample, once all units are known.
 
         Parameters
@@ -190,14 +190,14 @@ class Gradients:
             return torch.stack([weight, torch.full_like(weight, uneven)])
         known = self._known_numbers.get((weight, uneven))
         if known is None:
-            if len(self._known_numbers) > 64:  # weights that never repeat
+            if len(self._known_numbers) > 64:  # in case weights never repeat
                 self._known_numbers.clear()
             known = torch.stack([self._zero() + weight, self._zero() + uneven])
             self._known_numbers[weight, uneven] = known
         return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
-        """Scale each loss of a ``MultiLoss`` by its own weight; after backward, no single factor could do it.
+        """Scale each loss of a ``MultiLoss`` by its own weight, since a single factor after backward can't do it.
 
         Ranks therefore exchange the weights before the backward of a step's only micro-batch; in a step of several
         micro-batches, each loss gets its own gradients, which :meth:`complete` adds up.
@@ -231,7 +231,7 @@ class Gradients:
                 self.backward_into(partial(loss.backward, i), optimizer)
 
     def _backward_of_parts(self, losses: MultiLoss) -> None:
-        """Run backward of each loss into gradients of its own."""
+        """Run backward of each loss into separate gradients."""
         several = len(self.optimizers) > 1
         own = losses.assigned_to(self._multi_optimizer) if several else losses
         # Gradients of a micro-batch whose losses were all means over samples.
@@ -281,7 +281,7 @@ class Gradients:
         if not self._place.collective:
             backward(inputs=own)
             return
-        # The graph has a unit's whole parameters in place of the optimizer's shards, so shards can't be its inputs.
+        # The graph has a unit's full parameters in place of the optimizer's shards, so shards can't be its inputs.
         its = {id(p) for p in own}
         others = [(p, p.grad) for p in self.learned if id(p) not in its]
         for p, _ in others:
@@ -290,8 +290,8 @@ class Gradients:
         for p, gradient in others:
             p.grad = gradient
 
-    def backward_of_nothing(self, batch: Any) -> None:
-        """Run forward and backward of another rank's batch, with gradients of zero."""
+    def zero_backward(self, batch: Any) -> None:
+        """Run forward and backward of another rank's batch, with zero gradients."""
         place = self._place
         with place.autocast:
             output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
@@ -304,7 +304,7 @@ class Gradients:
     # -- of the step -------------------------------------------------------------------------------------------------
 
     def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
-        """Reduce gradients that backward didn't, and divide them by the step's weight unless that is by samples.
+        """Reduce gradients that backward didn't, and divide them by the step's weight if it is not by samples.
 
         Returns the factor that they were multiplied by, ``None`` if it is 1.
         """
@@ -316,7 +316,7 @@ class Gradients:
                 "weight for all batches or for none."
             )
         in_parts = bool(self._parts)
-        if self.ragged and self.ranks > 1:  # a rank without a batch has seen no weight
+        if self.ragged and self.ranks > 1:  # a rank without a batch has no weight
             flags = distributed.exchange_ints([int(weighted), int(in_parts)])
             weighted, in_parts = (any(column) for column in zip(*flags))
         if in_parts:
@@ -340,7 +340,7 @@ class Gradients:
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
-                own = local_part(parameter.grad)  # on the CPU under CPUOffloadPolicy
+                own = local_shard(parameter.grad)  # on the CPU under CPUOffloadPolicy
                 own.mul_(factor.to(own.device, own.dtype) if isinstance(factor, Tensor) else factor)
         return factor
 
@@ -373,11 +373,11 @@ class Gradients:
         return value if factor is None else value * factor
 
     def _exact(self, weight: Any) -> Any:
-        """Return the weight in float64: counts of tokens above 2**24 are not exact in float32."""
+        """Return the weight in float64: float32 can't represent counts of tokens above 2**24 exactly."""
         return weight.detach().reshape(()).to(self._zero().dtype) if isinstance(weight, Tensor) else weight
 
     def _zero(self) -> Tensor:
-        device = self._place.device  # made there: a copy from the CPU would wait for the device
+        device = self._place.device  # created there: a copy from the CPU would wait for the device
         return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
     def show_and_clip(
@@ -391,7 +391,7 @@ class Gradients:
                 for hook in training.hooks.on_after_gradient_update:
                     hook(i)
         if training.loop.gradient_clip_norm is not None:
-            # torch's function can't stack norms of sharded and whole gradients.
+            # torch's function can't stack norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
             clip(parameters, training.loop.gradient_clip_norm)
 
@@ -404,7 +404,7 @@ class Gradients:
             return
         for optimizer in optimizers:
             scaler.step(optimizer)
-        # Private in torch 2.6 to 2.13, which report a skipped step in no other way without waiting for the device.
+        # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.
         states = scaler._per_optimizer_states
         self._training.loop.found_inf = [
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()

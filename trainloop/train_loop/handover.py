@@ -1,4 +1,4 @@
-"""Send a loop to the ranks, and write its state back into the caller's own objects."""
+"""Send a loop to the ranks, and write its state back into the caller's objects."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
 __all__ = [
-    "Arrival",
-    "Departure",
+    "RankSide",
+    "CallerSide",
 ]
 
 COUNTERS = (
@@ -32,14 +32,14 @@ COUNTERS = (
     *("early_stop", "ends"),  # in this order: the first changes the second
 )
 _MISSING = object()
-# Attributes of every nn.Module that torch itself maintains.
+# Attributes of every nn.Module that torch maintains.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
 
 
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
-    """Return the objects of a loop that both sides have, in the same order on both.
+    """Return the objects of a loop that both sides have, in the same order.
 
-    References to them are sent as references, so that a callback that is sent back still has the caller's own model.
+    They are sent as references, so that a callback that is sent back still has the caller's model.
     """
     found: dict[int, object] = {}
 
@@ -75,7 +75,7 @@ def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
     return shared_parts(roots, apart)
 
 
-class Departure:
+class CallerSide:
     """The caller's side of a run in ranks: the parts of the loop that receive the ranks' state."""
 
     def __init__(self, loop: TrainLoop[Any]) -> None:
@@ -84,13 +84,13 @@ class Departure:
         self._parts = _parts(loop)
         self._callbacks = list(loop.callbacks)
         self.paths = tuple(self._parts)
-        """Paths of the parts, for :class:`Arrival`: both sides number the parts alike."""
+        """Paths of the parts, for :class:`RankSide`: both sides number the parts in the same way."""
 
     def receive(self, data: PackedState) -> Any:
-        """Write a rank's end state into the caller's own objects; return the ``result`` sent with it."""
+        """Write a rank's end state into the caller's objects; return the ``result`` sent with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state, self._callbacks)
-        # Tensors that share a parameter's memory have its values already; a rank with shards sends its initial values.
+        # Tensors that share a parameter's memory already have its values; a rank with shards sends its initial values.
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
         views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
         put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
@@ -100,8 +100,8 @@ class Departure:
         return result
 
 
-class Arrival:
-    """The rank's side: the state in which the loop arrived, so that only changes are sent back."""
+class RankSide:
+    """The rank's side: remembers the loop's state on arrival, so that only changes are sent back."""
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = ()) -> None:
         self._loop = loop
@@ -110,13 +110,13 @@ class Arrival:
         """Objects that exist on both sides, by their path."""
         self.callbacks = list(loop.callbacks)
         """Callbacks that were sent, even if hooks change the loop's list."""
-        # A part that does not exist here keeps its number.
+        # A part that is missing here keeps its number.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._stateful = [
             (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
-        # A pickled optimizer loses a mark set by torch's schedulers, which would then warn about it.
+        # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         self._modules = _modules(loop)
         self._attributes = {
@@ -125,7 +125,7 @@ class Arrival:
         self._arrived = fingerprints(self.parts, self.known)
 
     def end_state(self, result: Any, *, sent: bool = True) -> PackedState | None:
-        """Return the loop's present state, and ``result``, for :meth:`Departure.receive` on the caller's side.
+        """Return the loop's current state, and ``result``, for :meth:`CallerSide.receive` on the caller's side.
 
         One rank of each host sends its state, with its tensors' live memory. The others only ask callbacks for their
         state, since that may be an exchange of all ranks.
@@ -136,7 +136,7 @@ class Arrival:
         if not sent:
             return None
         modules = _modules(loop)
-        # Only the outermost modules that a callback has added. References to the caller's objects stay references.
+        # Only the outermost modules that a callback has added. References to the caller's objects remain references.
         added = {key for key, module in modules.items() if self._modules.get(key) is not module}
         added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
         changed: dict[Any, Any] = {}
@@ -203,7 +203,7 @@ def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
         (root, path, name): value
         for (root, path), module in _modules(loop).items()
         for name, value in kept_attributes(module).items()
-        # Attributes that the module leaves out of its state, or replaces in it, belong to one process only.
+        # Attributes that the module leaves out of its state, or replaces in it, belong to one process.
         if name not in _TORCH_OWN
         and not is_mark_of_sharding(name)
         and module.__dict__.get(name, _MISSING) is value
@@ -233,7 +233,7 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
 
 
 def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
-    """Write values, and whether they require a gradient, into a loop's own parameters and buffers."""
+    """Write values, and whether they require a gradient, into a loop's parameters and buffers."""
     tensors = dict(_tensors(loop))
     with torch.no_grad():
         for key, (value, requires_grad) in values.items():
@@ -289,7 +289,7 @@ def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tens
 
 
 def _stateful_attributes(callback: Any) -> dict[str, Any]:
-    """Return a callback's schedulers, metrics and the like, which load state and stay the caller's own objects."""
+    """Return a callback's schedulers, metrics and the like, which load state and remain the caller's objects."""
     return {
         name: value
         for name, value in vars(callback).items()

@@ -18,7 +18,7 @@ from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 if TYPE_CHECKING:
     from trainloop.train_loop.run import Run
 
-__all__ = ["Idle", "together"]
+__all__ = ["Idle", "padded_batches"]
 
 
 class Idle:
@@ -32,8 +32,8 @@ class Idle:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def given(self, batches: list[Any], counts: list[int], i: int) -> Any:
-        """Return, on ranks without an ``i``-th batch, that of the first rank with one; else ``None``. Collective."""
+    def borrowed_batch(self, batches: list[Any], counts: list[int], i: int) -> Any:
+        """Return the ``i``-th batch of the first rank that has one, on ranks without it; else ``None``. Collective."""
         if min(counts) > i:
             return None
         # Rank 0 may have none.
@@ -43,13 +43,13 @@ class Idle:
         return None if mine else theirs
 
     @contextmanager
-    def nothing_shows(self) -> Iterator[None]:
-        """Suppress all side effects of such a forward and its backward."""
+    def without_side_effects(self) -> Iterator[None]:
+        """Suppress all side effects of a dummy forward and its backward."""
         run = self._run
         model = run.loop.model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         carried = carried_state_of(model)
-        # Synchronized BatchNorm would wait for all ranks; here the ranks that have a batch normalise among themselves.
+        # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
         training = [part.training for part in synced]
         for part in synced:
@@ -66,7 +66,7 @@ class Idle:
             load_carried_state(model, [carried], 0, 1)
 
 
-def together(
+def padded_batches(
     batches: Iterator[tuple[int, Any, int]], forward: Callable[[Any], Any], idle: Idle
 ) -> Iterator[tuple[int, Any, int]]:
     """Yield this rank's batches of an evaluation; while others have more, run a dummy ``forward``. Collective."""
@@ -76,11 +76,11 @@ def together(
         counts = [n for (n,) in distributed.exchange_ints([int(item is not None)])]
         if not any(counts):
             return
-        if last is None and not all(counts):  # this rank may never have had one; all ranks decide alike
-            last = idle.given([item[1]] if item is not None else [], counts, 0)
+        if last is None and not all(counts):  # this rank may never have had one; all ranks decide the same
+            last = idle.borrowed_batch([item[1]] if item is not None else [], counts, 0)
         if item is not None:
             last = item[1]
             yield item
         else:
-            with idle.nothing_shows():
+            with idle.without_side_effects():
                 forward(last)

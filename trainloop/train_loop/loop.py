@@ -1,10 +1,10 @@
-"""The training loop as users see it: what it is made of, and its front doors. The attributes that callbacks read are in
+"""The training loop as users see it: its parts and its public methods. The attributes that callbacks read are in
 view.py.
 
 ::
 
     fit(num_epochs)
-        the loop goes to the ranks (ddp, fsdp), or stays here (single, dp)
+        send the loop to the ranks (ddp, fsdp), or keep it here (single, dp)
         on_multiprocess_start, on_train_begin
         for each epoch
             on_epoch_begin
@@ -17,10 +17,10 @@ view.py.
             logs, history, validation between on_evaluation_begin and on_evaluation_end
             on_epoch_end
         test, on_train_end
-        state comes back into the caller's own objects
+        write the state back into the caller's objects
 
-A :class:`TrainLoop` is what is sent to ranks. The model on its device, hooks and recorders exist only while a rank
-works. They are a :class:`~trainloop.train_loop.run.Run`, or, where it trains, a
+A :class:`TrainLoop` is what is sent to ranks. The placed model, hooks and recorders exist only while a rank
+works. They are a :class:`~trainloop.train_loop.run.Run`, or, in training, a
 :class:`~trainloop.train_loop.training.Training`; :func:`~trainloop.train_loop.execute.execute` makes it.
 """
 
@@ -319,7 +319,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         KeyboardInterrupt, SystemExit
             After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
-        with signals() as heard:  # from the first line to the last
+        with signals() as received:  # from the first line to the last
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
@@ -367,7 +367,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 check_has_values(self, "fit")
             self.restarts = []
             self.early_stop = False
-            HookTable((), model=self.model)  # a hook of its own that can't be called is an error before ranks start
+            HookTable((), model=self.model)  # raises an error for an invalid hook of the model before ranks start
             warn_of_misnamed_hooks(self.callbacks, self.model)
             for callback in self.callbacks:
                 self.register_callback(callback)
@@ -376,16 +376,16 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 return self.model
             with noting_values(self, gather=gather):
                 self.fsdp_model_args = job.fsdp_model_args or {}
-                heard.note(execute(self, Training.train, job=job))
-        heard.end()
+                received.note(execute(self, Training.train, job=job))
+        received.end()
         return self.model
 
     def register_callback(self, callback: AbstractCallback) -> None:
-        """Give a callback the loop; ``fit`` does it for each, and kinds of loops may do it otherwise."""
+        """Give a callback the loop; ``fit`` calls it for each callback, and subclasses may override it."""
         callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        """Callbacks that a kind of loop brings along; see :mod:`trainloop.train_loop.tracking`."""
+        """Callbacks that a kind of loop adds; see :mod:`trainloop.train_loop.tracking`."""
         return []
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
@@ -468,26 +468,26 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the work in the present run; without one, in the loop's own mode."""
+        """Do the work in the current run; without one, in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
         check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
-        with signals(at_once=True) as heard:  # nothing is there yet that would be worth saving
+        with signals(at_once=True) as received:  # there is no state yet to save
             result = execute(self, work, *args)
-        heard.end()
+        received.end()
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """All that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``.
+        """Return everything that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``.
 
-        In ``fsdp`` its tensors are whole. With ``keep_shards`` each rank gets what it has shards of, as they are.
+        In ``fsdp`` its tensors are full. With ``keep_shards`` each rank gets its shards unchanged.
         """
         return run_state.checkpoint_state(self._training("checkpoint_state"), keep_shards=keep_shards)
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`checkpoint_state` was. Collective."""
+        """Resume from the result of :meth:`checkpoint_state`. Collective."""
         run_state.load_checkpoint_state(self._training("load_checkpoint_state"), state)
 
     def _training(self, method: str) -> Training:

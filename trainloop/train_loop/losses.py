@@ -1,6 +1,6 @@
 """Check the results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
 
-A loss is separated from its weight here, and refused if it can't be differentiated;
+A loss is separated from its weight here, and rejected if it can't be differentiated;
 :mod:`trainloop.train_loop.gradients` computes its gradients.
 """
 
@@ -49,7 +49,7 @@ def split_loss(output: Any) -> tuple[Any, Any]:
         loss, weight = output
     else:
         loss, weight = output, None
-    # A method that returns super().get_loss(...), where that has a yield in it.
+    # A method that returns super().get_loss(...), which contains a yield.
     if isinstance(loss, Generator):
         raise ConfigurationError(
             "get_loss returned a generator, but is not a generator function itself, so it was called like any other "
@@ -95,7 +95,7 @@ def explain_no_criterion(error: TypeError) -> None:
     text = str(error)
     if "'NoneType' object is not callable" not in text:
         return
-    # A thread of dp raises its own error, with the first one's traceback in its text.
+    # A thread of dp raises a new error, with the first one's traceback in its text.
     called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
         # Python 3.10 has no add_note.
@@ -106,7 +106,7 @@ def explain_no_criterion(error: TypeError) -> None:
 
 
 def explain_batch_of_one(error: ValueError) -> None:
-    """Add to torch's error about a BatchNorm that got one sample how to avoid such a batch."""
+    """Add a remedy to torch's error about a BatchNorm that got one sample."""
     if "Expected more than 1 value per channel when training" in str(error):
         error.args = (f"{error}. {ONE_SAMPLE}",)
 
@@ -155,7 +155,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It is a generator, since it contains yield: yield at least one loss."
         )
-    # With mean(): a division would look as if a sum over samples were made a mean; see trainloop._support.reduction.
+    # With mean(): a division would look as if a sum over samples became a mean; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:

@@ -1,4 +1,4 @@
-"""Names from other libraries, and what they are called here."""
+"""Names from other libraries, and their equivalents here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[
 
 
 def hides_unknown(function: Function) -> Function:
-    """Hide a function's ``**unknown`` from its signature; it exists only to be refused."""
+    """Hide a function's ``**unknown`` from its signature; it exists only to raise errors."""
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]

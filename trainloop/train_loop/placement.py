@@ -27,7 +27,7 @@ class Placement:
     """The model as a rank calls it."""
 
     model: Any
-    """The user's own."""
+    """The user's model."""
     wrapper: Any
     """The object whose ``get_loss`` training calls: the model itself, or its wrapper."""
     device: torch.device
@@ -117,7 +117,7 @@ def placed(
     compile_args: dict[str, Any] | None = None,
     checkpoint_modules: Any = None,
     trains: bool = False,
-    gives_back: str = "none",
+    values_to: str = "none",
 ) -> Iterator[Placement]:
     """Put the model on its device and into its wrapper; afterwards undo all changes except the device.
 
@@ -142,14 +142,14 @@ def placed(
         Argument of :func:`~trainloop.train_loop.recompute.chosen_modules`.
     trains : bool
         In ``fsdp``, True if optimizers will step the shards.
-    gives_back : {'all', 'host', 'none'}
+    values_to : {'all', 'host', 'none'}
         In ``fsdp``, the models that get the trained values: all ranks', one per host, or none.
     """
     device = devices[0]
     with ExitStack() as undo:
         if device.type == "cuda":
-            # Also for code that says device='cuda' without an index: user code, loaders that pin memory in a thread.
-            # Restored without making a context on the GPU that was current before, as set_device() would.
+            # Also for code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
+            # Restored without creating a context on the GPU that was current before, as set_device() would.
             undo.enter_context(torch.cuda.device(device))
         if mode != "fsdp":  # in fsdp a device may not have room for the whole model
             model.to(device)
@@ -158,7 +158,7 @@ def placed(
             criterion.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
-        # The GPU is known only here, and has a context to query its capabilities.
+        # The GPU is known only here, and has a context for querying its capabilities.
         amp = amp.on(device)
         if sync_batchnorm_over_ranks:
             sync_batchnorm.convert(model)
@@ -166,7 +166,7 @@ def placed(
         if checkpoint_modules is not None:
             undo.enter_context(recomputing(model, checkpoint_modules))
         if compile_args is not None:
-            # In place: torch.compile(model) would be another module, with prefixed keys in checkpoints.
+            # In place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
             model.compile(**compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement
@@ -176,7 +176,7 @@ def placed(
 
             kind = ShardedPlacement
             stepped = optimizers if trains else []
-            wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, gives_back=gives_back))
+            wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, values_to=values_to))
         else:
             wrapper = wrap()
         place = kind(
@@ -235,7 +235,7 @@ def _wrapped(
             return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
         return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
-        # Gradients are views of the buckets that are reduced: no copy in, no copy out.
+        # Gradients are views of the reduced buckets: no copy in, no copy out.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":
             arguments.setdefault("device_ids", [devices[0]])
@@ -244,9 +244,9 @@ def _wrapped(
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
-    """Move the optimizer's state to ``device`` (default: that of each parameter); step counters to where they are read.
+    """Move the optimizer's state to ``device`` (default: each parameter's); step counters to where they are read.
 
-    As torch's ``Optimizer.load_state_dict`` does it: fused and capturable kernels read the counter on the device.
+    Like torch's ``Optimizer.load_state_dict``: fused and capturable kernels read the counter on the device.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")

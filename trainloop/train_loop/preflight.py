@@ -144,7 +144,7 @@ def preflight(
         except WorkerFailedError as error:
             traceback = error.traceback
             ok, detail = False, f"{error.message.splitlines()[0]} (Its traceback: report[{name!r}].traceback)"
-        except Exception as error:  # any error of the user's code is a finding, and the other checks continue
+        except Exception as error:  # any error of the user's code is a finding; the other checks continue
             known = isinstance(error, TrainLoopError)
             ok, detail = False, str(error) if known else f"{type(error).__name__}: {error}"
         findings.append(Finding(name, ok, detail, time.perf_counter() - began, traceback))
@@ -156,7 +156,7 @@ class _Found(Exception):
 
 
 def _protection(loop: TrainLoop[Any]) -> str:
-    """List the protections of SECURITY.md that a run of this loop has; a missing one is reported, but no failure."""
+    """List the protections of SECURITY.md that a run of this loop has; a missing one is not a failure."""
     if not has_ranks(loop.gpu_mode):
         return f"{loop.gpu_mode}: no sockets between processes"
     has_key = loop.num_nodes == 1 or key_from_environment() is not None
@@ -349,10 +349,10 @@ def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: 
 
 
 def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[str, Any]) -> str:
-    # One process that accumulates over `ranks` batches sees the samples that so many ranks see in one step.
-    # But if ranks share each batch, a step has a single one.
+    # One process that accumulates over `ranks` batches sees the same samples as `ranks` ranks in one step.
+    # But if ranks share each batch, a step has only one.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
-    # Another check reports parameters without a gradient; the others are compared all the same.
+    # Another check reports parameters without a gradient; the others are compared nevertheless.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
@@ -360,7 +360,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
-    if mode == "fsdp":  # lower precision would differ, and so few ranks may not divide into so many replicas
+    if mode == "fsdp":  # other precisions would differ, and these ranks may not divide into that many replicas
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}

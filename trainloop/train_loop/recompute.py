@@ -94,7 +94,7 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
     def reduce(self: Any, protocol: Any) -> Any:
         """Make copies and pickles have the class that the user wrote."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        # pickle refuses __newobj__ of another class than the object's. The type stubs lack this function.
+        # pickle rejects __newobj__ of another class than the object's. The type stubs lack this function.
         return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
 
     own = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -109,7 +109,7 @@ def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
 def _second_time(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
     """Hide the repeated computation: it must not log or update BatchNorm's running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # a replica's own
+    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # of a replica
     sinks = [part.__dict__.pop("_log_sink", None) for part in logging]
     try:
         yield

@@ -29,7 +29,7 @@ _RUN = "restarts"  # in the names of unfinished files: each start removes those 
 
 
 class RestartCheckpoints:
-    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes checkpoints that are due, between steps.
+    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes due checkpoints, between steps.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class RestartCheckpoints:
         if self._resumes:
             self._report()
         # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
-        if step >= self._next and not reasons and (run.epoch_steps or not run.loop.asked_to_end):
+        if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
         return reasons
 
@@ -106,7 +106,7 @@ class RestartCheckpoints:
             )
         self._failed = self._failed + 1 if any(failed) else 0
         if self._every is None:
-            # The rank that arrived last has waited for no other: its time is the previous checkpoint's cost for all.
+            # The rank that arrived last waited for no other: its time is the previous checkpoint's cost for all.
             self._pause = steps_between(min(costs), max(pauses) / max(step - self._last_step, 1))
         soon = 2**self._failed - 1 if self._failed else self._pause
         self._last_step, self._next = step, step + min(self._pause, soon)

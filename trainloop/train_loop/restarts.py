@@ -2,7 +2,7 @@
 
 ::
 
-    a rank fails          launch ends the others, and asks Supervisor.failed
+    a rank fails          launch ends the others, and calls Supervisor.failed
       it would recur        the error, with a note that explains why the run ends
     ranks restart         Supervisor.before_start names the newest checkpoint in the run's private folder
                           in each rank, RestartCheckpoints resumes from it (train_loop/restart_checkpoints.py)
@@ -61,7 +61,7 @@ class RestartOrder(NamedTuple):
     failed_ns: int
     """Time of the failure (monotonic clock)."""
     limit: str
-    """Number of the restart, and the maximum, as text."""
+    """Number of the restart, and the limit, as text."""
     checkpoint: str
     """Path of the checkpoint to resume from; empty to begin like the first start."""
 
@@ -109,7 +109,7 @@ class _SeenFailure(NamedTuple):
     """A failure and the step at which it occurred, to compare it with the next one."""
 
     rank: int
-    """Rank to blame: if one hangs, not the rank that reported it."""
+    """Rank that caused it: if one hangs, not the rank that reported it."""
     failure: Failure
     step: int
     trains: bool
@@ -119,7 +119,7 @@ class _SeenFailure(NamedTuple):
         a, b = self.failure, other.failure
         if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *other[2:]):
             return False
-        # A bug occurs on all ranks, and any of them may be the first to report; a signal or a lost connection hits one.
+        # A bug occurs on all ranks, and any of them may report first; a signal or a lost connection affects one.
         of_code = a.type is not None and not (a.timeout or a.consequence or b.consequence)
         return self.rank == other.rank or (of_code and a.message == b.message)
 
@@ -255,7 +255,7 @@ def _room_in_memory(loop: TrainLoop[Any]) -> int:
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
     held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))
-    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's state state
+    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's state
     quota = loop.options.quota
     limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
     return needed if needed <= _SHARE_OF_MEMORY * limit else 0

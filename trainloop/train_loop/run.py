@@ -27,14 +27,14 @@ from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import eval_feed
+from trainloop.data.loader_copies import with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
-from trainloop.data.twins import with_workers
 from trainloop.devices import has_ranks
 from trainloop.model import TTModel
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
-from trainloop.train_loop.idle import Idle, together
+from trainloop.train_loop.idle import Idle, padded_batches
 from trainloop.train_loop.losses import run_through
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
@@ -69,7 +69,7 @@ class Run:
     trains = False
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
-        # ddp under a launcher with one process has a group of one: nothing to exchange there.
+        # ddp under a launcher with one process has a group of one: no exchange is needed.
         parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
         self.loop = loop
         self.place = place
@@ -84,9 +84,9 @@ class Run:
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """Recorder that receives logs now: the training's, or that of an evaluation inside it."""
+        """Recorder that currently receives logs: the training's, or that of an evaluation inside it."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """Epoch that logs belong to now; outside of training, the last one."""
+        """Epoch that logs currently belong to; outside of training, the last one."""
         self.records_evaluations = False
         """True if values of evaluations are written to the history: only inside a training."""
         self.epoch_steps = 0
@@ -225,7 +225,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)  # here, while the batch is known: after rows are joined it is too late
+            check_rows(output)  # here, while the batch is known: it isn't once rows are joined
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -247,7 +247,7 @@ class Run:
         """Yield an evaluation's batches; if a forward is an exchange, all ranks run the same number."""
         if not self.place.collective or self.gather is None:
             return batches
-        return together(batches, forward, self.idle)
+        return padded_batches(batches, forward, self.idle)
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Return the ranks that get all rows of predictions."""
@@ -310,9 +310,9 @@ class Run:
 
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
-        # All ranks decide alike: hooks of one rank make all exchange. Without hooks, an occasional exchange is enough.
-        heard = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
-        if heard or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+        # All ranks decide the same: hooks of one make all exchange. Without hooks, an occasional exchange is enough.
+        has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
+        if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
         else:
             self.recorder.compact()
@@ -326,7 +326,7 @@ class Run:
                 hook(rows)
 
     def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
-        """Put the logs since the epoch's begin (``late``: since the last call) into the history. Collective.
+        """Put the logs since the beginning of the epoch (``late``: since the last call) into the history. Collective.
 
         Returns the losses among them.
         """
@@ -340,7 +340,7 @@ class Run:
         return losses
 
     def _call_in_turn(self, name: str) -> None:
-        """Call a hook that comes after its epoch was recorded; each callback finds what those before it logged."""
+        """Call a hook that runs after its epoch was recorded; each callback sees the logs of those before it."""
         for hook, may_log in self.hooks.in_turn(name):
             if hook is not None:
                 hook()
@@ -369,7 +369,7 @@ class Run:
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
     """Yield an evaluation's batches between its hooks, whose logs are exchanged with those of the batches."""
-    recorder.batch_size = 1  # a hook's logs belong to no batch
+    recorder.batch_size = 1  # a hook's logs do not belong to a batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
     yield from batches

@@ -1,4 +1,4 @@
-"""Refuse models and options that ``fsdp`` can't train, before any process starts."""
+"""Reject models and options that ``fsdp`` can't train, before any process starts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_shardable"]
 
-# These need a whole parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
+# These need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
 _NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
-_FUSED = ("Adam", "AdamW")  # whose kernel knows DTensor
+_FUSED = ("Adam", "AdamW")  # their kernel supports DTensor
 
 
 def check_shardable(

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
-from trainloop._transfer.pages import drop_unwritten_pages, trim
+from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
     free,
+    full_tensor,
     gathered,
     is_sharded,
-    local_part,
+    local_shard,
     map_tensors,
-    put_part,
     shard_like,
     stays_whole,
-    whole,
+    write_shard,
 )
 from trainloop.train_loop.placement import Placement, move_state
 
@@ -40,7 +40,7 @@ _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocato
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, for sharded and whole gradients, with one decision for all ranks.
+    """torch's scaler, for sharded and unsharded gradients, with one decision for all ranks.
 
     torch's kernel can't mix them, and with only sharded ones it missed a rank's overflow (torch 2.13, Gloo).
     """
@@ -53,8 +53,8 @@ class _Scaler(torch.amp.GradScaler):
             if p.grad is None:
                 continue
             if p.grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's words
-            part = local_part(p.grad)
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's text
+            part = local_shard(p.grad)
             if part.numel():
                 kinds.setdefault((part.device, part.dtype), []).append(part)
         for (device, _), parts in kinds.items():
@@ -76,7 +76,7 @@ class ShardedPlacement(Placement):
         """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Do nothing: gradients are reduced in each micro-batch, since whole ones would take as much as the model."""
+        """Do nothing: gradients are reduced in each micro-batch, since full ones would be as large as the model."""
         return nullcontext()
 
     def share_buffers(self) -> None:
@@ -114,9 +114,9 @@ def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> No
 
 @contextmanager
 def sharded(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], wrapper_args: dict[str, Any], *, gives_back: str
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], wrapper_args: dict[str, Any], *, values_to: str
 ) -> Iterator[Any]:
-    """Wrap the model, whose shards optimizers step. Afterwards everything except the values is as before.
+    """Wrap the model, whose shards optimizers step. Afterwards restore everything except the values.
 
     Parameters
     ----------
@@ -126,42 +126,42 @@ def sharded(
         Optimizers, whose state is sharded too.
     wrapper_args : dict
         Further arguments of the wrapper's constructor.
-    gives_back : {'all', 'host', 'none'}
+    values_to : {'all', 'host', 'none'}
         Model and optimizers that get the trained values: each rank's, or on each host those of local rank 0, in the
         file from which the launching process reads the result. Collective, at the end. If an exception ends the run,
         and with ``'none'``, the model has its initial values.
     """
 
     originals = dict(model.named_parameters())
-    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters too
+    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU also moves its parameters
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
     in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
-    for tensor in in_place if optimizers else ():  # else the caller's tensors would always change
+    for tensor in in_place if optimizers else ():  # otherwise the caller's tensors would always change
         tensor.data = tensor.data.clone()
-    given = False
-    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have made their own
+    returned = False
+    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have created their own
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or _result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
         if not stays_whole(p):
             p.data = kept[name]
     shards = dict(model.named_parameters())
-    arrived = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
+    before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
     for optimizer in optimizers:  # scalars, and the counters of fused kernels
         move_state(optimizer)
-    read = [*kept.values(), *(value for came in own_state for own in came.values() for value in own.values())]
+    read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
     here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
-    drop_unwritten_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
+    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
     try:
         yield wrapper
-        if gives_back != "none":
+        if values_to != "none":
             wrapper.reshard_units()
             names = {id(p): name for _, name, p in _found_again(model, shards)}
-            file = _result_file() if gives_back == "host" else None
-            _give_back(model, names, originals, kept, optimizers, own_state, file)
-            given = True
+            file = _result_file() if values_to == "host" else None
+            _write_back(model, names, originals, kept, optimizers, own_state, file)
+            returned = True
     finally:
         again = _found_again(model, shards)
         shards = {name: p for _, name, p in again}
@@ -169,14 +169,14 @@ def sharded(
         for name, p in originals.items():
             if stays_whole(p):
                 p.data = kept[name]
-        _give_back_buffers(model, buffers, as_they_came=bool(optimizers) and not given)
-        for optimizer in optimizers if not given else ():  # useless without its values
+        _put_back_buffers(model, buffers, restore=bool(optimizers) and not returned)
+        for optimizer in optimizers if not returned else ():  # useless without its values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
         _move(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
-        for optimizer, (state, groups) in zip(optimizers, arrived, strict=True):
-            if optimizer.state is not state:  # load_state_dict() makes a new dict, but the caller reads the old one
+        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
+            if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old one
                 state.clear()
             for group in groups:
                 group["params"] = [own.get(id(p), p) for p in group["params"]]
@@ -188,7 +188,7 @@ def _is_first_of_host() -> bool:
 
 
 def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
-    """Return the parameters that were sharded: their present and former names, and what they are now.
+    """Return the parameters that were sharded: their current and former names, and their current values.
 
     A callback may have replaced a module by one with an adapter.
     """
@@ -197,7 +197,7 @@ def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tupl
     return [(now, name, p) for now, name, p in found if name in shards]
 
 
-def _give_back(
+def _write_back(
     model: nn.Module,
     names: dict[int, str],
     originals: dict[str, nn.Parameter],
@@ -206,11 +206,11 @@ def _give_back(
     own_state: list[dict[Any, dict[Any, Any]]],
     file: ResultFile | None,
 ) -> None:
-    """Write the trained values into the model's own parameters and its optimizers' state, one tensor at a time.
+    """Write the trained values into the model's parameters and its optimizers' state, one tensor at a time.
 
-    With a file, each rank writes its part into it and frees that memory, so the whole model exists only once. Without
-    one, every rank gathers each tensor and moves it off the device before the next, since a device with room for its
-    shards may have none for the whole model.
+    With a file, each rank writes its shard into it and frees that memory, so the full model exists only once. Without
+    one, every rank gathers each tensor and moves it off the device before the next: a device with room for its
+    shards may have no room for the full model.
     """
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
@@ -240,7 +240,7 @@ def _give_back(
                     own[key] = value.to(kept[name].device)
     in_file = None if file is None else _in_file(shards, file, frees=True)
     for i, (state, key, home, device) in enumerate(owners):
-        full = whole(shards[i]) if in_file is None else in_file[i]
+        full = full_tensor(shards[i]) if in_file is None else in_file[i]
         fits = home is not None and home.shape == full.shape and home.dtype == full.dtype
         if home is not None and fits and receives:
             if in_file is None:
@@ -253,18 +253,18 @@ def _give_back(
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
-    """Write sharded tensors into the file of this host's result; return them whole, as views of it. Collective."""
+    """Write sharded tensors into the file of this host's result; return full ones, as views of it. Collective."""
 
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
-        if not (all_here and put_part(shard, target)):
-            full = whole(shard)
+        if not (all_here and write_shard(shard, target)):
+            full = full_tensor(shard)
             if _is_first_of_host():
                 target.copy_(full)
             del full
         if frees:
-            kept += local_part(shard).nbytes
+            kept += local_shard(shard).nbytes
             free(shard)
             if kept > _TRIMMED_AFTER:
                 trim()
@@ -287,22 +287,22 @@ def _all_here() -> bool:
     return here.local_world_size == here.world_size
 
 
-def _give_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, as_they_came: bool) -> None:
+def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, restore: bool) -> None:
     """Copy buffers back into their original memory and device; buffers replaced since then stay."""
     now = dict(model.named_buffers())
-    for name, (buffer, came) in buffers.items():
+    for name, (buffer, original) in buffers.items():
         if name not in now:
             continue
-        if as_they_came:
+        if restore:
             owner, _, own_name = name.rpartition(".")
             model.get_submodule(owner)._buffers[own_name] = buffer
         elif now.get(name) is not buffer:
             continue
-        elif buffer.shape == came.shape and buffer.dtype == came.dtype:
-            came.copy_(buffer.data)
+        elif buffer.shape == original.shape and buffer.dtype == original.dtype:
+            original.copy_(buffer.data)
         else:
-            came = buffer.data.to(came.device)
-        buffer.data = came
+            original = buffer.data.to(original.device)
+        buffer.data = original
 
 
 def _move(

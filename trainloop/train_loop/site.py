@@ -59,7 +59,7 @@ def settled(
             raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU to select. Leave it out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # Not when the loop is made: fit may be hours later, and the lease lasts as long as the process.
+        # Not when the loop is created: fit may run hours later, and the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
     devices = devices_under(options.quota, found, options.devices)
@@ -129,7 +129,7 @@ def devices_for(
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
-    # Contradictions first: nobody can guess which argument was meant.
+    # Contradictions first: the intended argument is unknown.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
             f"num_gpus={num_gpus} with on_gpu=False: these exclude each other. Leave on_gpu out for GPUs, or num_gpus "
@@ -223,7 +223,7 @@ def check_backend(backend: Any, site: Site) -> str | None:
             f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
             "or None for gloo on the CPU and nccl on CUDA."
         )
-    # Modes without ranks make no process group: a script may pass the same backend in all modes.
+    # Modes without ranks create no process group: a script may pass the same backend in all modes.
     if has_ranks(site.mode):
         lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
         if lacking is not None:

@@ -63,8 +63,8 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
 
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
-    # A checkpoint has rank 0's weights: ranks whose weights differ would not resume with their own.
-    run.gradients.check_alike()
+    # A checkpoint has rank 0's weights: ranks with different weights would not resume with their own.
+    run.gradients.check_same_weights()
     mine = {
         # There may be thousands of ranks: each one's part is small, and common parts are stored once.
         "rng": rng.packed(),
@@ -78,7 +78,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
 
 
 def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """Return the state with the per-rank parts; its tensors may be sharded. Exchanges nothing.
+    """Return the state with the per-rank parts; its tensors may be sharded. No exchange.
 
     ``None`` on ranks without a part of it; in ``fsdp`` each rank has its shards.
     """
@@ -258,7 +258,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
             f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
             f"but the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
         )
-    # Groups that a callback added in training are added again; nothing is changed before everything is checked.
+    # Groups that a callback added in training are added again; nothing changes before all checks.
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)
     for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -340,12 +340,12 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
 
     _load_parts(loop, state)
 
-    # A callback may have replaced the weights by those from which training would continue.
+    # A callback may have replaced the weights by those with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
     loop.ends = end_that_holds(loop, state)
-    loop.asked_to_end = bool(loop.ends)
+    loop.end_requested = bool(loop.ends)
     here = joined()
     if here is not None and has_ranks(loop.gpu_mode):
         loop.process = here
@@ -366,7 +366,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
-        # torch's load_state_dict keeps the tensors it gets, which have the shape of the whole parameter.
+        # torch's load_state_dict keeps the tensors it receives, which have the shape of the full parameter.
         _fit_state(optimizer)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
@@ -375,7 +375,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Replace whole or not yet read state of the optimizer by this rank's part."""
+    """Replace full or not yet read state of the optimizer by this rank's shard."""
 
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():

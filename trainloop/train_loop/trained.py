@@ -33,7 +33,7 @@ __all__ = [
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
-_rendezvous = itertools.count()  # counted per process, so that no two in one process group share a key
+_rendezvous = itertools.count()  # per process, so that keys in one process group are unique
 
 
 class TrainedParameters:
@@ -73,7 +73,7 @@ class TrainedParameters:
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
-        """Return, at an epoch's start, True if trained parameters changed, alike on all ranks. Collective.
+        """Return, at the start of an epoch, True if trained parameters changed, equally on all ranks. Collective.
 
         Raises
         ------
@@ -90,19 +90,19 @@ class TrainedParameters:
         return not same or self.changed()
 
     def meet(self) -> None:
-        """Within an epoch, wait for the other ranks to make the change that this one has seen.
+        """Within an epoch, wait for the other ranks to make the change that this one has detected.
 
         Raises
         ------
         ConfigurationError
-            If they don't, or make another change.
+            If they don't, or make a different change.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the process group's store: a collective could match another one on a rank that saw no change. torch
-        # 2.6 to 2.13 has no public access to it.
+        # Through the process group's store: a collective could match another one on a rank without a change. torch
+        # 2.6 to 2.13 has no public access to the store.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -129,7 +129,7 @@ class TrainedParameters:
         if late or self._beside:
             reduce_gradients([*self._beside, *late])
 
-    def check_alike(self, wrapper: Any) -> None:
+    def check_same_weights(self, wrapper: Any) -> None:
         """Check that all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
 
         Skipped with a communication hook of the user, which may let ranks differ for some time (local SGD).
@@ -147,7 +147,7 @@ class TrainedParameters:
             if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
         }
         named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
-        # Sums of bits rather than of values: NaN is equal to itself, and no rounding hides a difference.
+        # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))
         digests = distributed.exchange_ints([zlib.crc32(repr(sums).encode())])
         if all(digest == digests[0] for digest in digests):

@@ -1,4 +1,4 @@
-"""Epochs and steps, top to bottom in the order in which things happen.
+"""Epochs and steps, from top to bottom in order of execution.
 
 ::
 
@@ -35,8 +35,8 @@ from trainloop._support.user_line import warn
 from trainloop.data import StepBatches, train_feed
 from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
-from trainloop.train_loop.alike import asked_of, compare_ranks, refusals_told
 from trainloop.train_loop.arguments import check_loader
+from trainloop.train_loop.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.ending import End, described_ends, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
@@ -89,7 +89,7 @@ class Training(Run):
     step_taken = False
     """True if the optimizer has already stepped when a backward is reported as done, as in one graph."""
     losses_stepped = 0
-    """Number of losses of the current step whose own optimizer has stepped."""
+    """Number of losses of the current step after which their optimizer has stepped."""
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
@@ -99,9 +99,9 @@ class Training(Run):
         self.epoch_batches = 0
         self.epoch_finished = False
         self.ended = False
-        """True if a callback ended the training before the checkpoint that is resumed."""
+        """True if a callback ended the training before the checkpoint from which it resumes."""
         self.finished = False
-        """True if everything at the end is done, except for the last checkpoint."""
+        """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
         """Steps of the next epoch that were done before the loaded checkpoint."""
         self.began_with: dict[str, dict[str, bool]] = {}
@@ -115,7 +115,7 @@ class Training(Run):
         """The step's batches, from their arrival until its last hook has run."""
         self.clock = StepClock()
         self._job = job
-        self._nan_told = False
+        self._nan_warned = False
         self._warned_of_averages = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
@@ -146,10 +146,10 @@ class Training(Run):
                             self.flush_logs()
                         if perf_counter() >= progress.next_look:
                             progress.look(self.epoch_batches, self._bar_values, clock.read)
-                        if loop.asked_to_end:
+                        if loop.end_requested:
                             stop.request(EARLY_STOP)
                         ended_by = stop.reached()
-                        # Read a complete epoch to its end, where samplers draw numbers for the next one.
+                        # Read a complete epoch to its end, since samplers may draw numbers for the next one there.
                         complete = self.epoch_batches == self.feed.num_batches
                         if ended_by or (loop.total_iteration_idx >= last_iteration and not complete):
                             break
@@ -161,10 +161,10 @@ class Training(Run):
                         ended_by |= self._agree_at_epoch_end()
                 self._finish(ended_by)
             self.place.make_whole(loop.callbacks)
-            self.place.share_buffers()  # since under torchrun each rank returns a model
+            self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             progress.end_epoch()
-            self._tell_exception(exception)
+            self._notify_exception(exception)
             raise
         finally:
             progress.end_epoch()
@@ -184,12 +184,12 @@ class Training(Run):
         if resume is not None and resume["place"]["seed"] is not None:
             self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
         parallel = self.gather is not None
-        with refusals_told(tell=parallel):
+        with share_refusals(enabled=parallel):
             check_loader(loop.train_loader, "train_loader", optional=False)
             self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
-            mine = asked_of(self, gather=self._job.gather, resume=resume) if parallel else []
+            mine = requested_settings(self, gather=self._job.gather, resume=resume) if parallel else []
         if parallel:
-            self._same_callbacks = compare_ranks(mine)
+            self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
         self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
@@ -198,18 +198,18 @@ class Training(Run):
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
-            self.progress.say(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
+            self.progress.write(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
         for hook in self.hooks.on_train_begin:
             hook()
         savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
-        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have the same name
+        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have this name
         if resume is not None:
             run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
-            self.progress.say(line)
+            self.progress.write(line)
             if loop.is_global_zero:
                 logger.info(line)  # progress_bar=False hides the printed line
 
@@ -230,7 +230,7 @@ class Training(Run):
         loop = self.loop
         if not ended_by & ~EARLY_STOP:
             if ended_by:
-                self._tell_end()
+                self._print_end()
             self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch, which an earlier run may have finished
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
@@ -249,9 +249,9 @@ class Training(Run):
                 save = getattr(callback, "save_now", None)
                 if save is not None:
                     save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
-        self._tell_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
+        self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
-    def _tell_end(self) -> None:
+    def _print_end(self) -> None:
         """Print what ended training; only one rank may know the reason, such as a time limit."""
         loop = self.loop
         everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
@@ -260,7 +260,7 @@ class Training(Run):
             print(described_ends(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
-        """Give all ranks what only callbacks of rank 0 know after training: a folder, the name of a run."""
+        """Give all ranks the values that only callbacks of rank 0 have after training: a folder, the name of a run."""
         mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
         if self.gather is None or not mine:
             return
@@ -269,7 +269,7 @@ class Training(Run):
         for callback, theirs in zip(mine, distributed.broadcast_object(values), strict=False):
             vars(callback).update(theirs)
 
-    def _tell_exception(self, exception: BaseException) -> None:
+    def _notify_exception(self, exception: BaseException) -> None:
         if self.gather is None:  # the other ranks' values can't be gathered
             with suppress(Exception):
                 self.flush_logs()
@@ -308,7 +308,7 @@ class Training(Run):
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
-            self.progress.say(about_eval_mode(loop.model, self._kept_in_eval))
+            self.progress.write(about_eval_mode(loop.model, self._kept_in_eval))
         self.feed.set_epoch(loop.epoch)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
@@ -316,7 +316,7 @@ class Training(Run):
         return self._at_most_to_the_last(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
-        """Warn of parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
+        """Warn about parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
         names = not_optimized(self.loop.model, self.gradients.optimizers)
         if names:
             _warn(
@@ -340,12 +340,12 @@ class Training(Run):
         loop = self.loop
         self.progress.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        # Before an evaluation, and another epoch, are spent on weights that differ between ranks.
-        self.gradients.check_alike()
+        # Before time is spent on an evaluation and another epoch with weights that differ between ranks.
+        self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
         losses = self._record_epoch()
         self._end_timing()
-        self._tell_nan(losses)
+        self._warn_nan(losses)
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
@@ -353,16 +353,16 @@ class Training(Run):
         loop.message_service.end_of_epoch_trigger()
         if self.progress.enabled:
             self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
-        # Only now: hooks and logs of the epoch's end belong to that epoch.
+        # Only now: hooks and logs at the end of the epoch belong to that epoch.
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
-    def _tell_nan(self, losses: dict[str, float]) -> None:
-        """Warn, once per fit, of a training loss that is NaN, unless a callback handles it."""
+    def _warn_nan(self, losses: dict[str, float]) -> None:
+        """Warn, once per fit, about a training loss that is NaN, unless a callback handles it."""
         names = ", ".join(name for name, value in losses.items() if value != value)
-        if not names or self._nan_told or not self.loop.is_global_zero:
+        if not names or self._nan_warned or not self.loop.is_global_zero:
             return
-        self._nan_told = True
+        self._nan_warned = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
             _warn(
                 f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. With fit(callbacks=[TerminateOnNaN()]) "
@@ -376,10 +376,10 @@ class Training(Run):
     def _agree_at_epoch_end(self) -> int:
         """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
         if self.gather is not None:
-            mine = [int(self.loop.asked_to_end)]
-            self.loop.asked_to_end = any(theirs for (theirs,) in distributed.exchange_ints(mine))
+            mine = [int(self.loop.end_requested)]
+            self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
         # Signals too, since evaluation may have taken long.
-        return self.stop.reached() | (EARLY_STOP if self.loop.asked_to_end else 0)
+        return self.stop.reached() | (EARLY_STOP if self.loop.end_requested else 0)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -399,25 +399,25 @@ class Training(Run):
         loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
         batches, sizes, scales, _, ragged = step
         # Reduced after backward if DDP's reducer can't: it expects one backward per forward.
-        by_hand = (ragged or gradients.several) and not place.collective
-        if by_hand or gradients.shares_buffers:
+        unwrapped = (ragged or gradients.several) and not place.collective
+        if unwrapped or gradients.shares_buffers:
             place.share_buffers()
         # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
         counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
-        gradients.apart, gradients.ragged = by_hand, ragged
+        gradients.apart, gradients.ragged = unwrapped, ragged
         scaled_losses: list[Any] = []
         recorder.step = loop.global_step + 1
         for i in range(count):
             if first:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
-            model = place.model if by_hand else place.wrapper
-            around = place.alone(counts, i) if by_hand or counts else place.gradient_sync(i == count - 1)
-            given = self.idle.given(batches, counts, i) if counts and place.collective else None
+            model = place.model if unwrapped else place.wrapper
+            around = place.alone(counts, i) if unwrapped or counts else place.gradient_sync(i == count - 1)
+            borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             with around:
-                if given is not None:
-                    with self.idle.nothing_shows():
-                        gradients.backward_of_nothing(given)
+                if borrowed is not None:
+                    with self.idle.without_side_effects():
+                        gradients.zero_backward(borrowed)
                 elif i < len(batches):
                     if watch is not None:
                         watch.forward_begins(i == 0)
@@ -432,7 +432,7 @@ class Training(Run):
                         self._check_averages(weight, count)
                     scale = None if scales is None else scales[i]
                     scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
-                    by_hand = by_hand or (gradients.several and not place.collective)
+                    unwrapped = unwrapped or (gradients.several and not place.collective)
                     try:
                         gradients.backward(scaled)
                     except RuntimeError as error:

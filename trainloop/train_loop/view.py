@@ -15,7 +15,7 @@ from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
 from trainloop.train_loop.arguments import loader_batch_size
-from trainloop.train_loop.ending import End, who_asks
+from trainloop.train_loop.ending import End, requesting_callback
 from trainloop.train_loop.names import attribute_hint
 from trainloop.train_loop.options import Options
 from trainloop.train_loop.site import Site
@@ -32,7 +32,7 @@ __all__ = ["LoopView"]
 class LoopView:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
 
-    It outlives runs, and is sent to ranks and back; :attr:`running` is the present run.
+    It outlives runs, and is sent to ranks and back; :attr:`running` is the current run.
     """
 
     model: Any
@@ -54,8 +54,8 @@ class LoopView:
         self.global_step: int = 0
         """Number of optimizer steps, over all calls of ``fit``."""
         self.total_iteration_idx: int = -1
-        """Number of the present or last batch, counted from 0 over all epochs; -1 before the first."""
-        self.asked_to_end: bool = False
+        """Number of the current or last batch, counted from 0 over all epochs; -1 before the first."""
+        self.end_requested: bool = False
         self.ends: list[End] = []
         """Callbacks that requested the end of training."""
         self.num_epochs = self.num_iterations = 0
@@ -77,7 +77,7 @@ class LoopView:
         self.left_behind: LeftBehind | None = None
         """Parameters without trained values, after ``fit(gather=False)``."""
         self.running: Run | None = None
-        """Present run, while this process trains or evaluates."""
+        """Current run, while this process trains or evaluates."""
 
     # -- what users and callbacks read -------------------------------------------------------------------------------
 
@@ -118,20 +118,20 @@ class LoopView:
     @property
     def early_stop(self) -> bool:
         """True if training will end after this step; any callback may set it, on any rank."""
-        return self.asked_to_end
+        return self.end_requested
 
     @early_stop.setter
     def early_stop(self, stop: bool) -> None:
-        self.asked_to_end = bool(stop)
+        self.end_requested = bool(stop)
         if not stop:
             self.ends = []
-        elif (end := who_asks(self)) is not None:
+        elif (end := requesting_callback(self)) is not None:
             self._note_end(end)
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
         """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
-        self.asked_to_end = True
+        self.end_requested = True
 
     def _note_end(self, end: End) -> None:
         if all((end.kind, end.name) != (known.kind, known.name) for known in self.ends):

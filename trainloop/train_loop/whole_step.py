@@ -1,9 +1,9 @@
 """``compile='step'``: forward, loss, backward, clipping and the optimizer's step as one graph.
 
-Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and a
-change is compiled again. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A learning
-rate that changes is a tensor of the graph; schedulers and other code still see a number. Steps that a graph can't do
-run as without ``compile``, with a warning.
+Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and
+a change causes a recompilation. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A
+changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that a graph can't
+do run as without ``compile``, with a warning.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class WholeStepTraining(Training):
     """
 
     backend = "inductor"
-    """Of torch.compile."""
+    """Arguments of torch.compile."""
     _whole: Callable[[Any], tuple[Tensor, Any]] | None = None
-    """Compiled step; ``None`` before the first batch, and if there is none."""
+    """Compiled step; ``None`` before the first batch, and if steps are not compiled."""
     _refused = False
     """True if the user was warned that steps are not one graph."""
     _size = 0
-    """Number of samples of the batches that the graph is for."""
+    """Number of samples in the batches that the graph accepts."""
     _attached = False
     """True if the parameters have the graph's gradients."""
     step_taken = False
-    """True if the graph has taken the present step."""
+    """True if the graph has taken the current step."""
     _settings: list[dict[str, Any]]
     """Settings of the optimizer that are constants of the graph; learning rates only without ``_rates``."""
     _rates: list[Tensor] | None = None
     """Learning rates of the groups, as the graph reads them; ``None`` while they are constants of the graph."""
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """Run the whole step if the graph is for it, else like other trainings."""
+        """Run the whole step if the graph accepts it, else like other trainings."""
         if self._refused or not self._takes(step):
-            if self._attached:  # else backward would add to the last step's gradients gradients
+            if self._attached:  # otherwise backward would add to the last step's gradients
                 self._detach()
             return super().forward_backward(step, first=first, wants_loss=wants_loss)
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
@@ -69,7 +69,7 @@ class WholeStepTraining(Training):
             changed = self._follow(now)
             if changed is not None:
                 self._refuse(changed)
-                return self._go_on_without(step, first, wants_loss)
+                return self._run_without_graph(step, first, wants_loss)
         if not self._attached:
             self._attached = True
             for parameter, gradient in zip(self._parameters, self._gradients):
@@ -81,18 +81,18 @@ class WholeStepTraining(Training):
             with nullcontext() if self._settings else _without_torchs_warnings():
                 loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
         except Exception as error:
-            if not self._may_go_on(error):
+            if not self._may_continue(error):
                 raise
             self._refuse(f"{type(error).__name__}: {_first_line(error)}")
             self._logged.clear()
-            return self._go_on_without(step, first, wants_loss)
+            return self._run_without_graph(step, first, wants_loss)
         if not self._settings:
             self._settings = self._settings_now()
         logged, self._logged[:] = self._logged[:], ()
         for entry in logged:
             recorder.log(*entry)
         if loss.is_cuda:
-            loss = loss.clone()  # the next replay writes over the graph's own memory
+            loss = loss.clone()  # the next replay overwrites the graph's memory
         loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
         self.step_taken = True
         if self.watch is not None:
@@ -121,7 +121,7 @@ class WholeStepTraining(Training):
         return len(step.sizes) == 1 and step.sizes[0] == self._size
 
     def _reason_against(self, step: StepBatches) -> str | None:
-        """Return why steps can't be one graph; ``None`` if they can, as far as is known before compiling."""
+        """Return the reason why steps can't be one graph; ``None`` if they can, as far as known before compiling."""
         loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             return f"torch {torch.__version__} can't trace a backward pass into a graph; 2.13 can"
@@ -155,12 +155,12 @@ class WholeStepTraining(Training):
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
         steps = super()._begin_epoch()
-        if self._whole is not None and (reason := self._hooked()) is not None:  # they may be new
+        if self._whole is not None and (reason := self._hooked()) is not None:  # hooks may be new
             self._refuse(reason)
         return steps
 
-    def _may_go_on(self, error: Exception) -> bool:
-        """Return True if a failed step has changed nothing: it failed while it was compiled, before it ran."""
+    def _may_continue(self, error: Exception) -> bool:
+        """Return True if a failed step has changed nothing: it failed during compilation, before it ran."""
         module = type(error).__module__
         return not self._settings or module.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
@@ -184,7 +184,7 @@ class WholeStepTraining(Training):
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
     def _follow(self, now: list[dict[str, Any]]) -> str | None:
-        """Apply settings that changed since the graph was made; return the reason if the graph can't follow."""
+        """Apply settings that changed since the graph was compiled; return the reason if the graph can't follow."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
             return "parameters were frozen, unfrozen or added, and those that are trained are part of the graph"
@@ -227,9 +227,9 @@ class WholeStepTraining(Training):
             for group, number in zip(groups, numbers):
                 group["lr"] = number
 
-    def _go_on_without(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
-        """Run the step that has begun without the graph; its hooks were already called."""
-        self.loop.total_iteration_idx -= 1  # it begins again
+    def _run_without_graph(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
+        """Run the current step without the graph; its hooks were already called."""
+        self.loop.total_iteration_idx -= 1  # the step begins again
         self.epoch_batches -= 1
         table = vars(self.hooks)
         hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
@@ -248,7 +248,7 @@ class WholeStepTraining(Training):
         # If assigned inside the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
         for gradient in self._gradients:
-            # A CUDA graph writes only to inputs with a fixed address; otherwise torch silently makes none.
+            # A CUDA graph writes only to inputs with a fixed address; otherwise torch silently creates none.
             torch._dynamo.mark_static_address(gradient)
         if follows_rates:
             # As precise as Python floats; a 0-d tensor does not change the parameters' precision.
@@ -256,7 +256,7 @@ class WholeStepTraining(Training):
             self._rates = [
                 torch.full((), float(group["lr"]), dtype=exact, device=device) for group in optimizer.param_groups
             ]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers of torch's warn of the order
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch's schedulers warn about the order
         parameters, gradients = self._parameters, self._gradients
         clipped, norm = list(self.gradients.parameters), loop.gradient_clip_norm
         model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
@@ -277,7 +277,7 @@ class WholeStepTraining(Training):
                 take_step(optimizer)
             return loss.detach(), weight
 
-        # Dynamo counts compilations by code object and refuses the ninth; all fits of a process would share this one.
+        # Dynamo counts compilations per code object and rejects the ninth; all fits of a process would share this one.
         whole_step.__code__ = whole_step.__code__.replace()
         mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
         if self._whole is None:
@@ -287,7 +287,7 @@ class WholeStepTraining(Training):
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Send logs to the recorder; values that the graph logs are among its outputs, and sent after it has run."""
+        """Send logs to the recorder; values that the graph logs are among its outputs, and are sent after the step."""
         # One list for the whole run: an evaluation listens in between, but the graph keeps its list.
         self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log

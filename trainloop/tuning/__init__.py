@@ -1,6 +1,6 @@
 """Search for parameters, and bags of models, under resource quotas that are enforced.
 
-:func:`tune` is the way in. ``trainloop.resources.plan`` shows beforehand what it would run at once.
+:func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand what it would run concurrently.
 """
 
 from __future__ import annotations

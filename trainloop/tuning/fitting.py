@@ -280,7 +280,7 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
     Exception
         The error of the call with a fold, if the other call fails too.
     """
-    # With a fold first: many make_loop functions can't be called without one.
+    # With a fold first: many make_loop functions can't be called without a fold.
     fold = Fold(0, 2, np.array([0]), np.array([1]))
     try:
         made = make_loop(dict(params), fold)

@@ -32,7 +32,7 @@ class Fold:
 
 
 def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
-    """Return targets as classes; None if they are none: floats, several per row, or values that rarely repeat."""
+    """Return targets as classes; None if they are not classes: floats, several per row, or rarely repeated values."""
     if targets is None:
         return None
     if hasattr(targets, "detach"):

@@ -52,7 +52,7 @@ class Child:
         self.served = bool(modules)
         """True if the process was forked from the server."""
         self.no_server: processes.NoServerError | None = None
-        """Reason why it was not, although there are modules to import; empty if it was."""
+        """Reason why it was not forked, although there are modules to import; empty if it was."""
         self.modules = modules
         self._process: BaseProcess | None = None
         self._error: BaseException | None = None
@@ -106,7 +106,7 @@ class Child:
         if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not have made its group yet
+        process.kill()  # it may not have created its group yet
         process.join()
         code = process.exitcode
         process.close()

@@ -202,13 +202,13 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     return ResourceQuota(num_cpus, num_gpus, total.memory)
 
 
-def _supervise(told: dict[str, Any], work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
+def _supervise(fields: dict[str, Any], work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
     """In a Ray task: train the fold in a child process and return its files."""
     folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
     try:
         (folder / "work.pkl").write_bytes(work)
         (folder / "params.pkl").write_bytes(params)
-        job = Job(**{**told, "folder": str(folder), "work": str(folder / "work.pkl")})
+        job = Job(**{**fields, "folder": str(folder), "work": str(folder / "work.pkl")})
         job.params = str(folder / "params.pkl")
         with ExitStack() as undo:
             if cpus := affinity():

@@ -84,7 +84,7 @@ class Running:
 
 
 class View:
-    """Display of trials, folds and resources in use: one line, redrawn; in a log a line for each trial that ends."""
+    """Display of trials, folds and used resources: one line, redrawn; in a log a line for each trial that ends."""
 
     def __init__(self, division: Plan, mode: str, progress: bool) -> None:
         self._plan = division
@@ -117,8 +117,8 @@ class View:
             print(f"tune: {self.line(begun)}", file=sys.stderr, flush=True)
         self._printed = over
 
-    def tell_lost(self, running: Running, fold: int) -> None:
-        """Print one line that says why a fold has no result; the search's result has the whole error."""
+    def print_lost(self, running: Running, fold: int) -> None:
+        """Print one line with the reason why a fold has no result; the search's result has the whole error."""
         if self._progress:
             lines = running.errors[fold].strip().splitlines()
             first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]

@@ -205,7 +205,7 @@ class _Probabilities(ClassifierMixin, _Known):
         return self.predictions.argmax(axis=1)
 
     def predict_proba(self, x: object) -> Rows:
-        # scikit-learn refuses sums that are not 1.
+        # scikit-learn rejects sums that are not 1.
         return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
 
 

@@ -331,7 +331,7 @@ class _Search:
             targets = self._work["data"][1]
         if targets is not None:
             return len(targets), targets
-        # Only the loop knows its data: a child process makes a loop and looks.
+        # Only the loop knows its data: a child process creates a loop and inspects it.
         write(self._store.folder / "work.pkl", {**self._work, "folds": None}, "tune")
         params = self._store.params(0) or self._searcher.propose(0) or {}
         self._store.begin_trial(0, params)
@@ -429,7 +429,7 @@ class _Search:
         return bool(taken)
 
     def _with_a_fold(self) -> Running | None:
-        """Return the first trial that may start another fold; a trial that an earlier run finished has none."""
+        """Return the first trial that may start another fold; a trial finished in an earlier run has no folds left."""
         for running in self.begun:
             if running.waiting and len(running.training) < self._plan.folds_in_parallel:
                 return running
@@ -469,7 +469,7 @@ class _Search:
         result = self._store.result(running.number, fold)
         if result is None:
             running.errors[fold] = ended.error
-            self._view.tell_lost(running, fold)
+            self._view.print_lost(running, fold)
         else:
             running.add(fold, result)
         if running.over:

@@ -2,14 +2,14 @@
 
 ::
 
-    search.json                     identity of the search; a search that is resumed must have the same
-    folds.pkl                       the folds, where there is bagging
-    trial-0003/params.pkl, .json    its parameters, exact and readable
+    search.json                     identity of the search; a resumed search must have the same
+    folds.pkl                       the folds, if bagging is used
+    trial-0003/params.pkl, .json    the trial's parameters, exact and readable
     trial-0003/fold-1/job.json      where and how the child runs
-                      log.txt       what it printed
+                      log.txt       the child's output
                       result.pkl    score, seconds, predictions; written last, so a fold that has it is finished
                       model.pkl     the trained model
-                      error.txt     why there is no result
+                      error.txt     reason why there is no result
 
 Every file is written under a temporary name and then renamed. Pickles are read only if no other user can have written
 them.
@@ -81,7 +81,7 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:
-    """Read a pickle that :func:`write` wrote, only if nobody else can have written it, or if ``trusted``."""
+    """Read a pickle that :func:`write` wrote, only if no other user can have written it, or if ``trusted``."""
     return loads(read_own(path, trusted=trusted))
 
 
@@ -100,14 +100,14 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
     """
     with open(path, "rb") as file:
         if not trusted:
-            # Check the open file, not its name, which may belong to another file by now.
+            # Check the open file, not its name, which may refer to another file by now.
             _check_owner(path, os.fstat(file.fileno()))
             _check_owner(path.parent, os.stat(path.parent))
         return file.read()
 
 
 def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
-    """Check that nobody else can put files into a folder of pickles; raise the errors of :func:`read_own`."""
+    """Check that no other user can put files into a folder of pickles; raise the errors of :func:`read_own`."""
     if not trusted:
         _check_owner(folder, os.stat(folder))
 

@@ -6,7 +6,7 @@
 
     from aitoolbox.torchtrain.train_loop import TrainLoop
 
-``aitoolbox`` and its modules then are the ones of this package: AIToolbox's argument order, keyword names, defaults,
+``aitoolbox`` and its modules are then provided by this package: AIToolbox's argument order, keyword names, defaults,
 history keys, epoch numbers and files, on the loop of :mod:`trainloop`. Remaining differences are listed in the guide
 *From AIToolbox*.
 """
@@ -17,5 +17,5 @@ from trainloop.compat.aitoolbox.modules import install
 
 __all__ = ["install"]
 
-# The import is the whole interface; ranks of ddp import this package with the loop they are sent, and install it too.
+# The import is the whole interface; ranks of ddp import this package with the loop they receive, and install it, too.
 install()

@@ -1,4 +1,4 @@
-"""AIToolbox's base classes of what writes and reads experiments, for a script's own."""
+"""AIToolbox's base classes for a script's own classes that read and write experiments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = [
 
 
 class AbstractLocalModelLoader(ABC):
-    """Reads models from the local disk, as ``custom_local_loader_class`` of a callback, for instance."""
+    """Reads models from the local disk, for example as ``custom_local_loader_class`` of a callback."""
 
     @abstractmethod
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ class AbstractLocalModelSaver(ABC):
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write it; ``(file name, path)``."""
+        """Write the model; return ``(file name, path)``."""
 
 
 class AbstractModelSaver(ABC):
@@ -36,7 +36,7 @@ class AbstractModelSaver(ABC):
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write it; ``(path with the bucket, time stamp, local path)``."""
+        """Write the model; return ``(path with the bucket, time stamp, local path)``."""
 
 
 class AbstractLocalResultsSaver(ABC):
@@ -44,11 +44,11 @@ class AbstractLocalResultsSaver(ABC):
 
     @abstractmethod
     def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
-        """All in one file; ``[path among the results, local path]`` of each."""
+        """Write all results to one file; return ``[path among the results, local path]`` of each."""
 
     @abstractmethod
     def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> Any:
-        """Each in its own file."""
+        """Write each result to a separate file."""
 
 
 class AbstractResultsSaver(ABC):
@@ -56,7 +56,7 @@ class AbstractResultsSaver(ABC):
 
     @abstractmethod
     def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
-        """Write them; ``(path of the main file, with the bucket, time stamp)``."""
+        """Write results; return ``(path of the main file, with the bucket, time stamp)``."""
 
 
 class AbstractExperimentSaver(ABC):
@@ -64,4 +64,4 @@ class AbstractExperimentSaver(ABC):
 
     @abstractmethod
     def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
-        """Write both; the paths."""
+        """Write both; return the paths."""

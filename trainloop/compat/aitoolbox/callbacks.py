@@ -42,7 +42,7 @@ _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
 def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """An experiment's names and folders, from positional arguments and those taken out of ``arguments``."""
+    """Return an experiment's names and folders, from positional arguments and those removed from ``arguments``."""
     names = (*_EXPERIMENT, *_CLOUD)
     if len(given) > len(names):
         raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last positional one: pass it by keyword.")
@@ -55,10 +55,10 @@ def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any,
 
 
 class AbstractExperimentCallback(AbstractCallback):
-    """A callback that writes into an experiment's folder, and maybe into a cloud.
+    """A callback that writes into an experiment's folder, and optionally into a cloud.
 
-    What is left out is taken from a tracking loop, by :meth:`try_infer_experiment_details`. Callbacks made of it take
-    these arguments, from ``project_name`` on, behind their own: ``*experiment`` in their order, or by name.
+    Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take
+    these arguments, from ``project_name`` on, after their own: ``*experiment`` in this order, or by name.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class AbstractExperimentCallback(AbstractCallback):
         self.cloud_dir_prefix = cloud_dir_prefix
 
     def try_infer_experiment_details(self, infer_cloud_details: bool) -> None:
-        """Take what was left out from the loop; the cloud's details only where none of them was given.
+        """Take missing values from the loop; the cloud's details only if none of them was given.
 
         Raises
         ------
         AttributeError
-            If the loop, being no tracking loop, has no such thing.
+            If the loop is not a tracking loop and has no such attribute.
         """
         missing = [name for name in _EXPERIMENT if getattr(self, name) is None]
         if infer_cloud_details and all(getattr(self, name) is None for name in _CLOUD):
@@ -103,9 +103,9 @@ class AbstractExperimentCallback(AbstractCallback):
 
 
 class ListRegisteredCallbacks(AbstractCallback):
-    """Prints which callbacks there are."""
+    """Print the registered callbacks."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self) -> None:
         super().__init__("Print the list of registered callbacks")
@@ -119,9 +119,9 @@ def _falls(metric: str) -> bool:
 
 
 class EarlyStopping(AbstractCallback):
-    """Stops when a metric has not improved for ``patience + 1`` epochs; it should fall if it is a loss or an error."""
+    """Stop when a metric has not improved for ``patience + 1`` epochs; a loss or an error should fall."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0) -> None:
         super().__init__("EarlyStopping", execution_order=99)
@@ -153,9 +153,9 @@ class EarlyStopping(AbstractCallback):
 
 
 class ThresholdEarlyStopping(AbstractCallback):
-    """Stops when a metric has been on the wrong side of a threshold for ``patience + 1`` epochs on end."""
+    """Stop when a metric has been on the wrong side of a threshold for ``patience + 1`` consecutive epochs."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, monitor: str, threshold: float, patience: int = 0) -> None:
         super().__init__("Threshold early stopping", execution_order=99)
@@ -181,9 +181,9 @@ class ThresholdEarlyStopping(AbstractCallback):
 
 
 class TerminateOnNaN(AbstractCallback):
-    """Stops at the end of an epoch whose metric is not finite."""
+    """Stop at the end of an epoch whose metric is not finite."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, monitor: str = "loss") -> None:
         super().__init__("TerminateOnNaN", execution_order=98)
@@ -198,7 +198,7 @@ class TerminateOnNaN(AbstractCallback):
 
 
 class AllPredictionsSame(CoreAllPredictionsSame):
-    """Tells, and if wanted stops, when all predictions on the validation set have one value."""
+    """Report, and optionally stop, when all predictions on the validation set have one value."""
 
     def __init__(self, value: float = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
         super().__init__(value, stop_training, verbose)
@@ -206,7 +206,7 @@ class AllPredictionsSame(CoreAllPredictionsSame):
 
 
 class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
-    """Calls a function with the loop at some of the hooks; at none of them it does nothing."""
+    """Call a function with the loop at some of the hooks; without hooks it does nothing."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
             "after_optimizer_step": after_optimizer_step,
         }
         self._reads_gradients = after_gradient_update or after_optimizer_step
-        if not any(where.values()):  # which the core refuses
+        if not any(where.values()):  # the core rejects this
             base.AbstractCallback.__init__(
                 self, "Execute given function as a callback", execution_order, device_idx_execution
             )
@@ -255,9 +255,9 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
 
 
 class GradientCallbackBase(AbstractCallback):
-    """A callback that looks at gradients."""
+    """A callback that inspects gradients."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, callback_name: str, execution_order: int = 0, device_idx_execution: int | None = None) -> None:
         super().__init__(callback_name, execution_order, device_idx_execution)
@@ -267,7 +267,7 @@ class GradientCallbackBase(AbstractCallback):
 
 
 class _Clip(GradientCallbackBase):
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj
@@ -277,12 +277,12 @@ class _Clip(GradientCallbackBase):
             self.clip(loop.model.parameters())
 
     def clip(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clip these."""
+        """Clip the gradients of these parameters."""
         raise NotImplementedError
 
 
 class GradValueClip(_Clip):
-    """Clips each gradient's values."""
+    """Clip each gradient's values."""
 
     def __init__(self, max_grad_value: float) -> None:
         super().__init__("Gradient value clipping")
@@ -293,7 +293,7 @@ class GradValueClip(_Clip):
 
 
 class GradNormClip(_Clip):
-    """Clips the norm of all gradients; further arguments go to ``clip_grad_norm_``."""
+    """Clip the norm of all gradients; further arguments go to ``clip_grad_norm_``."""
 
     def __init__(self, max_grad_norm: float, **kwargs: Any) -> None:
         super().__init__("Gradient norm clipping")
@@ -305,9 +305,9 @@ class GradNormClip(_Clip):
 
 
 class GradientStatsPrint(AbstractCallback):
-    """Prints mean, deviation and share of zeros of layers' weight gradients after each epoch, or each backward too."""
+    """Print mean, deviation and fraction of zeros of layers' weight gradients after each epoch, or each backward."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
@@ -328,7 +328,7 @@ class GradientStatsPrint(AbstractCallback):
         self.gradients_report()
 
     def gradients_report(self) -> None:
-        """Print it for the gradients there are now."""
+        """Print the report for the current gradients."""
         print("---> Model layers gradients stats")
         for i, layer in enumerate(self.model_layers_extract_def(self.train_loop_obj.model)):
             gradient = layer.weight.grad
@@ -340,7 +340,7 @@ class GradientStatsPrint(AbstractCallback):
 
 
 class DistributedSamplerSetEpoch(AbstractCallback):
-    """Calls ``set_epoch`` of samplers before each epoch; those of the loop's loaders need no callback."""
+    """Call ``set_epoch`` of samplers before each epoch; those of the loop's loaders need no callback."""
 
     def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
         super().__init__("Distributed sampler set epoch", execution_order=-100)

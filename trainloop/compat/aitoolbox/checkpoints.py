@@ -31,14 +31,14 @@ __all__ = ["ModelCheckpoint", "ModelIterationCheckpoint", "ModelLoadContinueTrai
 
 
 def _model_of(loop: Any) -> Any:
-    """The model as AIToolbox has it: of a ModelWrap the module."""
+    """Return the model in AIToolbox's form: of a ModelWrap the module."""
     return loop.model.model if isinstance(loop.model, ModelWrap) else loop.model
 
 
 class _Saves(AbstractCallback):
-    """Base of callbacks that save: where an experiment is, and the files of its hyperparameters."""
+    """Base of callbacks that save: the experiment's location, and the files of its hyperparameters."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Saves(AbstractCallback):
         stamp = self.train_loop_obj.experiment_timestamp
         names = self.project_name, self.experiment_name, stamp
         reporter = HyperParamSourceReporter(*names, self.local_model_result_folder_path)
-        if os.path.isfile(reporter.local_hyperparams_file_path):  # by another callback of the experiment
+        if os.path.isfile(reporter.local_hyperparams_file_path):  # written by another callback of the experiment
             return
         written = [
             reporter.save_hyperparams_to_text_file(self.hyperparams),
@@ -103,13 +103,13 @@ class _Saves(AbstractCallback):
 
 
 class ModelCheckpoint(_Saves):
-    """Saves the model after each epoch, as ``checkpoint_model/model_<experiment>_<time stamp>_E<epoch>.pth``.
+    """Save the model after each epoch, as ``checkpoint_model/model_<experiment>_<time stamp>_E<epoch>.pth``.
 
-    With ``rm_subopt_local_models`` only the ``num_best_checkpoints_kept`` best stay on the local disk, by ``loss`` or
-    by the metric it names.
+    With ``rm_subopt_local_models`` only the ``num_best_checkpoints_kept`` best remain on the local disk, by ``loss`` or
+    by the given metric.
     """
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class ModelCheckpoint(_Saves):
         metric = "loss" if rm_subopt_local_models is True else str(rm_subopt_local_models)
         self.subopt_model_remover = LocalSubOptimalModelRemover(metric, num_best_checkpoints_kept)
         self.model_checkpointer: Any = None
-        """Writes the files; made where the callback is registered."""
+        """Writes the files; created at registration."""
 
     def on_train_loop_registration(self) -> None:
         self.model_checkpointer = self._saver()
         self._check_registered()
 
     def _saver(self) -> PyTorchLocalModelSaver | PyTorchS3ModelSaver:
-        if bucket_of(*self._cloud) is None:  # a missing s3fs is an error before training
+        if bucket_of(*self._cloud) is None:  # a missing s3fs raises an error before training
             return PyTorchLocalModelSaver(self.local_model_result_folder_path, checkpoint_model=True)
         google = self.cloud_save_mode in gcs_available_options
         saver = PyTorchGoogleStorageModelSaver if google else PyTorchS3ModelSaver
@@ -164,7 +164,7 @@ class ModelCheckpoint(_Saves):
 
 
 class ModelIterationCheckpoint(ModelCheckpoint):
-    """Saves the model every ``save_frequency`` batches too, with ``_ITER<total_iteration_idx>`` in the file's name."""
+    """Save the model also every ``save_frequency`` batches, with ``_ITER<total_iteration_idx>`` in the file's name."""
 
     def __init__(self, save_frequency: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -179,9 +179,9 @@ class ModelIterationCheckpoint(ModelCheckpoint):
 
 
 class ModelTrainEndSave(_Saves):
-    """Evaluates result packages at the end of training, and saves the model, their results and the history."""
+    """Evaluate result packages at the end of training, and save the model, their results and the history."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class ModelTrainEndSave(_Saves):
         self.test_result_package = test_result_package
         self.result_package: Any = None
         self.results_saver: Any = None
-        """Writes the files; made where the callback is registered."""
+        """Writes the files; created at registration."""
 
     def on_train_loop_registration(self) -> None:
         names = self.project_name, self.experiment_name, self.train_loop_obj.experiment_timestamp
@@ -224,7 +224,7 @@ class ModelTrainEndSave(_Saves):
         for package in (package for package in packages if package is not None):
             package.set_experiment_dir_path_for_additional_results(*names, self.local_model_result_folder_path)
         self.results_saver = experiment_saver(
-            self.cloud_save_mode,  # a missing s3fs is an error before training
+            self.cloud_save_mode,  # a missing s3fs raises an error before training
             self.project_name,
             self.experiment_name,
             self.bucket_name,
@@ -262,7 +262,7 @@ class ModelTrainEndSave(_Saves):
 class ModelLoadContinueTraining(AbstractExperimentCallback):
     """Load model, optimizer and schedulers of an earlier experiment, and resume with the epoch after it."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
             self.model_loader.init_amp(loop.amp_scaler)
 
     def init_model_loader(self) -> None:
-        """Make the loader."""
+        """Create the loader."""
         folder = str(self.local_model_result_folder_path)
         local = self.custom_local_loader_class or PyTorchLocalModelLoader
         if bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix) is None:

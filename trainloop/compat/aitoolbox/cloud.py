@@ -45,7 +45,7 @@ __all__ = [
 s3_available_options = ["s3", "aws_s3", "aws"]
 gcs_available_options = ["gcs", "google_storage", "google storage"]
 
-# fsspec's names of the stores, by AIToolbox's.
+# fsspec's names of the stores, by AIToolbox's names.
 PROTOCOLS = {**dict.fromkeys(s3_available_options, "s3"), **dict.fromkeys(gcs_available_options, "gcs")}
 
 
@@ -58,11 +58,11 @@ class Bucket:
         self.protocol = PROTOCOLS[cloud_save_mode]
 
     def url(self, cloud_file_path: str) -> str:
-        """fsspec's URL of a path in the bucket."""
+        """Return fsspec's URL of a path in the bucket."""
         return f"{self.protocol}://{self.bucket_name}/{cloud_file_path.lstrip('/')}"
 
     def check(self) -> None:
-        """An error where the store's file system is not installed."""
+        """Raise an error if the store's file system is not installed."""
         split_file(self.url("x/y"))
 
     def save_file(self, local_file_path: str, cloud_file_path: str) -> None:
@@ -72,7 +72,7 @@ class Bucket:
             folder.write(name, lambda file: shutil.copyfileobj(source, file))
 
     def load_file(self, cloud_file_path: str, local_file_path: str) -> None:
-        """Download a file that is not here yet."""
+        """Download a file unless it exists locally."""
         if os.path.isfile(local_file_path):
             print(f"{local_file_path} already exists, and is not downloaded")
             return
@@ -82,7 +82,7 @@ class Bucket:
             here.write(own_name, lambda file: shutil.copyfileobj(source, file))
 
     def experiment_path(self, project: str, experiment: str, timestamp: str, *parts: str) -> str:
-        """A path of an experiment in the bucket."""
+        """Return a path of an experiment in the bucket."""
         return os.path.join(self.cloud_dir_prefix, project, f"{experiment}_{timestamp}", *parts)
 
     def save_among_results(self, loop: Any, callback: Any, files: Any) -> None:
@@ -93,7 +93,7 @@ class Bucket:
 
 
 def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_prefix: str | None) -> Bucket | None:
-    """The bucket to save to; ``None`` where files stay on the local disk, as for every other word.
+    """Return the bucket to save to; ``None`` for the local disk, which any other text selects.
 
     Raises
     ------
@@ -123,23 +123,23 @@ class _Saver(Bucket):
 
 
 class BaseResultsSaver(_Saver):
-    """Uploads into ``results/`` of an experiment."""
+    """Upload files into ``results/`` of an experiment."""
 
     def create_experiment_cloud_storage_folder_structure(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
     ) -> str:
-        """The folder's path in the bucket."""
+        """Return the folder's path in the bucket."""
         return self.experiment_path(project_name, experiment_name, experiment_timestamp, "results")
 
 
 class BaseResultsGoogleStorageSaver(BaseResultsSaver):
-    """The same in Google Cloud Storage."""
+    """Like the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
 
 class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
-    """Writes results on the local disk, and uploads them."""
+    """Write results to the local disk, and upload them."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
         separate_files: bool = False,
         protect_existing_folder: bool = True,
     ) -> tuple[str, str]:
-        """``(path of the main file, with the bucket, time stamp)``."""
+        """Return ``(path of the main file, with the bucket, time stamp)``."""
         stamp = experiment_timestamp or new_timestamp()
         where, local = (project_name, experiment_name, stamp), self.local_results_saver
         save = local.save_experiment_results_separate_files if separate_files else local.save_experiment_results
@@ -173,13 +173,13 @@ class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
 
 
 class GoogleStorageResultsSaver(S3ResultsSaver):
-    """The same in Google Cloud Storage."""
+    """Like the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
 
 class BaseModelSaver(_Saver):
-    """Uploads into ``model/`` or ``checkpoint_model/`` of an experiment."""
+    """Upload files into ``model/`` or ``checkpoint_model/`` of an experiment."""
 
     def __init__(
         self, bucket_name: str = "model-result", cloud_dir_prefix: str = "", checkpoint_model: bool = False
@@ -190,13 +190,13 @@ class BaseModelSaver(_Saver):
     def create_experiment_cloud_storage_folder_structure(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
     ) -> str:
-        """The folder's path in the bucket."""
+        """Return the folder's path in the bucket."""
         name = "checkpoint_model" if self.checkpoint_model else "model"
         return self.experiment_path(project_name, experiment_name, experiment_timestamp, name)
 
 
 class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
-    """Writes a model on the local disk, and uploads it."""
+    """Write a model to the local disk, and upload it."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
         iteration_idx: int | None = None,
         protect_existing_folder: bool = True,
     ) -> tuple[Any, ...]:
-        """``(path with the bucket, time stamp, local path)``."""
+        """Return ``(path with the bucket, time stamp, local path)``."""
         stamp = experiment_timestamp or new_timestamp()
         where = project_name, experiment_name, stamp
         name, path = self.pytorch_local_saver.save_model(model, *where, epoch, iteration_idx)
@@ -228,13 +228,13 @@ class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
 
 
 class PyTorchGoogleStorageModelSaver(PyTorchS3ModelSaver):
-    """The same in Google Cloud Storage."""
+    """Like the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
 
 class PyTorchS3ModelLoader(PyTorchLocalModelLoader):
-    """Downloads a model, where it is not on the local disk already, and reads it."""
+    """Download a model unless it is already on the local disk, and read it."""
 
     mode = "s3"
 
@@ -267,13 +267,13 @@ class PyTorchS3ModelLoader(PyTorchLocalModelLoader):
 
 
 class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
-    """The same in Google Cloud Storage."""
+    """Like the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
 
 class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
-    """Writes a model and its results on the local disk, and uploads them."""
+    """Write a model and its results to the local disk, and upload them."""
 
     mode = "s3"
 
@@ -302,7 +302,7 @@ class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
         separate_files: bool = False,
         protect_existing_folder: bool = True,
     ) -> tuple[str, str]:
-        """``(path of the model, path of the results)`` in the cloud."""
+        """Return ``(path of the model, path of the results)`` in the cloud."""
         where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
         model_path, _, _ = self.model_saver.save_model(model, *where)
         results_path, _ = self.results_saver.save_experiment_results(
@@ -312,7 +312,7 @@ class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
 
 
 class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):
-    """The same in Google Cloud Storage."""
+    """Like the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
@@ -320,7 +320,7 @@ class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):
 def experiment_saver(
     cloud_save_mode: str | None, project: str, experiment: str, bucket: str | None, prefix: str | None, folder: str
 ) -> Any:
-    """The saver for a model and its results."""
+    """Return the saver for a model and its results."""
     if bucket_of(cloud_save_mode, bucket, prefix) is None:
         return FullPyTorchExperimentLocalSaver(project, experiment, folder)
     google = cloud_save_mode in gcs_available_options
@@ -332,9 +332,9 @@ def experiment_saver(
 
 
 class LogUpload(AbstractExperimentCallback):
-    """Uploads a log file after each epoch."""
+    """Upload a log file after each epoch."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -371,7 +371,7 @@ class LogUpload(AbstractExperimentCallback):
         self.upload_log_file()
 
     def upload_log_file(self) -> None:
-        """Upload it as it is now."""
+        """Upload the file in its current state."""
         if self.bucket is not None:
             names = str(self.project_name), str(self.experiment_name), self.train_loop_obj.experiment_timestamp
             name = os.path.basename(self.log_file_path)
@@ -379,9 +379,9 @@ class LogUpload(AbstractExperimentCallback):
 
 
 class EmailNotification(AbstractCallback):
-    """Mails the last results after each epoch and at the end of training, by Amazon's SES."""
+    """Mail the last results after each epoch and at the end of training, by Amazon's SES."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class EmailNotification(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         try:
-            import boto3  # noqa: F401  # a missing one is an error before training
+            import boto3  # noqa: F401  # a missing package raises an error before training
         except ImportError as error:
             raise ConfigurationError("EmailNotification needs boto3: pip install boto3.") from error
         for name in ("project_name", "experiment_name"):
@@ -419,12 +419,12 @@ class EmailNotification(AbstractCallback):
         self._send("End of training", f"{heading}{self.get_metric_list_html()}{hyperparams}")
 
     def get_metric_list_html(self) -> str:
-        """The last result of each metric."""
+        """Return the last result of each metric as HTML."""
         history = self.train_loop_obj.train_history
         return _html_list({name: results[-1] for name, results in history.items() if results})
 
     def get_hyperparams_html(self) -> str:
-        """A tracking loop's hyperparameters as HTML."""
+        """Return a tracking loop's hyperparameters as HTML."""
         hyperparams = getattr(self.train_loop_obj, "hyperparams", None)
         return "Not given" if hyperparams is None else _html_list(hyperparams)
 

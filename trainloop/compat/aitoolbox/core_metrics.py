@@ -27,12 +27,12 @@ __all__ = [
 
 
 def as_array(rows: Any) -> Any:
-    """Targets or predictions as a numpy array of their own."""
+    """Return targets or predictions as a new numpy array."""
     return np.array(rows.detach().cpu().numpy() if isinstance(rows, Tensor) else rows)
 
 
 class AbstractBaseMetric(ABC):
-    """A metric of targets and predictions, computed when it is made; ``+`` joins metrics to a dict of results."""
+    """A metric of targets and predictions, computed at construction; ``+`` joins metrics to a dict of results."""
 
     def __init__(self, y_true: Any, y_predicted: Any, metric_name: str, np_array: bool = True) -> None:
         self.y_true = as_array(y_true) if np_array else y_true
@@ -43,14 +43,14 @@ class AbstractBaseMetric(ABC):
 
     @abstractmethod
     def calculate_metric(self) -> Any:
-        """The result: a number, a list or a dict."""
+        """Return the result: a number, a list or a dict."""
 
     def get_metric(self) -> Any:
-        """The result."""
+        """Return the result."""
         return self.metric_result
 
     def get_metric_dict(self) -> dict[str, Any]:
-        """The result by its name."""
+        """Return the result by its name."""
         return {self.metric_name: self.metric_result}
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class AbstractBaseMetric(ABC):
     __radd__ = __add__
 
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
-        """Both results by their names."""
+        """Return both results by their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
             raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts can.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
@@ -106,7 +106,7 @@ def _number_of(value: Any) -> Any:
 
 
 class AccuracyMetric(AbstractBaseMetric):
-    """``Accuracy``; rows of scores count as the class of the highest, single scores as above a threshold or not."""
+    """``Accuracy``; rows of scores count as the class with the highest, single scores are compared with a threshold."""
 
     def __init__(self, y_true: Any, y_predicted: Any, positive_class_thresh: float | None = 0.5) -> None:
         self.positive_class_thresh = positive_class_thresh

@@ -9,7 +9,7 @@ from trainloop.callbacks.base import AbstractCallback, overrides
 
 __all__ = ["CallbacksHandler"]
 
-# execute_x() by the hook it calls, as AIToolbox lists them.
+# execute_x() and the hook that it calls, in AIToolbox's order.
 _HOOKS = {
     "epoch_begin": "on_epoch_begin",
     "epoch_end": "on_epoch_end",
@@ -25,9 +25,9 @@ _HOOKS = {
 
 
 class CallbacksHandler:
-    """Registers callbacks before ``fit``, where they run before those that are passed to ``fit``.
+    """Register callbacks before ``fit``, where they run before those that are passed to ``fit``.
 
-    ``execute_train_begin()``, ``execute_epoch_end()`` and so on call the callbacks' hooks from outside of a training.
+    ``execute_train_begin()``, ``execute_epoch_end()`` and so on call the callbacks' hooks outside of a training.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ class CallbacksHandler:
             self.print_registered_callback_names()
 
     def all_for_fit(self, callbacks: Iterable[AbstractCallback] | None) -> list[Any]:
-        """Every callback of the coming ``fit``, each once."""
+        """Return every callback of the next ``fit``, each once."""
         cached, self.callbacks_cache = self.callbacks_cache, []
         found = {id(callback): callback for callback in [*self.registered, *cached, *(callbacks or ())]}
         return list(found.values())
 
     @property
     def registered(self) -> list[AbstractCallback]:
-        """The loop's callbacks, without those that make it AIToolbox's."""
+        """The loop's callbacks, without those that implement AIToolbox's behaviour."""
         own = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
         return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in own]
 
@@ -78,7 +78,7 @@ class CallbacksHandler:
         return [getattr(self, f"cbs_{hook}") for hook in _HOOKS.values()]
 
     def print_registered_callback_names(self) -> None:
-        """Print which callback runs where."""
+        """Print the callbacks of each hook."""
         print(self)
 
     def __getattr__(self, name: str) -> Any:

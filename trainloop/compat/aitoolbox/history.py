@@ -1,4 +1,4 @@
-"""AIToolbox's training history: a dict of lists that takes numbers, dicts, lists and texts."""
+"""AIToolbox's training history: a dict of lists that accepts numbers, dicts, lists and texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["TrainingHistory"]
 
 
 class TrainingHistory:
-    """Results by metric, one for each time they were inserted.
+    """Results by metric, one per insertion.
 
     Parameters
     ----------
     has_validation : bool
-        Begin with an empty ``val_loss`` beside ``loss`` and ``accumulated_loss``.
+        Begin with an empty ``val_loss`` in addition to ``loss`` and ``accumulated_loss``.
     strict_content_check : bool
-        Make problems errors instead of printing them.
+        Raise errors for problems instead of printing them.
     """
 
     def __init__(self, has_validation: bool = True, strict_content_check: bool = False) -> None:
@@ -33,11 +33,11 @@ class TrainingHistory:
         self.train_history.setdefault(metric_name, []).append(metric_result)
 
     def get_train_history(self) -> dict[str, list[Any]]:
-        """The dict itself."""
+        """Return the dict itself."""
         return self.train_history
 
     def get_train_history_dict(self, flatten_dict: bool = False) -> dict[str, list[Any]]:
-        """The dict; with ``flatten_dict`` nested results as metrics of their own, ``outer_inner``."""
+        """Return the dict; with ``flatten_dict`` nested results are separate metrics, ``outer_inner``."""
         if self.train_history == self.empty_train_history:
             self.warn_about_result_data_problem("Train History dict is empty")
         if not flatten_dict:
@@ -53,12 +53,12 @@ class TrainingHistory:
         return flat
 
     def wrap_pre_prepared_history(self, history: dict[str, list[Any]]) -> TrainingHistory:
-        """Take this dict."""
+        """Use this dict."""
         self.train_history = history
         return self
 
     def qa_check_history_records(self) -> None:
-        """Complain of metrics with another number of results than the first."""
+        """Report metrics whose number of results differs from the first one's."""
         lengths = {name: len(results) for name, results in self.train_history.items()}
         first = next(iter(lengths.values()))
         for name, length in lengths.items():
@@ -66,7 +66,7 @@ class TrainingHistory:
                 self.warn_about_result_data_problem(f"Train history records not of the same size: {name} has {length}")
 
     def warn_about_result_data_problem(self, msg: str) -> None:
-        """Print, or raise where the check is strict."""
+        """Print the message; raise it if the check is strict."""
         if self.strict_content_check:
             raise ConfigurationError(msg)
         print(msg)
@@ -87,15 +87,15 @@ class TrainingHistory:
         return len(self.train_history)
 
     def get(self, metric_name: str, default: Any = None) -> Any:
-        """A metric's results, where it has some."""
+        """Return a metric's results, if any."""
         return self.train_history.get(metric_name, default)
 
     def keys(self) -> KeysView[str]:
-        """Names of metrics."""
+        """Return the names of metrics."""
         return self.train_history.keys()
 
     def items(self) -> ItemsView[str, list[Any]]:
-        """Names and results."""
+        """Return names and results."""
         return self.train_history.items()
 
     def __add__(self, other: Mapping[str, Any]) -> TrainingHistory:
@@ -108,7 +108,7 @@ class TrainingHistory:
         return self
 
     def add_history_dict(self, other: Mapping[str, Any]) -> None:
-        """Append each of a dict's results."""
+        """Append each result of a dict."""
         if not isinstance(other, dict):
             raise TypeError(f"only a dict of results can be added to a history, not a {type(other).__name__}.")
         for name, result in other.items():

@@ -1,4 +1,4 @@
-"""Inputs that AIToolbox accepts: loaders that are lists of anything, optimizers of a script's own kind."""
+"""Inputs that AIToolbox accepts: lists of anything as loaders, and a script's own kinds of optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Batches", "OwnOptimizer", "as_loader", "as_optimizer"]
 
 
 class Batches:
-    """A list as a loader, whatever its items are: ``get_loss`` knows what a batch is.
+    """A list as a loader, with any items: only ``get_loss`` uses the batches.
 
     Parameters
     ----------
@@ -35,23 +35,23 @@ class Batches:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, such as one that holds another and its rate.
+    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. one that wraps another and its rate.
 
-    It does nothing itself, and has every attribute of the object. Its groups and its state are the object's own, or
-    those of the one torch optimizer that the object holds.
+    It has every attribute of the object and calls it. Its groups and its state are the object's own, or
+    those of the only torch optimizer that the object holds.
 
     Parameters
     ----------
     inner : object
     parameters : iterable of Tensor
-        What it steps, where neither says so.
+        Parameters that it steps, if neither has groups.
     """
 
     def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__([{"params": list(parameters)}], {})
         self.inner = inner
 
-    @property  # looked up each time: loading a state makes new ones
+    @property  # looked up each time: loading a state creates new ones
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameters, with their learning rates."""
         return self._of_inner("param_groups")
@@ -76,19 +76,19 @@ class OwnOptimizer(torch.optim.Optimizer):
         return found if isinstance(found, (dict, list)) else self.__dict__.get(name)
 
     def step(self, closure: Any = None) -> Any:
-        """The object's step."""
+        """Call the object's ``step``."""
         return self.inner.step() if closure is None else self.inner.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The object's ``zero_grad``."""
+        """Call the object's ``zero_grad``."""
         self.inner.zero_grad()
 
     def state_dict(self) -> Any:
-        """The object's state; none where it has none."""
+        """Return the object's state; empty if it has none."""
         return self.inner.state_dict() if hasattr(self.inner, "state_dict") else {}
 
     def check_state(self) -> None:
-        """Refuse to be saved where the object has no state; it is an ``AttributeError``, as in AIToolbox."""
+        """Raise an ``AttributeError``, as in AIToolbox, if the object has no state to save."""
         if not hasattr(self.inner, "state_dict"):
             raise AttributeError(
                 f"the optimizer, a {type(self.inner).__name__}, has no state_dict(). Write one, so that checkpoints "
@@ -96,7 +96,7 @@ class OwnOptimizer(torch.optim.Optimizer):
             )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load what :meth:`state_dict` gave."""
+        """Load the result of :meth:`state_dict`."""
         if hasattr(self.inner, "load_state_dict"):
             self.inner.load_state_dict(state_dict)
 
@@ -114,12 +114,12 @@ class OwnOptimizer(torch.optim.Optimizer):
 
 
 def as_loader(loader: Any) -> Any:
-    """A list or tuple of batches as a loader; anything else as it is."""
+    """Return a list or tuple of batches as a loader; any other object unchanged."""
     return Batches(loader) if isinstance(loader, (list, tuple)) else loader
 
 
 def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
-    """An object that can step and drop gradients as a torch optimizer; anything else as it is, to be checked."""
+    """Return an object that can step and clear gradients as a torch optimizer; any other object unchanged."""
     if isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer, type)):
         return optimizer
     if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):

@@ -1,4 +1,4 @@
-"""AIToolbox's ``TrainLoop``: its arguments, history, epoch numbers, evaluations and attributes, on the loop of here."""
+"""AIToolbox's ``TrainLoop``: its arguments, history, epoch numbers, evaluations and attributes, on the core's loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainloop.train_loop.kinds import Amp, GpuMode
 
 __all__ = ["TrainLoop"]
 
-_FIRST, _LAST = -(10**9), 10**9  # before and after every callback of a script
+_FIRST, _LAST = -(10**9), 10**9  # before and after all callbacks of a script
 
 
 class TrainLoop(core.TrainLoop):
@@ -36,20 +36,20 @@ class TrainLoop(core.TrainLoop):
     Parameters
     ----------
     model, train_loader, validation_loader, test_loader, optimizer, criterion
-        As in :class:`trainloop.TrainLoop`; the model may be in a ``TTDataParallel`` already.
+        As in :class:`trainloop.TrainLoop`; the model may already be in a ``TTDataParallel``.
     collate_batch_pred_fn, pred_transform_fn : callable
     end_auto_eval : bool or int
         Evaluate the losses of the training and the validation set after each epoch (``train_history['loss']``,
         ``['val_loss']``) and of the test set at the end (``['train_end_test_loss']``); never; or after every n-th
         epoch, beginning with the first.
     lazy_experiment_save : bool
-        Make an experiment's folder when there is something to write.
+        Create an experiment's folder only once there is something to write.
     print_callbacks : bool
         List the callbacks when training begins.
     gpu_mode, cuda_device_idx, use_amp
         As in :class:`trainloop.TrainLoop`.
     **options
-        Others of :class:`trainloop.TrainLoop`, such as ``accelerator``, ``devices`` and ``seed``.
+        Other arguments of :class:`trainloop.TrainLoop`, such as ``accelerator``, ``devices`` and ``seed``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TrainLoop(core.TrainLoop):
     ) -> None:
         if isinstance(model, nn.DataParallel):  # a script may wrap it itself
             model, gpu_mode = model.module, "dp" if gpu_mode == "single" else gpu_mode
-        # The defaults do what the core's own do for tensors; those also join arrays, lists and nested values.
+        # The defaults do the same as the core's for tensors; those also join arrays, lists and nested values.
         if collate_batch_pred_fn is not append_predictions:
             options["collate_batch_pred_fn"] = collate_batch_pred_fn
         if pred_transform_fn is not torch_cat_transf:
@@ -84,7 +84,7 @@ class TrainLoop(core.TrainLoop):
             as_loader(test_loader),
             as_optimizer(optimizer, model.parameters() if isinstance(model, nn.Module) else ()),
             criterion,
-            end_auto_eval=False,  # done by _Bookkeeping, in AIToolbox's order and under its names
+            end_auto_eval=False,  # done by _Bookkeeping, in AIToolbox's order and with its names
             gpu_mode=gpu_mode,
             cuda_device_idx=cuda_device_idx,
             use_amp=use_amp,
@@ -120,13 +120,13 @@ class TrainLoop(core.TrainLoop):
     ) -> Any:
         """Train up to the epoch ``num_epochs``; after an earlier ``fit``, from its last epoch on, as AIToolbox counts.
 
-        Returns the model, of a ``ModelWrap`` the module in it, in every mode.
+        Returns the model, or the module in a ``ModelWrap``, in every mode.
         """
         if kwargs.get("on_gpu") is False and kwargs.get("num_gpus"):
-            ranks = kwargs.pop("num_gpus")  # on the CPU; the other modes take no notice
+            ranks = kwargs.pop("num_gpus")  # on the CPU; the other modes ignore it
             if self.gpu_mode == "ddp":
                 self.options = replace(self.options, devices=ranks)
-        if kwargs.get("init_method") == "env://":  # torch's word for MASTER_ADDR and MASTER_PORT, the default here
+        if kwargs.get("init_method") == "env://":  # torch's name for MASTER_ADDR and MASTER_PORT, the default here
             kwargs["init_method"] = None
         if kwargs.get("on_gpu") is False and kwargs.get("backend") == "nccl":
             kwargs["backend"] = None
@@ -136,24 +136,24 @@ class TrainLoop(core.TrainLoop):
         return model.model if isinstance(model, ModelWrap) else model
 
     def register_callback(self, callback: AbstractCallback) -> None:
-        """Once, and not in every ``fit``: a callback may load a checkpoint there."""
+        """Register once, not in every ``fit``: a callback may load a checkpoint then."""
         if getattr(callback, "train_loop_obj", None) is not self:
             super().register_callback(callback)
 
     def place_criterion(self) -> None:
-        """Move a criterion that is no module, but can be moved, as the core moves modules."""
+        """Move a criterion that is not a module, but can be moved, in the same way as the core moves modules."""
         if not isinstance(self.criterion, nn.Module) and callable(getattr(self.criterion, "to", None)):
             self.criterion = self.criterion.to(self.device)
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        """Callbacks that make the loop AIToolbox's; they run first and last."""
+        """Callbacks that implement AIToolbox's behaviour; they run first and last."""
         return [self._book, self._end_of_batch]
 
     # -- what callbacks read -------------------------------------------------------------------------------------------
 
     @property
     def train_history(self) -> TrainingHistory:
-        """Results by AIToolbox's names; ``history`` has the core's."""
+        """Results by AIToolbox's names; ``history`` has the core's names."""
         return self._book.train_history
 
     @train_history.setter
@@ -162,7 +162,7 @@ class TrainLoop(core.TrainLoop):
 
     @property
     def iteration(self) -> int:
-        """The batch's index in its epoch."""
+        """Index of the batch in its epoch."""
         return max(self.total_iteration_idx - self._book.epoch_start, 0)
 
     @iteration.setter
@@ -171,7 +171,7 @@ class TrainLoop(core.TrainLoop):
 
     @property
     def loss_batch_accum(self) -> list[Any]:
-        """The epoch's losses so far, one a batch, on the device."""
+        """The epoch's losses so far, one per batch, on the device."""
         return self._book.losses
 
     @property
@@ -205,26 +205,26 @@ class TrainLoop(core.TrainLoop):
         return self.iteration == batches - 1
 
     def get_schedulers(self) -> list[AbstractScheduler]:
-        """Callbacks that are learning rate schedulers."""
+        """Return the callbacks that are learning rate schedulers."""
         return [callback for callback in self.callbacks if isinstance(callback, AbstractScheduler)]
 
     def get_num_training_steps(self) -> int:
-        """Optimizer steps of the whole training."""
+        """Return the number of optimizer steps of the whole training."""
         if self.num_iterations:
             return self.num_iterations // self.grad_accumulation
         return len(self.train_loader) // self.grad_accumulation * (self._book.num_epochs or self.num_epochs)
 
     def insert_metric_result_into_history(self, metric_name: str, metric_result: Any) -> None:
-        """Append a number, or anything else, to a metric's results."""
+        """Append a number, or any other value, to a metric's results."""
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
-        # Callbacks of trainloop itself read `history`, which has numbers only, and a `loss` of its own.
+        # trainloop's own callbacks read `history`, which contains only numbers, and has its own `loss`.
         if metric_name not in ("loss", "accumulated_loss") and not isinstance(metric_result, (Mapping, str, Sequence)):
             value = torch.as_tensor(metric_result)
             if value.numel() == 1:
                 super().insert_metric_result_into_history(metric_name, float(value))
 
     def parse_loss(self, loss_record: list[Any]) -> Any:
-        """Mean over batches, of each loss where they are several."""
+        """Return the mean over batches, per loss if there are several."""
         if isinstance(loss_record[0], Mapping):
             names = sorted(loss_record[0])
             return MultiLoss({n: torch.stack([loss[n] for loss in loss_record]).double().mean() for n in names})
@@ -232,28 +232,28 @@ class TrainLoop(core.TrainLoop):
 
     @staticmethod
     def convert_loss_to_float_dict_format(loss: Any) -> Any:
-        """A float; a dict of them for several losses."""
+        """Return a float; a dict of floats for several losses."""
         loss = loss.item()
         return loss.get_loss_dict() if isinstance(loss, MultiLoss) else loss
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate_loss_on_train_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """Mean loss, as a tensor or :class:`MultiLoss`; computed once between two training steps, unless forced."""
+        """Return the mean loss, a tensor or :class:`MultiLoss`; cached until the next training step, unless forced."""
         return self._loss_of("train", super().evaluate_loss_on_train_set, force_prediction, float_dict_format)
 
     def evaluate_loss_on_validation_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """As :meth:`evaluate_loss_on_train_set`."""
+        """Like :meth:`evaluate_loss_on_train_set`."""
         return self._loss_of("val", super().evaluate_loss_on_validation_set, force_prediction, float_dict_format)
 
     def evaluate_loss_on_test_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """As :meth:`evaluate_loss_on_train_set`."""
+        """Like :meth:`evaluate_loss_on_train_set`."""
         return self._loss_of("test", super().evaluate_loss_on_test_set, force_prediction, float_dict_format)
 
     def evaluate_model_loss(
         self, data_loader: Any, move_to_cpu: bool = False, dataset_info: dict[str, Any] | None = None
     ) -> Any:
-        """Mean loss over any loader, as a tensor or :class:`MultiLoss`, on the CPU."""
+        """Return the mean loss over any loader, as a tensor or :class:`MultiLoss`, on the CPU."""
         self.place_criterion()
         return _as_loss(super().evaluate_model_loss(as_loader(data_loader)))
 
@@ -263,15 +263,15 @@ class TrainLoop(core.TrainLoop):
         return self.convert_loss_to_float_dict_format(loss) if as_floats else loss
 
     def predict_on_train_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """``(y_pred, y_true, metadata)``; computed once between two training steps, unless forced."""
+        """Return ``(y_pred, y_true, metadata)``; computed once between two training steps, unless forced."""
         return self._predictions_of("train", "train", self.train_loader, force_prediction, execute_callbacks)
 
     def predict_on_validation_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """As :meth:`predict_on_train_set`."""
+        """Like :meth:`predict_on_train_set`."""
         return self._predictions_of("val", "validation", self.validation_loader, force_prediction, execute_callbacks)
 
     def predict_on_test_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """As :meth:`predict_on_train_set`."""
+        """Like :meth:`predict_on_train_set`."""
         return self._predictions_of("test", "test", self.test_loader, force_prediction, execute_callbacks)
 
     def predict_with_model(  # type: ignore[override]  # AIToolbox's order and default
@@ -281,7 +281,7 @@ class TrainLoop(core.TrainLoop):
         move_to_cpu: bool = False,
         dataset_info: dict[str, Any] | None = None,
     ) -> Any:
-        """``(y_pred, y_true, metadata)`` over any loader, on the CPU."""
+        """Return ``(y_pred, y_true, metadata)`` over any loader, on the CPU."""
         y_pred, y_true, metadata = super().predict_with_model(as_loader(data_loader), execute_callbacks, dataset_info)
         return y_pred, y_true, {} if metadata is None else metadata
 
@@ -303,22 +303,22 @@ class TrainLoop(core.TrainLoop):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # each rank predicts again; it can be large
+        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # may be large; each rank predicts again
         return state
 
 
 class _Scaler:
-    """The running loop's scaler, whenever it is asked."""
+    """The running loop's scaler, looked up at each access."""
 
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
 
-    @property  # type: ignore[misc]  # object's own can be set
+    @property  # type: ignore[misc]  # object's own is settable
     def __class__(self) -> type:  # for isinstance()
         return torch.cuda.amp.GradScaler
 
     def unscale_(self, optimizer: Any) -> None:
-        """Nothing: the loop has done it."""
+        """Do nothing: the loop has already done it."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -327,12 +327,12 @@ class _Scaler:
 
 
 class _Bookkeeping(AbstractCallback):
-    """Before all other callbacks: evaluations, the history and counters, as AIToolbox has them.
+    """Runs before all other callbacks: AIToolbox's evaluations, history and counters.
 
-    It is a callback so that its state comes back from the ranks of ``ddp``.
+    It is a callback so that its state returns from the ranks of ``ddp``.
     """
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, train_history: TrainingHistory) -> None:
         super().__init__("AIToolbox's bookkeeping", execution_order=_FIRST)
@@ -370,7 +370,7 @@ class _Bookkeeping(AbstractCallback):
             self.losses.append(loop.last_loss if losses is None else losses)
         if loop.grad_accumulation == 1 or loop.should_execute_optimizer_update():
             return
-        # AIToolbox shows every batch's gradients to callbacks, the loop here those of a step.
+        # AIToolbox shows every batch's gradients to callbacks, the core those of a step.
         for callback in loop.callbacks_handler.cbs_on_after_gradient_update:
             if callback.device_idx_execution in (None, loop.rank):
                 for index in range(loop.num_optimizers):
@@ -379,7 +379,7 @@ class _Bookkeeping(AbstractCallback):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self.epochs_run += 1
-        loop.asked_to_end = loop.asked_to_end or self.wants_stop
+        loop.end_requested = loop.end_requested or self.wants_stop
         several = self.losses[-1] if self.losses and isinstance(self.losses[-1], Mapping) else None
         names = ["loss"] if several is None else [f"loss_{name}" for name in sorted(several)]
         for name in names:
@@ -406,7 +406,7 @@ class _Bookkeeping(AbstractCallback):
 
 
 class _EndOfBatch(AbstractCallback):
-    """After all other callbacks: what AIToolbox does between two batches."""
+    """Runs after all other callbacks: AIToolbox's work between two batches."""
 
     def __init__(self, book: _Bookkeeping) -> None:
         super().__init__("AIToolbox's end of a batch", execution_order=_LAST)
@@ -414,8 +414,8 @@ class _EndOfBatch(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        if loop.asked_to_end:  # AIToolbox stops at the epoch's end, the loop here after the step
-            self.book.wants_stop, loop.asked_to_end = True, False
+        if loop.end_requested:  # AIToolbox stops at the end of the epoch, the core after the step
+            self.book.wants_stop, loop.end_requested = True, False
 
 
 def _as_loss(value: float | Mapping[str, float]) -> Tensor | MultiLoss:

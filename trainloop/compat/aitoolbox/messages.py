@@ -1,4 +1,4 @@
-"""AIToolbox's message board: by default a message lives until the end of its epoch."""
+"""AIToolbox's message board: by default a message is kept until the end of its epoch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MessageHandling(Enum):
 
 
 class Message:
-    """A value with its handling."""
+    """A value and how long to keep it."""
 
     def __init__(self, key: str, value: Any, msg_handling_settings: MessageHandling | list[MessageHandling]) -> None:
         self.key = key
@@ -37,8 +37,8 @@ class MessageService(CoreMessageService):
         super().__init__()
         self.message_store: dict[str, list[Message]] = {}
 
-    def read_messages(self, key: str) -> list[Any] | None:  # type: ignore[override]  # AIToolbox says None for none
-        """The values under a key, ``None`` where there is no such key."""
+    def read_messages(self, key: str) -> list[Any] | None:  # type: ignore[override]  # None for no messages
+        """Return the values of a key, ``None`` if there is no such key."""
         if key not in self.message_store:
             return None
         messages = self.message_store[key]
@@ -51,7 +51,7 @@ class MessageService(CoreMessageService):
         value: Any,
         msg_handling_settings: MessageHandling | list[MessageHandling] = MessageHandling.UNTIL_END_OF_EPOCH,
     ) -> None:
-        """Leave a value under a key."""
+        """Store a value under a key."""
         message = Message(key, value, self.validate_msg_handling_settings(msg_handling_settings))
         if MessageHandling.OVERWRITE in message.msg_handling_settings:
             self.message_store[key] = [message]
@@ -59,7 +59,7 @@ class MessageService(CoreMessageService):
             self.message_store.setdefault(key, []).append(message)
 
     def end_of_epoch_trigger(self) -> None:
-        """Drop what lives for an epoch only; the loop calls it."""
+        """Drop messages that are kept for one epoch; the loop calls it."""
         epoch = MessageHandling.UNTIL_END_OF_EPOCH
         kept = {
             key: [message for message in messages if epoch not in message.msg_handling_settings]
@@ -71,12 +71,12 @@ class MessageService(CoreMessageService):
     def validate_msg_handling_settings(
         msg_handling_settings: MessageHandling | list[MessageHandling],
     ) -> list[MessageHandling]:
-        """The settings as a list.
+        """Return the settings as a list.
 
         Raises
         ------
         TypeError
-            If one is no :class:`MessageHandling`.
+            If one is not a :class:`MessageHandling`.
         ConfigurationError
             If two of them exclude each other.
         """

@@ -31,10 +31,10 @@ __all__ = [
 
 
 class TTBasicMultiGPUModel(TTBasicModel):
-    """A basic model whose ``forward(*inputs, targets=None, criterion=None)`` computes the loss where it gets both."""
+    """A basic model whose ``forward(*inputs, targets=None, criterion=None)`` computes the loss if it gets both."""
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """The loss, computed inside ``forward``."""
+        """Return the loss, computed inside ``forward``."""
         *inputs, targets = [data.to(device) for data in batch_data]
         return self(*inputs, targets=targets, criterion=criterion)
 
@@ -49,13 +49,13 @@ class MultiGPUModelWrap(TTBasicMultiGPUModel):
         self.model = model
 
     def forward(self, *input_data: Any, targets: Any = None, criterion: Any = None) -> Any:
-        """Predictions, or their loss where there is a criterion."""
+        """Return predictions, or their loss if there is a criterion."""
         predictions = self.model(*input_data)
         return predictions if criterion is None else criterion(predictions, targets)
 
 
 class ModelWrap(core.ModelWrap):
-    """A plain module with the definition of how batches are fed to it; ``fit`` returns the module itself."""
+    """A plain module with a definition of how to feed batches to it; ``fit`` returns the module itself."""
 
     def __init__(self, model: nn.Module, batch_model_feed_def: AbstractModelFeedDefinition) -> None:
         if not isinstance(model, nn.Module):
@@ -79,7 +79,7 @@ class TTParallelBase(Transparent, metaclass=_IsTransparent):
         self._become_transparent()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Call the model's ``forward``."""
         return self.module(*inputs, **kwargs)
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -87,14 +87,14 @@ class TTParallelBase(Transparent, metaclass=_IsTransparent):
 
 
 class TTDataParallel(parallel.TTDataParallel):
-    """``nn.DataParallel`` for a TTModel; ``default_model_methods`` is not needed, as all of them are reached."""
+    """``nn.DataParallel`` for a TTModel; ``default_model_methods`` is not needed, since all methods are wrapped."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
 
 
 class TTDistributedDataParallel(parallel.TTDistributedDataParallel):
-    """``DistributedDataParallel`` for a TTModel; ``default_model_methods`` is not needed, as all are reached."""
+    """``DistributedDataParallel`` for a TTModel; ``default_model_methods`` is not needed, since all are wrapped."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
@@ -114,7 +114,7 @@ class BasicDataset(Dataset[Any]):
 
 
 class ListDataset(Dataset[Any]):
-    """A ``TensorDataset`` of lists of one length."""
+    """A ``TensorDataset`` of lists of equal length."""
 
     def __init__(self, *data_lists: Sequence[Any]) -> None:
         if any(len(data) != len(data_lists[0]) for data in data_lists):

@@ -1,4 +1,4 @@
-"""The names in AIToolbox's modules and their homes here, and a finder that imports ``aitoolbox`` from these."""
+"""Maps the names in AIToolbox's modules to their modules here, with a finder that imports ``aitoolbox`` from these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MODULES", "install"]
 
 _HERE = "trainloop.compat.aitoolbox"
 
-# Names by the module of this package that has them.
+# Names, by the module of this package that defines them.
 _MODELS = {
     "models": "TTModel TTBasicModel TTBasicMultiGPUModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition"
 }
@@ -56,7 +56,7 @@ _WARMUP = {
 _PACKAGES = {"results": "BinaryClassificationResultPackage ClassificationResultPackage RegressionResultPackage"}
 _CLOUDS = {"cloud": "s3_available_options gcs_available_options"}
 
-# Names that AIToolbox imports at its top, and that `from aitoolbox import *` gives.
+# Names that AIToolbox imports at its top level, and that `from aitoolbox import *` imports.
 _TORCHTRAIN: dict[str, dict[str, str]] = {
     "model": {"models": "TTModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition TTDataParallel BasicDataset"},
     "loops": {"loop": "TrainLoop", **_TRACKED, **_LOSSES},
@@ -174,7 +174,7 @@ MODULES: dict[str, dict[str, str]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules of :data:`MODULES`; each name is imported when it is asked for."""
+    """Creates the modules of :data:`MODULES`; each name is imported on first access."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -205,14 +205,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return value
 
         module.__dict__.update(__all__=sorted(homes), __getattr__=get, __dir__=lambda: sorted({*homes, *vars(module)}))
-        # `import aitoolbox` alone gave AIToolbox's parts as attributes.
+        # `import aitoolbox` alone provided AIToolbox's parts as attributes.
         if module.__name__ == "aitoolbox":
             importlib.import_module("aitoolbox.torchtrain")
             importlib.import_module("aitoolbox.experiment")
 
 
 def install() -> None:
-    """Answer for ``aitoolbox`` from now on; again and again is once.
+    """Handle imports of ``aitoolbox`` from now on; further calls do nothing.
 
     Raises
     ------

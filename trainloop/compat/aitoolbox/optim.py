@@ -1,6 +1,6 @@
-"""AIToolbox's several losses and optimizers, whose ``backward``, ``step`` and ``zero_grad`` a script may override.
+"""AIToolbox's multiple losses and optimizers, whose ``backward``, ``step`` and ``zero_grad`` a script may override.
 
-They work as AIToolbox has them, one optimizer after the other::
+They work as in AIToolbox, one optimizer after the other::
 
     for each micro-batch
         losses = get_loss(...)
@@ -10,7 +10,7 @@ They work as AIToolbox has them, one optimizer after the other::
                 optimizer.step(i, iteration, scaler)
                 optimizer.zero_grad(i, iteration)
 
-So a loss leaves gradients in parameters of other optimizers too, which :class:`trainloop.MultiLoss` doesn't do.
+So a loss also leaves gradients in parameters of other optimizers, unlike in :class:`trainloop.MultiLoss`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["MultiLoss", "MultiOptimizer"]
 
 
 class MultiLoss(core.MultiLoss):
-    """Named losses, each of one optimizer.
+    """Named losses, each with one optimizer.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class MultiLoss(core.MultiLoss):
     loss_optimizer_map : dict, optional
         Index of each loss's optimizer. Default: their order.
     retain_graph_until_last : bool
-        Keep the graph for the losses that are still to come.
+        Keep the graph for the losses that follow.
     """
 
     def __init__(  # losses may be floats here, after item(): the core's checks don't fit
@@ -72,45 +72,45 @@ class MultiLoss(core.MultiLoss):
     def backward(  # type: ignore[override]  # AIToolbox's signature, which scripts override
         self, optimizer_idx: int, iteration: int, amp_grad_scaler: torch.amp.GradScaler
     ) -> None:
-        """Gradients of one optimizer's loss, in every leaf of its graph."""
+        """Compute gradients of one optimizer's loss, in every leaf of its graph."""
         loss = amp_grad_scaler.scale(self.loss_dict[self.optimizer_loss_map[optimizer_idx]])
         loss.backward(retain_graph=True if self.retain_graph_until_last and self.loss_backward_remaining > 1 else None)
         self.loss_backward_remaining -= 1
 
     def map(self, function: Callable[[Any], Any]) -> MultiLoss:
-        """The same losses, each after ``function``; of the same class, so that its overrides stay."""
+        """Return the losses after ``function``, in the same class, so that overrides are kept."""
         other = copy.copy(self)
         other.loss_dict = {name: function(loss) for name, loss in self.loss_dict.items()}
         return other
 
     def assigned_to(self, optimizer: core.MultiOptimizer) -> core.MultiLoss:
-        """The losses as the core's, for an optimizer of the core."""
+        """Return the losses as the core's, for an optimizer of the core."""
         return core.MultiLoss(self.loss_dict, self.loss_optimizer_map, self.retain_graph_until_last).assigned_to(
             optimizer
         )
 
     def item(self) -> MultiLoss:  # type: ignore[override]  # AIToolbox's stays a MultiLoss
-        """The values as floats."""
+        """Return the values as floats."""
         return self.map(lambda loss: loss.item())
 
     def detach(self) -> MultiLoss:
-        """Without graphs."""
+        """Return the losses without graphs."""
         return self.map(lambda loss: loss.detach())
 
     def numpy(self) -> MultiLoss:
-        """As numpy arrays."""
+        """Return the losses as numpy arrays."""
         return self.map(lambda loss: loss.numpy())
 
     def cpu(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """On the CPU."""
+        """Return the losses on the CPU."""
         return self.map(lambda loss: loss.cpu(*args, **kwargs))
 
     def cuda(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """On a GPU."""
+        """Return the losses on a GPU."""
         return self.map(lambda loss: loss.cuda(*args, **kwargs))
 
     def to(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """After ``Tensor.to``."""
+        """Apply ``Tensor.to`` to each loss."""
         return self.map(lambda loss: loss.to(*args, **kwargs))
 
     @property
@@ -119,7 +119,7 @@ class MultiLoss(core.MultiLoss):
         return {name: loss.device for name, loss in self.loss_dict.items()}
 
     def get_loss_dict(self) -> dict[str, Any]:
-        """The dict itself."""
+        """Return the dict itself."""
         return self.loss_dict
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -133,14 +133,14 @@ class MultiTraining(Training):
     """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
-        """All of a step but what comes after its last micro-batch."""
+        """Do all of a step except the work after its last micro-batch."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
         self.gradients.apart, self.gradients.ragged = True, step.ragged
-        if self.gather is not None:  # the model itself: DDP's reducer expects one backward a forward
+        if self.gather is not None:  # the model itself: DDP's reducer expects one backward per forward
             place.share_buffers()
         for i in range(count):
             self.begin_batch(i, step.sizes[i] if i < len(step.batches) else 0)
@@ -156,7 +156,7 @@ class MultiTraining(Training):
         place.scaler.update()
 
     def step(self) -> None:
-        """The optimizers have stepped already, each after its loss."""
+        """Do nothing more: the optimizers have already stepped, each after its loss."""
         self.loop.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_batch_end:
@@ -175,14 +175,14 @@ class MultiTraining(Training):
         loop.__dict__["last_losses"] = output.detach()
         scale = None if step.scales is None else step.scales[i]
         scaled = self.gradients.scaled(output, None, scale, count, step.sizes[i])
-        assert isinstance(scaled, MultiLoss)  # as it is divided and multiplied by map()
+        assert isinstance(scaled, MultiLoss)  # map() divides and multiplies it
         return scaled
 
     def _take_step(self, optimizers: Any, index: int) -> None:
         loop, scaler, optimizer = self.loop, self.place.scaler, optimizers[index]
         parameters = parameters_of(optimizer)
         if self.gather is not None:
-            # With the gradients that other optimizers' losses left here: each parameter is averaged once between two
+            # Including the gradients that other optimizers' losses left: each parameter is averaged once between two
             # steps.
             reduce_gradients(parameters)
         self.gradients.show_and_clip([(index, optimizer)], parameters)
@@ -195,7 +195,7 @@ class MultiTraining(Training):
 
 
 def _iteration(loop: TrainLoop) -> int:
-    """The batch's index in its epoch, where the loop is AIToolbox's."""
+    """Return the index of the batch in its epoch, if the loop is AIToolbox's."""
     return int(getattr(loop, "iteration", loop.total_iteration_idx))
 
 
@@ -215,11 +215,11 @@ class MultiOptimizer(core.MultiOptimizer):
         amp_grad_scaler.step(self.optimizer_list[optimizer_idx])
 
     def zero_grad(self, optimizer_idx: int, iteration: int) -> None:  # type: ignore[override]  # as above
-        """Drop the gradients of one optimizer's parameters."""
+        """Clear the gradients of one optimizer's parameters."""
         self.optimizer_list[optimizer_idx].zero_grad()
 
     def load_state_dict(self, state_dict_list: Any) -> None:
-        """Load what ``state_dict`` gave."""
+        """Load the result of ``state_dict``."""
         if not isinstance(state_dict_list, list):
             raise TypeError(f"state_dict_list is a {type(state_dict_list).__name__}: must be a list of state dicts.")
         super().load_state_dict(state_dict_list)

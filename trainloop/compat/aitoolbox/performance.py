@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks that evaluate result packages, and that print and rename what is in the history."""
+"""AIToolbox's callbacks that evaluate result packages, and that print and rename metrics in the history."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["MetricHistoryRename", "ModelPerformanceEvaluation", "ModelPerformanc
 
 
 class ModelPerformanceEvaluation(AbstractCallback):
-    """Evaluates a result package on the training or validation set after epochs, and at the end of training.
+    """Evaluate a result package on the training or validation set after epochs, and at the end of training.
 
-    Results go into the history as ``train_<metric>`` and ``val_<metric>``, at the end ``train_end_val_<metric>``.
+    Results are in the history as ``train_<metric>`` and ``val_<metric>``, at the end ``train_end_val_<metric>``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.evaluate_model_performance(prefix="train_end_")
 
     def evaluate_model_performance(self, prefix: str = "") -> None:
-        """Evaluate now; the history's names begin with ``prefix``."""
+        """Evaluate now; names in the history start with ``prefix``."""
         for part, package, predict, loss in self._parts():
             y_pred, y_true, metadata = predict()
             if package.requires_loss:
@@ -95,9 +95,9 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
 
 class ModelPerformancePrintReport(CoreModelPerformancePrintReport):
-    """Prints metrics of the history after epochs, and at the end of training, in AIToolbox's words."""
+    """Print metrics of the history after epochs, and at the end of training, in AIToolbox's format."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,7 +113,7 @@ class ModelPerformancePrintReport(CoreModelPerformancePrintReport):
         self.print_performance_report(prefix="train_end_")
 
     def print_performance_report(self, prefix: str = "") -> None:
-        """Print each metric's last result as it is; at the end of training only those of the end."""
+        """Print each metric's last result unchanged; at the end of training only those of the end."""
         history = self.train_loop_obj.train_history
         if self.list_tracked_metrics:
             print(list(history.keys()))
@@ -121,13 +121,13 @@ class ModelPerformancePrintReport(CoreModelPerformancePrintReport):
             if history.get(name):
                 print(f"{name}: {history[name][-1]}")
             else:
-                self._say_missing(name, history.keys())
+                self._report_missing(name, history.keys())
 
 
 class TrainHistoryFormatter(CoreTrainHistoryFormatter):
-    """Makes a metric of AIToolbox's history from others, after each epoch or at the end of training."""
+    """Compute a metric of AIToolbox's history from others, after each epoch or at the end of training."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,7 +138,7 @@ class TrainHistoryFormatter(CoreTrainHistoryFormatter):
 
 
 class MetricHistoryRename(TrainHistoryFormatter):
-    """A metric of the history under another name too."""
+    """Store a metric of the history under another name, too."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ __all__ = ["GradientPlotter", "TrainingHistoryPlotter", "TrainingHistoryWriter"]
 
 
 def _save_figures(figures: Iterable[tuple[str, Any]], folder: str, name: str, file_format: str) -> list[list[str]]:
-    """``folder/name/<figure>.png``, or all in ``folder/name.pdf``; ``[path in folder, path]`` of each file."""
+    """Write ``folder/name/<figure>.png``, or all in ``folder/name.pdf``; return ``[path in folder, path]`` of each."""
     if file_format == "pdf":
         from matplotlib.backends.backend_pdf import PdfPages
 
@@ -43,7 +43,7 @@ def _figure() -> Any:
 
 
 class TrainingHistoryPlotter:
-    """A plot of each metric that has more than one number."""
+    """Plots each metric that has more than one number."""
 
     def __init__(self, experiment_results_local_path: str) -> None:
         self.experiment_results_local_path = experiment_results_local_path
@@ -51,13 +51,13 @@ class TrainingHistoryPlotter:
     def generate_report(
         self, training_history: Any, plots_folder_name: str = "plots", file_format: str = "png"
     ) -> list[list[str]]:
-        """Write plots; ``[path among the results, local path]`` of each file."""
+        """Write plots; return ``[path among the results, local path]`` of each file."""
         figures = self.generate_plots(training_history)
         return _save_figures(figures, self.experiment_results_local_path, plots_folder_name, file_format)
 
     @staticmethod
     def generate_plots(training_history: Any) -> Iterator[tuple[str, Any]]:
-        """Each metric's name and figure."""
+        """Yield each metric's name and figure."""
         for name, results in training_history.get_train_history_dict(flatten_dict=True).items():
             if len(results) > 1 and all(
                 isinstance(value, (int, float)) or hasattr(value, "__float__") for value in results
@@ -70,7 +70,7 @@ class TrainingHistoryPlotter:
 
 
 class GradientPlotter:
-    """A histogram of each layer's gradients."""
+    """Plots a histogram of each layer's gradients."""
 
     def __init__(self, experiment_grad_results_local_path: str) -> None:
         self.experiment_grad_results_local_path = experiment_grad_results_local_path
@@ -81,13 +81,13 @@ class GradientPlotter:
         grad_plots_folder_name: str = "grad_plots",
         file_format: str = "png",
     ) -> list[list[str]]:
-        """Write plots; paths as of :class:`TrainingHistoryPlotter`."""
+        """Write plots; return paths as in :class:`TrainingHistoryPlotter`."""
         figures = self.generate_dist_plots(model_layer_gradients)
         return _save_figures(figures, self.experiment_grad_results_local_path, grad_plots_folder_name, file_format)
 
     @staticmethod
     def generate_dist_plots(model_layer_gradients: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """Each layer's name and figure."""
+        """Yield each layer's name and figure."""
         for i, gradients in enumerate(model_layer_gradients):
             if gradients is not None:
                 figure = _figure()
@@ -98,7 +98,7 @@ class GradientPlotter:
 
 
 class TrainingHistoryWriter:
-    """A history's last results, appended to a text or a table."""
+    """Appends a history's last results to a text or a table."""
 
     def __init__(self, experiment_results_local_path: str | None) -> None:
         self.experiment_results_local_path = experiment_results_local_path
@@ -112,7 +112,7 @@ class TrainingHistoryWriter:
         results_folder_name: str = "",
         file_format: str = "txt",
     ) -> tuple[str, str]:
-        """Append; ``(path among the results, local path)``."""
+        """Append the results; return ``(path among the results, local path)``."""
         if file_format not in ("txt", "tsv", "csv"):
             raise ConfigurationError(f"file_format={file_format!r}: must be 'txt', 'tsv' or 'csv'.")
         folder = os.path.join(str(self.experiment_results_local_path), results_folder_name)

@@ -14,7 +14,7 @@ __all__ = ["PyTorchModelPredictor"]
 
 
 class PyTorchModelPredictor:
-    """A model and the loader it is to be evaluated on; the result of prediction is kept."""
+    """A model and the loader to evaluate it on; predictions are cached."""
 
     def __init__(self, model: Any, data_loader: Any, callbacks: Sequence[Any] | None = None) -> None:
         self.model = model
@@ -23,11 +23,11 @@ class PyTorchModelPredictor:
         self.train_loop.callbacks_handler.register_callbacks(callbacks)
 
     def model_predict(self) -> Any:
-        """``(y_pred, y_true, metadata)``."""
+        """Return ``(y_pred, y_true, metadata)``."""
         return self.train_loop.predict_on_test_set()
 
     def model_get_loss(self, loss_criterion: Any) -> Any:
-        """Mean loss, as a tensor or ``MultiLoss``."""
+        """Return the mean loss, as a tensor or ``MultiLoss``."""
         self.train_loop.criterion = loss_criterion
         return self.train_loop.evaluate_loss_on_test_set()
 
@@ -56,19 +56,19 @@ class PyTorchModelPredictor:
         saver.save_experiment_results(package, history, *names, save_true_pred_labels=save_true_pred_labels)
 
     def evaluate_result_package(self, result_package: Any, return_result_package: bool = True) -> Any:
-        """The package with its results, or the results."""
+        """Return the package with its results, or the results."""
         y_pred, y_true, metadata = self.model_predict()
         result_package.prepare_result_package(y_true, y_pred, hyperparameters={}, additional_results=metadata)
         return result_package if return_result_package else result_package.get_results()
 
     def evaluate_metric(self, metric_class: Any, return_metric: bool = True) -> Any:
-        """A metric of targets and predictions, or its result by name."""
+        """Return a metric of targets and predictions, or its result by name."""
         y_pred, y_true, _ = self.model_predict()
         metric = metric_class(y_true, y_pred)
         return metric if return_metric else metric.get_metric_dict()
 
     def evaluate_metric_list(self, metrics_class_list: Sequence[Any], return_metric_list: bool = True) -> Any:
-        """Several metrics, or their results by name."""
+        """Return several metrics, or their results by name."""
         metrics = [self.evaluate_metric(metric) for metric in metrics_class_list]
         if return_metric_list:
             return metrics

@@ -17,10 +17,10 @@ __all__ = ["GradDistributionPlot", "ModelTrainHistoryBaseCB", "ModelTrainHistory
 
 
 class _Reports(AbstractExperimentCallback):
-    """Files among an experiment's results, on the local disk and maybe in a cloud; rank 0 writes them."""
+    """Writes files among an experiment's results, on the local disk and optionally in a cloud; only on rank 0."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
-    message_service: Any  # AIToolbox's, with its own way to say how long
+    train_loop_obj: Any  # this package's loop, with more attributes
+    message_service: Any  # AIToolbox's, in which a message has a lifetime
 
     formats: tuple[str, ...] = ()
     file_format = ""
@@ -36,7 +36,7 @@ class _Reports(AbstractExperimentCallback):
         self.prepare_results_saver()
 
     def prepare_results_saver(self) -> None:
-        """Check where files go."""
+        """Check the destination of files."""
         bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
 
     @property
@@ -59,9 +59,9 @@ class _Reports(AbstractExperimentCallback):
 
 
 class ModelTrainHistoryBaseCB(_Reports):
-    """Reports on the history, after epochs and at the end of training."""
+    """Report the history, after epochs and at the end of training."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ModelTrainHistoryBaseCB(_Reports):
 
     def _report(self, prefix: str) -> None:
         files = self._write(prefix)
-        # Other callbacks, as one that mails them, read the paths until the epoch is over.
+        # Other callbacks, for example one that mails them, read the paths until the end of the epoch.
         self.message_service.write_message(
             f"{type(self).__name__}_results_file_local_paths",
             [path for _, path in files],
@@ -106,14 +106,14 @@ class ModelTrainHistoryBaseCB(_Reports):
         self._upload(files)
 
     def _write(self, prefix: str) -> list[Any]:
-        """Write files; ``[path among the results, local path]`` of each."""
+        """Write files; return ``[path among the results, local path]`` of each."""
         raise NotImplementedError
 
 
 class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
-    """A plot of each metric, in ``results/plots_epoch_<n>``."""
+    """Plot each metric, in ``results/plots_epoch_<n>``."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     formats = ("png", "pdf")
 
@@ -130,9 +130,9 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
 
 
 class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
-    """The last results of all metrics, appended to ``results/results.<format>``."""
+    """Append the last results of all metrics to ``results/results.<format>``."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     formats = ("txt", "tsv", "csv")
 
@@ -153,9 +153,9 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
 
 
 class GradDistributionPlot(_Reports):
-    """A histogram of each layer's gradients after each epoch, in ``results/grad_distribution``.
+    """Plot a histogram of each layer's gradients after each epoch, in ``results/grad_distribution``.
 
-    The gradients are those of the epoch's last step, which are kept for it.
+    The gradients are those of the epoch's last step, which are kept for this.
     """
 
     formats = ("png", "pdf")
@@ -182,7 +182,7 @@ class GradDistributionPlot(_Reports):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         gradients = [layer.weight.grad for layer in self.model_layers_extract_def(self.train_loop_obj.model)]
-        # References only: zero_grad drops a gradient from its parameter, and leaves its values.
+        # References only: zero_grad removes a gradient from its parameter, but keeps its values.
         self._gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
 
     def on_epoch_end(self) -> None:

@@ -34,15 +34,15 @@ __all__ = [
 
 
 class AbstractResultPackage(ABC):
-    """Results computed from targets and predictions; write :meth:`prepare_results_dict`.
+    """Results computed from targets and predictions; implement :meth:`prepare_results_dict`.
 
     Parameters
     ----------
     pkg_name : str, optional
     strict_content_check : bool
-        Make problems errors instead of printing them.
+        Raise errors for problems instead of printing them.
     np_array : bool or 'auto'
-        Convert targets and predictions to numpy arrays; ``'auto'``: where their rows are of one length.
+        Convert targets and predictions to numpy arrays; ``'auto'``: if their rows have equal length.
     **kwargs
         Kept as ``package_metadata``.
     """
@@ -68,12 +68,12 @@ class AbstractResultPackage(ABC):
 
     @abstractmethod
     def prepare_results_dict(self) -> dict[str, Any]:
-        """The results, from ``self.y_true``, ``self.y_predicted`` and ``self.additional_results``."""
+        """Return the results, from ``self.y_true``, ``self.y_predicted`` and ``self.additional_results``."""
 
     def prepare_result_package(
         self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take targets and predictions, and compute."""
+        """Set targets and predictions, and compute the results."""
         self.y_true, self.y_predicted = self._array(y_true), self._array(y_predicted)
         self.hyperparameters = hyperparameters
         self.additional_results = kwargs
@@ -87,29 +87,29 @@ class AbstractResultPackage(ABC):
 
     @staticmethod
     def auto_y_input_array_convert(y_array: Any) -> Any:
-        """A numpy array where all rows are of one length, else as it is."""
+        """Return a numpy array if all rows have equal length, else the value unchanged."""
         lengths = {len(row) for row in y_array}
         return as_array(y_array) if len(lengths) <= 1 else y_array
 
     def get_results(self) -> Any:
-        """The results by metric."""
+        """Return the results by metric."""
         if self.results_dict is None:
             self.warn_about_result_data_problem("Warning: Results dict missing")
         return self.results_dict
 
     def get_hyperparameters(self) -> dict[str, Any] | None:
-        """The hyperparameters that ``prepare_result_package`` was given."""
+        """Return the hyperparameters that were passed to ``prepare_result_package``."""
         self.qa_check_hyperparameters_dict()
         return self.hyperparameters
 
     def get_additional_results_dump_paths(self) -> list[list[str]] | None:
-        """Further files to keep, each ``[path among the results, local path]``."""
+        """Return further files to keep, each ``[path among the results, local path]``."""
         self.additional_results_dump_paths = self.list_additional_results_dump_paths()
         self.qa_check_additional_results_dump_paths()
         return self.additional_results_dump_paths
 
     def list_additional_results_dump_paths(self) -> list[list[str]] | None:
-        """To be overridden by packages that write files: what :meth:`get_additional_results_dump_paths` returns."""
+        """Return the files of :meth:`get_additional_results_dump_paths`; packages that write files override this."""
         return None
 
     def set_experiment_dir_path_for_additional_results(  # noqa: B027  # most packages write no files
@@ -119,10 +119,10 @@ class AbstractResultPackage(ABC):
         experiment_timestamp: str,
         local_model_result_folder_path: str,
     ) -> None:
-        """To be overridden by packages that write files: where to."""
+        """Set the folder for further files; packages that write files override this."""
 
     def qa_check_hyperparameters_dict(self) -> None:
-        """Complain of what is missing among the hyperparameters."""
+        """Report missing hyperparameters."""
         if self.hyperparameters is None:
             self.warn_about_result_data_problem("Warning: Hyperparameters missing")
         for name in ("bash_script_path", "experiment_file_path"):
@@ -130,7 +130,7 @@ class AbstractResultPackage(ABC):
                 self.warn_about_result_data_problem(f"{name} missing from hyperparameters dict.")
 
     def qa_check_additional_results_dump_paths(self) -> None:
-        """Refuse what is no list of pairs of paths."""
+        """Raise an error unless it is a list of pairs of paths."""
         paths = self.additional_results_dump_paths
         pairs = isinstance(paths, list) and all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(path, str) for path in pair) for pair in paths
@@ -142,18 +142,18 @@ class AbstractResultPackage(ABC):
             )
 
     def warn_about_result_data_problem(self, msg: str) -> None:
-        """Print, or raise where the check is strict."""
+        """Print the message; raise it if the check is strict."""
         if self.strict_content_check:
             raise ConfigurationError(msg)
         print(msg)
 
     @staticmethod
     def zip_additional_results_dump(source_dir_path: str, zip_path: str) -> str:
-        """A zip of a folder."""
+        """Zip a folder."""
         return shutil.make_archive(zip_path, "zip", source_dir_path)
 
     def warn_if_results_dict_not_defined(self) -> None:
-        """Raise if there are no results."""
+        """Raise an error if there are no results."""
         if self.results_dict is None:
             raise ConfigurationError("the result package has no results yet: call prepare_result_package() first.")
 
@@ -181,7 +181,7 @@ class AbstractResultPackage(ABC):
     __radd__ = __add__
 
     def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
-        """Both packages in one, which keeps them apart."""
+        """Return both packages in one that keeps them apart."""
         self.warn_if_results_dict_not_defined()
         both = MultipleResultPackageWrapper()
         both.prepare_result_package([copy.deepcopy(self), *_packages_of(other_object)], self.hyperparameters)
@@ -191,7 +191,7 @@ class AbstractResultPackage(ABC):
         return self.add_merge_dicts(other)
 
     def add_merge_dicts(self, other: AbstractResultPackage | dict[str, Any]) -> AbstractResultPackage:
-        """The other's results among these; their names must differ."""
+        """Add the other's results to these; their names must differ."""
         (package,) = _packages_of(other, joined=True)
         both = self._results.keys() & package.results_dict.keys()
         if both:
@@ -213,7 +213,7 @@ def _packages_of(other: Any, joined: bool = False) -> list[Any]:
 
 
 class PreCalculatedResultPackage(AbstractResultPackage):
-    """Results that are known already."""
+    """Results that are already known."""
 
     def __init__(self, results_dict: dict[str, Any], strict_content_check: bool = False, **kwargs: Any) -> None:
         super().__init__("PreCalculatedResult", strict_content_check, **kwargs)
@@ -232,10 +232,10 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
         super().__init__("MultipleResultWrapper", strict_content_check, **kwargs)
         self.result_packages: list[Any] = []
 
-    def prepare_result_package(  # type: ignore[override]  # it gets packages, not targets
+    def prepare_result_package(  # type: ignore[override]  # receives packages, not targets
         self, result_packages: Sequence[Any], hyperparameters: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Take packages that have results."""
+        """Set packages that have results."""
         self.result_packages = list(result_packages)
         self.hyperparameters = hyperparameters
         self.additional_results = kwargs
@@ -264,12 +264,12 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
         return len(self.result_packages)
 
     def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
-        """These packages and others in a new one."""
+        """Return these packages and others in a new one."""
         both = copy.deepcopy(self)
         both += other_object
         return both
 
-    def __iadd__(self, other: Any) -> MultipleResultPackageWrapper:  # type: ignore[misc]  # in place it stays this one
+    def __iadd__(self, other: Any) -> MultipleResultPackageWrapper:  # type: ignore[misc]  # in-place: the same object
         self.warn_if_results_dict_not_defined()
         packages = [*self.result_packages, *_packages_of(other)]
         self.prepare_result_package(packages, self.hyperparameters, **self.package_metadata)
@@ -338,11 +338,11 @@ class TorchMetricsPackage(AbstractResultPackage):
         return {f"{name}_PTLMetrics": value for name, value in result.items()}
 
     def metric_compute(self) -> Any:
-        """The metric over all that it has seen."""
+        """Return the metric over all values that it has received."""
         return self.metric.compute()
 
     def metric_reset(self) -> None:
-        """Forget what it has seen."""
+        """Reset the metric."""
         self.metric.reset()
 
 

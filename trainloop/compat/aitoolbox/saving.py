@@ -37,12 +37,12 @@ DEFAULT_FOLDER = "~/project/model_result"
 
 
 def new_timestamp() -> str:
-    """Now, as AIToolbox writes it."""
+    """Return the current time in AIToolbox's format."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def write_atomically(path: str, write: Any) -> None:
-    """Write a local file, whole or not at all."""
+    """Write a local file atomically."""
     where, name = split_file(path)
     where.write(name, write)
 
@@ -54,7 +54,7 @@ class ExperimentFolder:
     def create_base_folder(
         project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
     ) -> str:
-        """Make it, where it is missing; its path."""
+        """Create the folder if it is missing; return its path."""
         _, path = ExperimentFolder.get_base_folder_paths(
             project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
         )
@@ -65,7 +65,7 @@ class ExperimentFolder:
     def get_base_folder_paths(
         project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
     ) -> tuple[str, str]:
-        """Paths of the project and of the experiment."""
+        """Return the paths of the project and of the experiment."""
         project = os.path.join(os.path.expanduser(local_model_result_folder_path), project_name)
         return project, os.path.join(project, f"{experiment_name}_{experiment_timestamp}")
 
@@ -76,13 +76,13 @@ class ExperimentFolder:
 def model_file_name(
     experiment_name: str, timestamp: str, epoch: int | None = None, iteration: int | None = None
 ) -> str:
-    """``model_<experiment>_<time stamp>[_E<epoch>[_ITER<iteration>]].pth``."""
+    """Return ``model_<experiment>_<time stamp>[_E<epoch>[_ITER<iteration>]].pth``."""
     suffix = "" if epoch is None else f"_E{epoch}" + ("" if iteration is None else f"_ITER{iteration}")
     return f"model_{experiment_name}_{timestamp}{suffix}.pth"
 
 
 class PyTorchLocalModelSaver(AbstractLocalModelSaver):
-    """Writes a model's state into ``model/``, or ``checkpoint_model/``."""
+    """Writes a model's state into ``model/`` or ``checkpoint_model/``."""
 
     def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, checkpoint_model: bool = False) -> None:
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
@@ -96,7 +96,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
     def create_experiment_local_models_folder(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
     ) -> str:
-        """Make the folder, where it is missing; its path."""
+        """Create the folder if it is missing; return its path."""
         base = ExperimentFolder.create_base_folder(
             project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
         )
@@ -114,7 +114,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         iteration_idx: int | None = None,
         protect_existing_folder: bool = True,
     ) -> tuple[Any, ...]:
-        """Write it; ``(file name, path)``."""
+        """Write the model; return ``(file name, path)``."""
         self.check_model_dict_contents(model)
         stamp = experiment_timestamp or new_timestamp()
         name = model_file_name(experiment_name, stamp, epoch, iteration_idx)
@@ -128,26 +128,26 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
 
     @staticmethod
     def check_model_dict_contents(model: Mapping[str, Any]) -> None:
-        """Raise if a state lacks data that is needed to resume from it."""
+        """Raise an error if a state lacks data that is needed to resume from it."""
         for name in ("model_state_dict", "optimizer_state_dict", "epoch", "hyperparams"):
             if name not in model:
                 raise ConfigurationError(f"the model's dict has no {name!r}, but {', '.join(map(str, model))}.")
 
 
 class LocalSubOptimalModelRemover:
-    """Removes all but the best models, by a metric of the history; the lowest are best of a loss, else the highest."""
+    """Removes all but the best models, by a metric of the history; the lowest are best for a loss, else the highest."""
 
     def __init__(self, metric_name: str, num_best_kept: int = 2) -> None:
         self.metric_name = metric_name
         self.decrease_metric = "loss" in metric_name
         self.num_best_kept = num_best_kept
-        # Losses are there when a model is saved; other metrics may come later in the epoch, so they wait for the next.
+        # Losses exist when a model is saved; other metrics may follow later in the epoch: they wait for the next save.
         self.is_default_metric = metric_name in ("loss", "accumulated_loss", "val_loss")
         self.non_default_metric_buffer: list[str] | None = None
         self.model_save_history: list[tuple[list[str], float]] = []
 
     def decide_if_remove_suboptimal_model(self, history: Any, new_model_dump_paths: list[str]) -> None:
-        """A model has been saved: remove the worst one, where there are too many now."""
+        """After a model was saved, remove the worst one if there are too many."""
         paths = new_model_dump_paths
         if not self.is_default_metric:
             paths, self.non_default_metric_buffer = self.non_default_metric_buffer or [], new_model_dump_paths
@@ -169,7 +169,7 @@ class LocalSubOptimalModelRemover:
 
 
 class PyTorchLocalModelLoader(AbstractLocalModelLoader):
-    """Reads what :class:`PyTorchLocalModelSaver` has written, here or in AIToolbox, and puts it into objects.
+    """Reads the files that :class:`PyTorchLocalModelSaver` wrote, here or in AIToolbox, and loads them into objects.
 
     Files are read with ``weights_only=True``: tensors and plain types, no code.
     """
@@ -187,7 +187,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         epoch_num: int | None = None,
         map_location: Any = None,
     ) -> dict[str, Any]:
-        """Read an experiment's model, of an epoch where one is given."""
+        """Read an experiment's model, of a certain epoch if given."""
         _, folder = ExperimentFolder.get_base_folder_paths(
             project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
         )
@@ -208,13 +208,13 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return dict(state)
 
     def check_if_model_loaded(self) -> dict[str, Any]:
-        """The model that was read; raises if none was."""
+        """Return the model that was read; raise an error if there is none."""
         if self.model_representation is None:
             raise ConfigurationError("no model has been loaded yet: call load_model() first.")
         return self.model_representation
 
     def init_model(self, model: Any, used_data_parallel: bool = False) -> Any:
-        """Put the weights into a model; with ``used_data_parallel`` names that begin with ``module.`` lose that."""
+        """Load the weights into a model; with ``used_data_parallel`` remove the prefix ``module.`` from names."""
         state = self.check_if_model_loaded()["model_state_dict"]
         if used_data_parallel:
             state = {name.removeprefix("module."): value for name, value in state.items()}
@@ -222,19 +222,19 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return model
 
     def init_optimizer(self, optimizer: Any, device: str = "cuda") -> Any:
-        """Put the state into an optimizer."""
+        """Load the state into an optimizer."""
         optimizer.load_state_dict(self.check_if_model_loaded()["optimizer_state_dict"])
         return optimizer
 
     def init_scheduler(
         self, scheduler_callbacks_list: list[Any], ignore_saved: bool = False, ignore_missing_saved: bool = False
     ) -> list[Any]:
-        """Put the states into scheduler callbacks.
+        """Load the states into scheduler callbacks.
 
         Raises
         ------
         ConfigurationError
-            If there are not as many saved as given, unless the one or the other is to be ignored.
+            If the numbers of saved and given states differ, unless the difference is to be ignored.
         """
         saved = self.check_if_model_loaded()["schedulers_state_dict"]
         given = scheduler_callbacks_list
@@ -252,7 +252,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return given
 
     def init_amp(self, amp_scaler: Any) -> Any:
-        """Put the state into a ``GradScaler``."""
+        """Load the state into a ``GradScaler``."""
         amp_scaler.load_state_dict(self.check_if_model_loaded()["amp"])
         return amp_scaler
 
@@ -276,7 +276,7 @@ class BaseLocalResultsSaver:
     def create_experiment_local_folder_structure(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
     ) -> str:
-        """Make ``results/``; its path."""
+        """Create ``results/``; return its path."""
         return self.create_experiment_local_results_folder(
             project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
         )
@@ -285,7 +285,7 @@ class BaseLocalResultsSaver:
     def create_experiment_local_results_folder(
         project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
     ) -> str:
-        """Make ``results/``; its path."""
+        """Create ``results/``; return its path."""
         base = ExperimentFolder.create_base_folder(
             project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
         )
@@ -297,15 +297,15 @@ class BaseLocalResultsSaver:
     def get_experiment_local_results_folder_paths(
         project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
     ) -> tuple[str, str, str]:
-        """Paths of the project, the experiment, and its ``results/``."""
+        """Return the paths of the project, the experiment, and its ``results/``."""
         project, base = ExperimentFolder.get_base_folder_paths(
             project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
         )
         return project, base, os.path.join(base, "results")
 
     def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
-        """Write; ``(file name, path)``, with the format's ending."""
-        if self.file_format not in _ENDINGS:  # set since
+        """Write a file; return ``(file name, path)``, with the format's extension."""
+        if self.file_format not in _ENDINGS:  # may have been set later
             raise ConfigurationError(f"file_format={self.file_format!r}: must be one of {', '.join(_ENDINGS)}.")
         ending, as_json = _ENDINGS[self.file_format], self.file_format == "json"
         content = json.dumps(result_dict, sort_keys=True, indent=4).encode() if as_json else pickle.dumps(result_dict)
@@ -313,7 +313,7 @@ class BaseLocalResultsSaver:
         return file_name_w_type + ending, file_local_path_w_type + ending
 
 
-# Entries of result files, beside the results.
+# Entries of result files, in addition to the results.
 _LABELS = ("y_true", "y_predicted")
 _PLACE = ("experiment_name", "experiment_results_local_path")
 
@@ -331,7 +331,7 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         save_true_pred_labels: bool = False,
         protect_existing_folder: bool = True,
     ) -> list[list[str]]:
-        """All in one file; ``[path among the results, local path]`` of each file there is."""
+        """Write all to one file; return ``[path among the results, local path]`` of each file."""
         return self._save(
             result_package,
             training_history,
@@ -350,7 +350,7 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         save_true_pred_labels: bool = False,
         protect_existing_folder: bool = True,
     ) -> list[list[str]]:
-        """Each in its own file; paths as of :meth:`save_experiment_results`."""
+        """Write each to a separate file; return paths as :meth:`save_experiment_results` does."""
         files: dict[str, tuple[str, ...]] = {
             "results": (*_PLACE, "results"),
             "hyperparams": (*_PLACE, "hyperparameters"),
@@ -411,7 +411,7 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
         separate_files: bool = False,
         protect_existing_folder: bool = True,
     ) -> list[str]:
-        """Write both; the paths."""
+        """Write both; return the paths."""
         where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
         _, model_path = self.model_saver.save_model(model, *where)
         saver = self.results_saver

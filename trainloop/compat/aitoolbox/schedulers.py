@@ -32,14 +32,14 @@ __all__ = [
 
 
 class GeneralLRSchedulerCallback(LRScheduler):
-    """A scheduler class of torch, stepped once an epoch."""
+    """A scheduler class of torch, stepped once per epoch."""
 
     def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)
 
 
 class LambdaLRScheduler(GeneralLRSchedulerCallback):
-    """Multiplies the initial rates by a function of the number of epochs, or of steps."""
+    """Multiply the initial rates by a function of the number of epochs, or of steps."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class LambdaLRScheduler(GeneralLRSchedulerCallback):
 
 
 class StepLRScheduler(GeneralLRSchedulerCallback):
-    """Multiplies rates by ``gamma`` every ``step_size`` epochs."""
+    """Multiply rates by ``gamma`` every ``step_size`` epochs."""
 
     def __init__(self, step_size: int, **kwargs: Any) -> None:
         super().__init__(lr_scheduler.StepLR, step_size=step_size, **kwargs)
 
 
 class MultiStepLRScheduler(GeneralLRSchedulerCallback):
-    """Multiplies rates by ``gamma`` at given epochs."""
+    """Multiply rates by ``gamma`` at given epochs."""
 
     def __init__(self, milestones_list: Sequence[int], **kwargs: Any) -> None:
         super().__init__(lr_scheduler.MultiStepLR, milestones=list(milestones_list), **kwargs)
@@ -83,9 +83,9 @@ class _Plateau(GeneralLRSchedulerCallback):
 
 
 class ReduceLROnPlateauScheduler(_Plateau):
-    """Lowers rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
+    """Lower rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
         super().__init__(monitor="val_loss", **kwargs)
@@ -99,12 +99,12 @@ class ReduceLROnPlateauScheduler(_Plateau):
 
 
 class ReduceLROnPlateauMetricScheduler(_Plateau):
-    """Lowers rates when a metric of the history stops improving."""
+    """Lower rates when a metric of the history stops improving."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, metric_name: str, **kwargs: Any) -> None:
-        super().__init__(monitor="loss", **kwargs)  # not read: the metric is one of train_history
+        super().__init__(monitor="loss", **kwargs)  # not read: the metric is in train_history
         self.metric_name = metric_name
 
     def _value(self) -> Any:

@@ -1,4 +1,4 @@
-"""AIToolbox's record of what an experiment was made of: its hyperparameters and its source."""
+"""AIToolbox's record of an experiment's hyperparameters and source code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class HyperParamSourceReporter:
         self.local_hyperparams_file_path = os.path.join(self.experiment_dir_path, self.file_name)
 
     def save_hyperparams_to_text_file(self, hyperparams: Mapping[str, Any], sort_names: bool = False) -> str:
-        """One line a hyperparameter."""
+        """Write one line per hyperparameter."""
         names = sorted(hyperparams) if sort_names else hyperparams
         text = "".join(f"{name}:\t{hyperparams[name]}\n" for name in names)
         write_atomically(self.local_hyperparams_file_path, lambda file: file.write(text.encode()))
         return self.local_hyperparams_file_path
 
     def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
-        """A copy of the file ``hyperparams['experiment_file_path']``, where there is such a file."""
+        """Copy the file ``hyperparams['experiment_file_path']``, if it exists."""
         path = hyperparams.get("experiment_file_path")
         if not path or not os.path.isfile(path):  # a notebook
             print(f"experiment_file_path={path!r} in hyperparams is no file, and is not copied to the experiment.")
@@ -44,7 +44,7 @@ class HyperParamSourceReporter:
         return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
 
     def save_experiment_source_files(self, hyperparams: Mapping[str, Any]) -> str | None:
-        """A zip of the folders ``hyperparams['source_dirs_paths']``."""
+        """Zip the folders ``hyperparams['source_dirs_paths']``."""
         folders = hyperparams.get("source_dirs_paths")
         if not isinstance(folders, (list, tuple)) or not folders:
             return None

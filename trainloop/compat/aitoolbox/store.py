@@ -1,4 +1,4 @@
-"""Predictions and losses that were computed since the last training step, and AIToolbox's collate functions."""
+"""Cache of predictions and losses since the last training step, and AIToolbox's collate functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class ModelPredictionStore:
-    """Results by the training iteration they were made at; those of an earlier iteration count as missing.
+    """Results by the training iteration of their computation; those of an earlier iteration count as missing.
 
     It has ``insert_x(result, iteration_idx, force_prediction=False)``, ``get_x(iteration_idx)`` and
     ``has_x(iteration_idx)`` for each ``x`` of ``train``, ``val`` and ``test``, with ``_predictions`` or ``_loss``.
@@ -28,7 +28,7 @@ class ModelPredictionStore:
     Parameters
     ----------
     auto_purge : bool
-        Drop older results when one of a later iteration comes.
+        Drop older results when one of a later iteration is inserted.
     """
 
     def __init__(self, auto_purge: bool = False) -> None:
@@ -36,7 +36,7 @@ class ModelPredictionStore:
         self.prediction_store: dict[str, Any] = {"iteration_idx": -1}
 
     def insert(self, name: str, data: Any, iteration_idx: int, force_prediction: bool = False) -> None:
-        """Keep a result; an error where there is one of the same iteration, unless forced."""
+        """Store a result; raise an error if there is one of the same iteration, unless forced."""
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
@@ -45,7 +45,7 @@ class ModelPredictionStore:
         self.prediction_store[name] = data
 
     def get(self, name: str, iteration_idx: int) -> Any:
-        """A result of this iteration; an error where there is none."""
+        """Return a result of this iteration; raise an error if there is none."""
         if not self.has(name, iteration_idx):
             raise ConfigurationError(f"there is no {name} of iteration {iteration_idx}: ask whether it has one before.")
         return self.prediction_store[name]
@@ -55,7 +55,7 @@ class ModelPredictionStore:
         return name in self.prediction_store and self.prediction_store["iteration_idx"] == iteration_idx
 
     def auto_purge(self, iteration_idx: int) -> None:
-        """Drop what is older than this iteration, where that was asked for."""
+        """Drop results older than this iteration, if requested."""
         if self.do_auto_purge and iteration_idx > self.prediction_store["iteration_idx"]:
             self.prediction_store = {"iteration_idx": iteration_idx}
 
@@ -68,18 +68,18 @@ class ModelPredictionStore:
         return lambda *args, **kwargs: function(f"{part}_{_KINDS[kind]}", *args, **kwargs)
 
 
-# What results are called in methods' names, and in the store.
+# Names of results in methods' names, and in the store.
 _KINDS = {"predictions": "pred", "loss": "loss"}
 
 
 def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """The batch's predictions as one more item."""
+    """Append the batch's predictions as one item."""
     predictions.append(y_batch)
     return predictions
 
 
 def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """The batch's predictions; of a list, its items."""
+    """Append the batch's predictions; of a list, its items."""
     if isinstance(y_batch, list):
         predictions += y_batch
     else:
@@ -88,10 +88,10 @@ def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]
 
 
 def torch_cat_transf(predictions: list[Tensor]) -> Tensor:
-    """All batches' predictions as one tensor."""
+    """Return all batches' predictions as one tensor."""
     return torch.cat(predictions)
 
 
 def keep_list_transf(predictions: list[Any]) -> list[Any]:
-    """All batches' predictions as they are."""
+    """Return all batches' predictions unchanged."""
     return predictions

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def _batch_losses(loop: Any) -> dict[str, float]:
-    """``train_loss/last_batch_<loss>`` and the epoch's mean so far, ``train_loss/accumulated_batch_<loss>``."""
+    """Return ``train_loss/last_batch_<loss>`` and the epoch's mean so far, ``train_loss/accumulated_batch_<loss>``."""
     values = {}
     for kind, losses in (("last", loop.loss_batch_accum[-1:]), ("accumulated", loop.loss_batch_accum)):
         loss = loop.parse_loss(losses)
@@ -34,7 +34,7 @@ def _batch_losses(loop: Any) -> dict[str, float]:
 
 
 def _last_results(loop: Any, metric_names: Iterable[str] | None, loss_prefix: str) -> dict[str, Any]:
-    """The last result of each metric, ``<loss_prefix>/<name>`` or ``metrics/<name>``."""
+    """Return the last result of each metric, ``<loss_prefix>/<name>`` or ``metrics/<name>``."""
     history = loop.train_history
     return {
         f"{loss_prefix if 'loss' in name else 'metrics'}/{name}": history[name][-1]
@@ -44,12 +44,12 @@ def _last_results(loop: Any, metric_names: Iterable[str] | None, loss_prefix: st
 
 
 class TensorboardReporterBaseCB(AbstractExperimentCallback):
-    """Writes TensorBoard files, on rank 0, into an experiment's folder, or with ``is_project=False`` into ``log_dir``.
+    """Write TensorBoard files, on rank 0, into an experiment's folder, or with ``is_project=False`` into ``log_dir``.
 
     Further arguments go to ``SummaryWriter``.
     """
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
         self.create_log_dir()
 
     def create_log_dir(self) -> str:
-        """Make the folder; its path."""
+        """Create the folder; return its path."""
         names = [name for name in (self.project_name, self.experiment_name) if name is not None]
         path = self.log_dir
         if self.is_project:
@@ -98,7 +98,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
 
     @property
     def tb_writer(self) -> Any:
-        """The writer, made where it is first used: in the rank."""
+        """The writer, created at first use: in the rank."""
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -131,7 +131,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
             self._writer = None
 
     def upload_to_cloud(self) -> None:
-        """Upload the files, where the experiment is in a cloud."""
+        """Upload the files, if the experiment is in a cloud."""
         bucket = bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix) if self.is_project else None
         if bucket is None or self._folder is None:
             return
@@ -157,7 +157,7 @@ class _BatchLosses(TensorboardReporterBaseCB):
 
 
 class TensorboardTrainBatchLoss(_BatchLosses):
-    """Batches' losses."""
+    """Write batches' losses."""
 
     def __init__(self, batch_log_frequency: int = 1, *args: Any, **kwargs: Any) -> None:
         super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
@@ -168,7 +168,7 @@ class TensorboardTrainBatchLoss(_BatchLosses):
 
 
 class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
-    """Metrics of the history."""
+    """Write metrics of the history."""
 
     def __init__(self, metric_names: Sequence[str] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
@@ -180,7 +180,7 @@ class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
 
 
 class TensorboardFullTracking(_BatchLosses):
-    """Batches' losses and metrics of the history."""
+    """Write batches' losses and metrics of the history."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class TensorboardFullTracking(_BatchLosses):
 
 @dataclass
 class AlertConfig:
-    """A metric, by the name it is logged under, and the value below (or above) which wandb alerts."""
+    """A metric, by its logged name, and the value below (or above) which wandb alerts."""
 
     metric_name: str
     threshold_value: float
@@ -209,9 +209,9 @@ class AlertConfig:
 
 
 class WandBTracking(AbstractExperimentCallback):
-    """Sends the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
+    """Send the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
 
-    train_loop_obj: Any  # the loop of this package, which has more
+    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class WandBTracking(AbstractExperimentCallback):
         if self.is_project and not self.source_dirs and hasattr(loop, "source_dirs"):
             self.source_dirs = [loop.hyperparams["experiment_file_path"], *loop.source_dirs]
 
-    def on_train_begin(self) -> None:  # in the rank that sends, and not where the callback is registered
+    def on_train_begin(self) -> None:  # in the rank that sends, not where the callback is registered
         wandb = _wandb()
         if not self.wandb_pre_initialized:
             folder = self.log_dir

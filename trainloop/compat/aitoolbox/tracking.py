@@ -16,7 +16,7 @@ __all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSav
 
 
 class _TrackingLoop(TrainLoop):
-    """A loop with an experiment: what all three of them have."""
+    """Base class of the three loops with an experiment."""
 
     def _track(
         self,
@@ -64,7 +64,7 @@ class _TrackingLoop(TrainLoop):
         self.callbacks_handler.register_callbacks([end_save], cache_callbacks=True)
 
     def check_if_result_packages_possible(self) -> None:
-        """Refuse a result package of a data set that is not there."""
+        """Raise an error for a result package whose data set is missing."""
         for part, loader in (("val", self.validation_loader), ("test", self.test_loader)):
             if getattr(self, f"{part}_result_package") is not None and loader is None:
                 name = "validation_loader" if part == "val" else "test_loader"
@@ -72,7 +72,7 @@ class _TrackingLoop(TrainLoop):
 
 
 class TrainLoopCheckpoint(_TrackingLoop):
-    """Saves the model after each epoch, or every ``iteration_save_freq`` batches, see :class:`ModelCheckpoint`."""
+    """Save the model after each epoch, or every ``iteration_save_freq`` batches, see :class:`ModelCheckpoint`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class TrainLoopCheckpoint(_TrackingLoop):
 
 
 class TrainLoopEndSave(_TrackingLoop):
-    """Evaluates result packages at the end of training, and saves the model, see :class:`ModelTrainEndSave`."""
+    """Evaluate result packages at the end of training, and save the model, see :class:`ModelTrainEndSave`."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TrainLoopEndSave(_TrackingLoop):
 
 
 class TrainLoopCheckpointEndSave(TrainLoopEndSave):
-    """Both: checkpoints on the way, and results and model at the end."""
+    """Do both: checkpoints during training, and results and model at the end."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class TrainLoopCheckpointEndSave(TrainLoopEndSave):
 
 
 def _script() -> str:
-    """The file that made the loop: the first frame outside of this package."""
+    """Return the file that created the loop: the first frame outside of this package."""
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trainloop."):
         frame = frame.f_back

@@ -20,9 +20,9 @@ from trainloop.errors import ConfigurationError
 if TYPE_CHECKING:
     from trainloop.train_loop.training import Training
 
-__all__ = ["asked_of", "compare_ranks", "refusals_told"]
+__all__ = ["requested_settings", "check_same_on_all_ranks", "share_refusals"]
 
-# Ranks compare a list of integers: the arguments, as users write them; the position to resume from; how many
+# Ranks compare a list of integers: the arguments, as given by the user; the position to resume from; how many
 # callbacks may log at the end of an epoch; and the loaders.
 _ARGUMENTS = (
     "fit(num_epochs={})",
@@ -40,8 +40,8 @@ _SHARED = _TURNS + 2
 
 
 @contextmanager
-def refusals_told(*, tell: bool) -> Iterator[None]:
-    """Report a ``ConfigurationError`` in the block to the ranks that already wait in :func:`compare_ranks`.
+def share_refusals(*, enabled: bool) -> Iterator[None]:
+    """Report a ``ConfigurationError`` in the block to the ranks that already wait in :func:`check_same_on_all_ranks`.
 
     Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """
@@ -49,14 +49,14 @@ def refusals_told(*, tell: bool) -> Iterator[None]:
     try:
         yield
     except ConfigurationError:
-        if tell and not started_by_launch():
-            with suppress(Exception):  # ranks that failed in another way are gone
+        if enabled and not started_by_launch():
+            with suppress(Exception):  # ranks that failed in another way have ended
                 distributed.exchange_ints([])
         raise
 
 
-def asked_of(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> list[int]:
-    """Return the settings of this rank, for :func:`compare_ranks`.
+def requested_settings(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> list[int]:
+    """Return the settings of this rank, for :func:`check_same_on_all_ranks`.
 
     Parameters
     ----------
@@ -83,16 +83,16 @@ def asked_of(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> l
     for name in _LOADERS[1:]:
         loader = getattr(loop, name) if loop.end_auto_eval else None
         shared.append(NO_LOADER if loader is None else run.shared_of(loader, name))
-    return [*map(_word, arguments), place["epoch"], place["global_step"], *turns, *(n for one in shared for n in one)]
+    return [*map(_int64, arguments), place["epoch"], place["global_step"], *turns, *(n for one in shared for n in one)]
 
 
-def compare_ranks(mine: list[int]) -> bool:
+def check_same_on_all_ranks(mine: list[int]) -> bool:
     """Raise on all ranks if they would not do the same steps and evaluations. Collective: one exchange.
 
     Parameters
     ----------
     mine : list of int
-        Result of :func:`asked_of`.
+        Result of :func:`requested_settings`.
 
     Returns
     -------
@@ -119,22 +119,22 @@ def compare_ranks(mine: list[int]) -> bool:
     return all(theirs[_TURNS:_SHARED] == mine[_TURNS:_SHARED] for theirs in everyone)
 
 
-def _word(value: float | None) -> int:
-    """A number's 64 bits."""
-    word: int = struct.unpack("q", struct.pack("d", float("nan") if value is None else value))[0]
-    return word
+def _int64(value: float | None) -> int:
+    """Return the 64 bits of a number as an int64."""
+    number: int = struct.unpack("q", struct.pack("d", float("nan") if value is None else value))[0]
+    return number
 
 
-def _written(word: int) -> float | None:
-    """Return the number as a user wrote it."""
-    value: float = struct.unpack("d", struct.pack("q", word))[0]
+def _as_number(number: int) -> float | None:
+    """Return the number in the form in which a user writes it."""
+    value: float = struct.unpack("d", struct.pack("q", number))[0]
     return None if value != value else int(value) if value.is_integer() else value
 
 
-def _call(words: list[int], i: int) -> str:
+def _call(values: list[int], i: int) -> str:
     if i < 2:
-        i = 0 if words[0] else 1  # of two lengths, the one that was given
-    return _ARGUMENTS[i].format(_written(words[i]))
+        i = 0 if values[0] else 1  # of the two lengths, the one that was given
+    return _ARGUMENTS[i].format(_as_number(values[i]))
 
 
 def _check_arguments(everyone: list[list[int]]) -> None:

@@ -21,7 +21,7 @@ from trainloop.data.columns import SplitBatches
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-def twin(loader: Loader, **changes: Any) -> Loader:
+def copy_loader(loader: Loader, **changes: Any) -> Loader:
     """Copy a loader, of any class, with some attributes changed.
 
     The attributes are copied, since a subclass may have computed them from constructor arguments that are gone.
@@ -45,9 +45,9 @@ def with_workers(loader: Any, num_workers: int) -> Any:
     if isinstance(loader, SplitBatches):
         return SplitBatches(with_workers(loader.loader, num_workers), loader.dim)
     if num_workers:
-        return twin(loader, num_workers=num_workers)
+        return copy_loader(loader, num_workers=num_workers)
     context = {"_DataLoader__multiprocessing_context": None}
-    return twin(loader, num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, **context)
+    return copy_loader(loader, num_workers=0, timeout=0, prefetch_factor=None, persistent_workers=False, **context)
 
 
 def persistent_workers(loader: Any) -> Any:
@@ -60,7 +60,7 @@ def persistent_workers(loader: Any) -> Any:
 
 
 @contextmanager
-def base_seed_aside(loader: Any) -> Iterator[None]:
+def isolated_base_seed(loader: Any) -> Iterator[None]:
     """Make a loader draw its workers' base seed from a generator that its order does not use."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     if not isinstance(loader, DataLoader):
@@ -77,9 +77,9 @@ def base_seed_aside(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers, now.
 
-    Unreferenced workers end too, but only when the garbage collector finds them if a traceback or a reference cycle
-    refers to them. It may have closed their queues by then, so that each would be waited for in vain for seconds, and
-    then killed.
+    Unreferenced workers end too, but only once the garbage collector finds them if a traceback or a reference cycle
+    refers to them. It may have closed their queues by then; each would then be waited for in vain for seconds, and
+    killed.
     """
     workers = persistent_workers(loader)
     if workers is not None:
@@ -90,7 +90,7 @@ def end_workers(loader: Any) -> None:
 def _spawned_by_inheritance() -> bool:
     """Return True if workers would be spawned only because this rank was.
 
-    In Python, children inherit the start method of their process as their default. Spawned workers import everything
+    In Python, children inherit their process's start method by default. Spawned workers import everything
     again (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked workers,
     without these costs.
     """
@@ -101,8 +101,8 @@ def _spawned_by_inheritance() -> bool:
     return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]
 
 
-# A spawned process runs the script of the one that spawned it, to find there what pickles name of ``__main__``. A rank
-# runs no script: what it has of the user's ``__main__`` was sent to it, and it sends that on to workers it spawns.
+# A spawned process runs the parent's script, to find there the names of ``__main__`` that pickles refer to. A rank
+# runs no script: its part of the user's ``__main__`` was sent to it, and it sends that on to workers it spawns.
 
 
 class _ProcessWithMain(SpawnProcess):
@@ -116,12 +116,12 @@ class _ContextWithMain(SpawnContext):
 
 
 class _Main:
-    """Classes and functions of ``__main__``; put into another process's ``__main__`` by unpickling."""
+    """Classes and functions of ``__main__``; unpickling adds them to another process's ``__main__``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         import cloudpickle
 
-        # Modules and data of __main__ stay: workers import the former, and the latter may be large.
+        # Without modules and data of __main__: workers import the former, and the latter may be large.
         names = {
             name: value
             for name, value in vars(sys.modules["__main__"]).items()
