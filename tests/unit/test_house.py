@@ -209,15 +209,13 @@ FOREIGN: dict[str, str] = {
     "callbacks/failure_recorder.py": "_version",
     "callbacks/norms.py": "_foreach_norm",
     "callbacks/performance_eval.py": "_version",
-    "callbacks/swa.py": "_BatchNorm _foreach_copy_",
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
     "data/libraries.py": "_num_samples",
-    "data/loaders.py": "_config",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
     "data/loader_copies.py": "_iterator _shutdown_workers",
-    "_launch/rank_process.py": "_config _run_exitfuncs _shutdown",
+    "_launch/rank_process.py": "_run_exitfuncs _shutdown",
     "_launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
@@ -235,17 +233,15 @@ FOREIGN: dict[str, str] = {
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle"
     ),
-    "_processes/__init__.py": "_config",
-    "_support/scratch.py": "_config _rand",
-    "_support/signals.py": "_config",
-    "parallel/sync_batchnorm.py": "_BatchNorm _LazyNormBase",
+    "_support/platform.py": "_config",
+    "_support/scratch.py": "_rand",
+    "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/gradients.py": "_per_optimizer_states",
-    "train_loop/preflight.py": "_DropoutNd _NormBase",
     "train_loop/recompute.py": "_reconstructor",
     "train_loop/run.py": "_compiled_call_impl",
     "train_loop/sharded.py": "_amp_foreach_non_finite_check_and_unscale_ _version",
     "train_loop/trained.py": "_get_default_store",
-    "train_loop/whole_step.py": "_dynamo _foreach_copy_ _opt_called _post_accumulate_grad_hooks",
+    "train_loop/whole_step.py": "_dynamo _opt_called _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
         "_utils _validate_loaded_sparse_tensors"

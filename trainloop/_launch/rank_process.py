@@ -30,7 +30,7 @@ from trainloop._launch.settings import apply_settings
 from trainloop._launch.unblocking import Unblocking
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
 from trainloop._support.forks import guard_forks
-from trainloop._support.platform import resource
+from trainloop._support.platform import process_config, resource
 from trainloop._support.scratch import Scratch, name_semaphores
 from trainloop._support.signals import rank_signals
 from trainloop._support.stopping import GroupStop, SharedStop
@@ -174,7 +174,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     # Semaphores and temporary files (of loader workers) are named after their launch, because a killed rank can't
     # remove them.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
-    multiprocessing.current_process()._config["tempdir"] = spec.scratch.path  # type: ignore[attr-defined]
+    process_config()["tempdir"] = spec.scratch.path
     slots = spec.map_slots()
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if sys.platform != "win32" and STACK_SIGNAL is not None:

@@ -32,6 +32,7 @@ from typing import Any
 from trainloop._support.platform import (
     affinity,
     blocked_signals,
+    process_config,
     resource,
     set_affinity,
     set_blocked_signals,
@@ -168,7 +169,7 @@ def _sockets_in_own_folder() -> Iterator[None]:
     if _folder is None:
         _folder = temporary_folder(PREFIX)
         util.Finalize(None, remove, args=(_folder,), exitpriority=0)
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config = process_config()
     before = {name: value for name, value in config.items() if name == "tempdir"}
     config["tempdir"] = f"/proc/self/fd/{_folder.lock_fd}"
     try:

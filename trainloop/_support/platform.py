@@ -6,11 +6,13 @@ A module that the system lacks is ``None`` here. Docstrings say what each functi
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 if sys.platform == "win32":
     fcntl = grp = pwd = resource = None
@@ -27,6 +29,7 @@ __all__ = [
     "grp",
     "kill",
     "loopback_interface",
+    "process_config",
     "process_exists",
     "pwd",
     "read_into",
@@ -50,6 +53,15 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)
     else:
         os.kill(pid, signal.SIGKILL)
+
+
+def process_config() -> dict[str, Any]:
+    """Return multiprocessing's settings of this process, to read or change; processes that it starts inherit them.
+
+    ``tempdir`` is the folder of sockets and temporary files, ``semprefix`` the beginning of semaphores' names.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    return config
 
 
 def process_exists(pid: int) -> bool:

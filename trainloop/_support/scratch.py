@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import multiprocessing
 import os
 import shutil
 import stat
@@ -24,7 +23,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainloop._support.platform import fcntl, user_id
+from trainloop._support.platform import fcntl, process_config, user_id
 
 __all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
 
@@ -120,7 +119,7 @@ def name_semaphores(token: str) -> None:
     from multiprocessing import synchronize  # keeps `import trainloop` fast
 
     prefix = f"/{_SEMAPHORES}{token}"
-    multiprocessing.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]
+    process_config()["semprefix"] = prefix
     make = synchronize.SemLock.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from trainloop._support.platform import signals_blocked, unblock_signals
+from trainloop._support.platform import process_config, signals_blocked, unblock_signals
 from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = [
@@ -390,7 +389,7 @@ class WorkerInit:
                 signal.signal(number, _in_worker)
         unblock_signals(_numbers())  # see started()
         if self._temporary is not None:
-            multiprocessing.current_process()._config["tempdir"] = self._temporary  # type: ignore[attr-defined]
+            process_config()["tempdir"] = self._temporary
         if self.users is not None:
             self.users(worker_id)
 

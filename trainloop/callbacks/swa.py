@@ -6,17 +6,15 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainloop import distributed
 from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.ema import WeightAverage
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.sync_batchnorm import BatchNorm
 
 __all__ = ["StochasticWeightAveraging"]
-
-_Norm = nn.modules.batchnorm._BatchNorm
 
 
 class StochasticWeightAveraging(WeightAverage):
@@ -36,7 +34,7 @@ class StochasticWeightAveraging(WeightAverage):
     anneal_epochs : int
         Epochs in which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
-    anneal_strategy : {'cos', 'linear'}
+        Shape of the change.
     update_batchnorm : bool
         Recompute BatchNorm statistics by a pass over the training set at the end; otherwise they are those of the
         last trained weights.
@@ -90,7 +88,8 @@ class StochasticWeightAveraging(WeightAverage):
                 f"StochasticWeightAveraging(start={self.start}) is a share of the epochs, but fit was given "
                 "num_iterations. Pass start as a number of epochs."
             )
-        if self.update_batchnorm and loop.sync_batchnorm and any(isinstance(m, _Norm) for m in loop.model.modules()):
+        has_batchnorm = any(isinstance(module, BatchNorm) for module in loop.model.modules())
+        if self.update_batchnorm and loop.sync_batchnorm and has_batchnorm:
             raise ConfigurationError(
                 "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks have different "
                 "numbers of batches to pass over. Use update_batchnorm=False, or sync_batchnorm=False."
@@ -130,7 +129,8 @@ class StochasticWeightAveraging(WeightAverage):
             if self.updates:
                 get_swa_multi_avg_fn()(averages, weights, self.updates)
             else:
-                torch._foreach_copy_(averages, weights)
+                for average, weight in zip(averages, weights, strict=True):
+                    average.copy_(weight)
         self.updates += 1
 
     @logs_nothing
@@ -140,7 +140,7 @@ class StochasticWeightAveraging(WeightAverage):
             return
         super().on_train_end()
         loop = self.train_loop_obj
-        norms = [m for m in loop.model.modules() if isinstance(m, _Norm) and m.track_running_stats]
+        norms = [m for m in loop.model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return
         self._pass = _StatisticsPass(norms)

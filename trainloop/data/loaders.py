@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.settings import SettingsInit
+from trainloop._support.platform import process_config
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
@@ -116,7 +117,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         temporary = None
         # A rank uses its launch's folder; workers that outlive this context keep Python's.
-        if "tempdir" not in multiprocessing.current_process()._config and not loader.persistent_workers:  # type: ignore[attr-defined]
+        if "tempdir" not in process_config() and not loader.persistent_workers:
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
         # Set on the user's loader, since a copy would not share its persistent workers; restored below.
         loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainloop.distributed.peers import only_trusted_peers
 from trainloop.errors import ConfigurationError
 
-__all__ = ["CpuSyncBatchNorm", "convert", "participating", "revert"]
+__all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "participating", "revert"]
 
 _CLASS_BEFORE = "_class_before_sync"
 
@@ -49,13 +50,13 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
         If a layer is lazy and has no shape yet.
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
+        if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNorm) and layer.has_uninitialized_params():
             raise ConfigurationError(
                 f"sync_batchnorm: the layer {name or 'itself'} ({type(layer).__name__}) has no shape yet. Run one "
                 "batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
             )
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, (nn.SyncBatchNorm, CpuSyncBatchNorm)):
+        if isinstance(layer, BatchNorm) and not isinstance(layer, (nn.SyncBatchNorm, CpuSyncBatchNorm)):
             tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
             on_gpu = bool(tensors) and tensors[0].is_cuda
             before = type(layer)
@@ -130,7 +131,7 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     return group
 
 
-class CpuSyncBatchNorm(_BatchNorm):
+class CpuSyncBatchNorm(BatchNorm):
     """BatchNorm over the samples of all ranks, with operations that every device has.
 
     Equal to a BatchNorm layer that is given the batches of all ranks as one, forward and backward, also where ranks

@@ -46,6 +46,7 @@ __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -390,11 +391,11 @@ def _trained(
 ) -> nn.Module:
     model, optimizer, criterion = copies(loop, CPU)
     for module in model.modules():  # modules that draw or count per process differ between modes by design
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUT):
             module.p = 0.0
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if hasattr(module, "track_running_stats"):  # batch and instance normalization
             module.eval()
-            module.train = _stay(module)  # type: ignore[method-assign, assignment]
+            module.train = _stay(module)
     trial = TrainLoop(
         model,
         loop.train_loader,

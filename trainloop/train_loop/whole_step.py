@@ -271,7 +271,8 @@ class WholeStepTraining(Training):
                 weight = getattr(loss, "trainloop_divisor", None)
             found = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
-                torch._foreach_copy_(gradients, list(found))
+                for gradient, value in zip(gradients, found, strict=True):
+                    gradient.copy_(value)
                 if norm is not None:
                     nn.utils.clip_grad_norm_(clipped, norm)
                 take_step(optimizer)
