@@ -62,7 +62,7 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     report = loop.preflight()
     assert report.ok, report
     assert "weights agree" in report["single equals ddp on 2 CPU ranks"].detail
-    assert "messages are signed with the run's key" in report["strangers among the ranks"].detail
+    assert "messages are signed with the run's key" in report["authentication of ranks"].detail
     assert all(torch.equal(before[key], value) for key, value in loop.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert loop.global_step == 0
@@ -78,7 +78,7 @@ def test_what_it_finds() -> None:
     assert "train_loader.dataset.note" in report["can be sent to ranks"].detail
     assert "extra.weight, extra.bias" in report["gradients"].detail
     assert "find_unused_parameters" in report["gradients"].detail
-    assert report["batches alike on all ranks"].ok
+    assert report["batches on all ranks"].ok
     assert "LOOK" in str(report)
 
 
@@ -149,7 +149,7 @@ def test_it_finds_a_sum_that_is_taken_for_a_mean() -> None:
 
 def test_it_finds_batches_of_several_shapes() -> None:
     loop = loop_of(Net(), loader=DataLoader(make_data(), batch_size=4, collate_fn=ragged))
-    finding = loop.preflight()["batches alike on all ranks"]
+    finding = loop.preflight()["batches on all ranks"]
     assert not finding.ok
     assert "Pad to one shape" in finding.detail
 

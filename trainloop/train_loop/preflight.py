@@ -126,10 +126,10 @@ def preflight(
     checks: dict[str, Callable[[], str]] = {
         **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
-        "strangers among the ranks": lambda: _protection(loop),
+        "authentication of ranks": lambda: _protection(loop),
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
-        "batches alike on all ranks": lambda: _batches(loop, steps, ranks),
+        "batches on all ranks": lambda: _batches(loop, steps, ranks),
         **({"smallest batch": lambda: _smallest_batch(loop)} if _has_batchnorm(loop.model) else {}),
         f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
             loop, steps, ranks, sharding
