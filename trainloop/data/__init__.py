@@ -1,13 +1,7 @@
-"""Turn loaders of any kind into the batches that one rank trains on and evaluates.
+"""Loaders of any kind, as the batches that one rank trains on and evaluates. Public: :class:`SplitBatches`."""
 
-A *source* (``sources.py``, ``indexed.py``) yields a rank's shard of each global batch; its rule (``samplers.py``,
-``whole_batches.py``) chooses the shard. Training groups the shards into steps, evaluation does not.
-
-* ``train_feed``: an epoch as optimizer steps, with each rank's shard of every global batch.
-* ``eval_feed``: the batches that one process would see, each on one rank.
-* :class:`SplitBatches`: each rank takes a block of columns of every batch, for state carried from batch to batch.
-* ``count_samples``, ``move_to``: for batches of any shape.
-"""
+# A *source* (sources.py, indexed.py) yields a rank's shard of each global batch; its rule (samplers.py,
+# whole_batches.py) chooses the shard. Training groups the shards into steps, evaluation does not.
 
 from trainloop.data.batches import count_samples, move_to
 from trainloop.data.columns import SplitBatches

@@ -1,9 +1,5 @@
 """Choose a run's devices: parse requests, resolve mode names, count samples of a batch.
 
-``requests.py`` and ``modes.py`` depend on their arguments only. Two functions here read the machine: :func:`resolve`
-counts devices, :func:`find_usable_cuda_devices` tries them.
-:func:`visible_devices`, of ``trainloop.resources.masks``, is re-exported.
-
 An index always counts within ``CUDA_VISIBLE_DEVICES``, like torch's.
 """
 

@@ -8,13 +8,6 @@ Objects and CPU tensors are sent over Gloo, so that no exchange of a few bytes w
 process group does not support CPU tensors (``init_process_group('nccl')``), a Gloo group is made beside it at the
 first exchange, and kept as long as the default group exists. GPU tensors are sent over the default group's backend for
 that device, or over the CPU if it has none.
-
-* ``ranks.py``: ranks and world size
-* ``hosts.py``: processes on this host
-* ``objects.py``: objects and ints, over the CPU
-* ``wire.py``, ``key.py``: authenticated messages
-* ``encoding.py``: objects as bytes
-* ``tensors.py``: nested tensors and numbers
 """
 
 from trainloop.distributed.objects import (

@@ -1,11 +1,8 @@
 """Check the machine and the installation before a training: ``python -m trainloop doctor``.
 
-* :func:`examine`: all checks, as a :class:`Report` that prints as a table: ``ok``, ``attention`` or ``problem``
-* ``checks.py``: the checks, each a function of readings
-* ``probe.py``: the readings; libraries are imported in separate processes
-* ``cuda_libraries.py``: the package of a CUDA library that can't be loaded
-
-Nothing here imports torch: it must work even if torch can't be imported.
+:func:`examine` runs all checks and returns a :class:`Report` that prints as a table of ``ok``,
+``attention`` and ``problem``.
+It works even if torch can't be imported.
 """
 
 from __future__ import annotations
