@@ -159,10 +159,12 @@ class TerminateOnNaN(AbstractCallback):
         self._forget()
         if not values or self.found is not None:
             return
-        device = values[0].device
         # The only wait for the device, once per `check_every_n_steps`.
-        exact = torch.float32 if device.type == "mps" else torch.float64  # 1e300 is finite
-        finite = torch.stack([value.to(device, exact) for value in values]).isfinite().tolist()
+        if len({(value.device, value.dtype) for value in values}) > 1:
+            device = values[0].device
+            exact = torch.float32 if device.type == "mps" else torch.float64  # 1e300 is finite
+            values = [value.to(device, exact) for value in values]
+        finite = torch.stack(values).isfinite().tolist()
         bad = [source for source, ok in zip(sources, finite, strict=True) if not ok]
         if not bad:
             return
