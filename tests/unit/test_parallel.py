@@ -22,6 +22,7 @@ from parallel_models import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import small_loop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
 
@@ -296,3 +297,24 @@ def test_reduce_gradients_in_one_process_does_nothing() -> None:
     reduce_gradients([p])
     assert p.grad is not None
     assert p.grad.tolist() == [1, 1]
+
+
+def test_evaluation_after_fit_has_the_wrapper_s_arguments_of_fit() -> None:
+    sizes: list[int] = []
+
+    class Sized(small_loop.Net):
+        def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+            sizes.append(len(batch_data[0]))
+            return super().get_predictions(batch_data, device)
+
+    loop = small_loop.make_loop(Sized(), gpu_mode="dp", devices=2)
+    loop.predict_on_validation_set()
+    loop.fit(num_epochs=1, dp_model_args={"devices": 4})
+    before, sizes[:] = sorted(sizes), []
+    loop.predict_on_validation_set()
+    assert before == [1, 8, 8, 8, 8]  # 33 samples in batches of 16, over two replicas
+    assert sorted(sizes) == [1, *[4] * 8]
+    loop.fit(num_epochs=1)
+    sizes[:] = []
+    loop.predict_on_validation_set()
+    assert sorted(sizes) == before

@@ -316,6 +316,8 @@ def _new_ranks(
 def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
     try:
         yield
+    except WorkerFailedError:  # raised after all have ended
+        raise
     except BaseException:
         with uninterrupted():  # a second Ctrl-C must not leave processes behind
             ranks.end()

@@ -96,7 +96,7 @@ class Ranks:
         """The first failure, once the run has failed."""
         self._lines: list[connection.Connection] = []
         self._line_marks: set[str] = set()
-        self._served = self._begun = False
+        self._begun = False
         self._env: dict[str, str] = {}
         self._cpus = affinity()
 
@@ -132,7 +132,7 @@ class Ranks:
         finally:
             # If this process kept a rank's end of a connection open, the rank's death would not close it.
             _close_ends([theirs for _, theirs in pairs])
-        self._served, self._lines = served, [ours for ours, _ in pairs]
+        self._lines = [ours for ours, _ in pairs]
         self._env = {**os.environ, **variables}
 
     def give_first(self) -> None:

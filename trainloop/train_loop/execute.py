@@ -43,7 +43,7 @@ from trainloop.train_loop.whole_step import WholeStepTraining
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.restarts import RestartFolder, Supervisor
+    from trainloop.train_loop.restarts import RestartFolder
 
 __all__ = ["execute", "sent_parts"]
 
@@ -86,8 +86,6 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     # Without a seed ranks still need a common one. Deriving it makes no draw, so that ranks don't change what the
     # caller's generators draw next.
     loop.drawn_seed = rng.peek_seed()
-    # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
-    caller_side = CallerSide(loop)
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
     here = launch.joined() if has_ranks(loop.gpu_mode) else None
@@ -98,11 +96,14 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 f"max_restarts={job.restarts.most} has no effect here: only torchrun or Slurm can restart these ranks. "
                 "Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
-        as_rank = partial(_as_rank, loop, work, args, job, caller_side.paths, joined=True)
+        as_rank = partial(_as_rank, loop, work, args, job, None)
         return launch.join(as_rank, devices=site.devices, **options)
+    # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
+    caller_side = CallerSide(loop)
     # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
     ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
-    with _supervisor(loop, job, ranks) as supervisor, applied(quota, local_rank=None, ranks=ranks):
+    restarts = None if job is None or job.restarts is None else Supervisor(loop, job.restarts, ranks, job.resume)
+    with restarts or nullcontext() as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
             partial(
                 _as_rank,
@@ -129,16 +130,6 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
         if randomness is not None:
             randomness.put_into(loop)
         return result
-
-
-@contextmanager
-def _supervisor(loop: TrainLoop[Any], job: FitJob | None, ranks: int) -> Iterator[Supervisor | None]:
-    if job is None or job.restarts is None:
-        yield None
-        return
-
-    with Supervisor(loop, job.restarts, ranks, job.resume) as supervisor:
-        yield supervisor
 
 
 class CallersRandomness(NamedTuple):
@@ -172,10 +163,9 @@ def _as_rank(
     work: Callable[..., Any],
     args: tuple[Any, ...],
     job: FitJob | None,
-    paths: tuple[str, ...],
+    paths: tuple[str, ...] | None,
     stop: StopAgreement,
     *,
-    joined: bool = False,
     folder: RestartFolder | None = None,
     caller: CallersRandomness | None = None,
 ) -> Any:
@@ -185,21 +175,19 @@ def _as_rank(
     ----------
     loop, work, args, job
         As in :func:`execute`.
-    paths : tuple of str
-        Paths of the :class:`~trainloop.train_loop.handover.CallerSide`.
+    paths : tuple of str or None
+        Paths of the :class:`~trainloop.train_loop.handover.CallerSide`; None if a launcher started the rank, so that
+        there is no caller to send state to.
     stop : StopAgreement
-    joined : bool
-        True if a launcher started the rank, so that there is no caller to send state to.
     folder : RestartFolder, optional
         Private folder of a run that restarts after failures.
     caller : CallersRandomness, optional
         Random states for the one process of ``single`` and ``dp``.
     """
-
     # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
     loop.process = process = place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
-    rank_side = None if joined else RankSide(loop, paths)
+    rank_side = None if paths is None else RankSide(loop, paths, sends=process.local_rank == 0)
     ranks = process.local_world_size
     applied_here = applied(
         loop.options.quota,
@@ -210,7 +198,7 @@ def _as_rank(
     )
     if caller is not None:
         caller.put_into(loop)
-    with applied_here, running(loop, stop, job, joined=joined) as run:
+    with applied_here, running(loop, stop, job, joined=paths is None) as run:
         if folder is not None:
             assert isinstance(run, Training)
             assert job is not None
@@ -220,7 +208,7 @@ def _as_rank(
     if rank_side is None:
         return result
     answer = (result, None if caller is None else CallersRandomness.of(loop))
-    return rank_side.end_state(answer, sent=process.local_rank == 0)
+    return rank_side.end_state(answer)
 
 
 @contextmanager
@@ -228,10 +216,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
     """Make a run in this process, for training (``job``) or only evaluation; in the block it is ``loop.running``."""
     # Only dp uses several devices in one process.
     devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
-    wrapper_args, over_ranks = loop.fsdp_model_args if loop.gpu_mode == "fsdp" else None, False
-    if job is not None:
-        wrapper_args = {"dp": job.dp_model_args, "fsdp": job.fsdp_model_args}.get(loop.gpu_mode, job.ddp_model_args)
-        over_ranks = loop.sync_batchnorm and has_ranks(loop.gpu_mode) and loop.world_size > 1
+    over_ranks = job is not None and loop.sync_batchnorm and has_ranks(loop.gpu_mode) and loop.world_size > 1
     place_of_model = placed(
         loop.model,
         loop.criterion,
@@ -239,7 +224,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         mode=loop.gpu_mode,
         devices=devices,
         amp=loop.options.amp,
-        wrapper_args=wrapper_args,
+        wrapper_args=loop.wrapper_args if job is not None or loop.gpu_mode != "ddp" else None,
         sync_batchnorm_over_ranks=over_ranks,
         compile_args=loop.options.compile_args,
         checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,

@@ -101,39 +101,41 @@ class CallerSide:
 
 
 class RankSide:
-    """The rank's side: remembers the loop's state on arrival, so that only changes are sent back."""
+    """The rank's side: remembers the loop's state on arrival, so that only changes are sent back.
 
-    def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = ()) -> None:
-        self._loop = loop
-        found = _parts(loop)
-        self.parts = {path: found[path] for path in paths if path in found}
-        """Objects that exist on both sides, by their path."""
+    One rank of each host ``sends`` its state. The others only ask callbacks for theirs, since that may be an exchange
+    of all ranks.
+    """
+
+    def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = (), *, sends: bool = True) -> None:
+        self._loop, self._sends = loop, sends
         self.callbacks = list(loop.callbacks)
         """Callbacks that were sent, even if hooks change the loop's list."""
-        # A part that is missing here keeps its number.
-        self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
-        """Objects that both sides have, in the same order."""
         self._stateful = [
             (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
         ]
         # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+        if not sends:
+            return
+        found = _parts(loop)
+        self.parts = {path: found[path] for path in paths if path in found}
+        """Objects that exist on both sides, by their path."""
+        # A part that is missing here keeps its number.
+        self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
+        """Objects that both sides have, in the same order."""
         self._modules = _modules(loop)
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
         }
         self._arrived = fingerprints(self.parts, self.known)
 
-    def end_state(self, result: Any, *, sent: bool = True) -> PackedState | None:
-        """Return the loop's current state, and ``result``, for :meth:`CallerSide.receive` on the caller's side.
-
-        One rank of each host sends its state, with its tensors' live memory. The others only ask callbacks for their
-        state, since that may be an exchange of all ranks.
-        """
+    def end_state(self, result: Any) -> PackedState | None:
+        """Return the loop's current state with its tensors' live memory, and ``result``, for :class:`CallerSide`."""
         loop = self._loop
         callbacks = [_callback_state(callback) for callback in self.callbacks]
         stateful = [getattr(self.callbacks[i], name).state_dict() for i, name in self._stateful]
-        if not sent:
+        if not self._sends:
             return None
         modules = _modules(loop)
         # Only the outermost modules that a callback has added. References to the caller's objects remain references.

@@ -349,20 +349,17 @@ class TrainLoop(LoopView, Generic[ModelT]):
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
             check.check_bool(gather, "gather")
-            sharding = check.check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
+            wrapper_args = {
+                "dp": check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
+                "ddp": check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
+                "fsdp": check.check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel),
+            }.get(self.gpu_mode, {})
             if self.gpu_mode == "fsdp":
-                check_shardable(self, gather=gather, restarts=restarts, wrapper_args=sharding)
+                check_shardable(self, gather=gather, restarts=restarts, wrapper_args=wrapper_args)
             elif not gather:
                 raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
             resume, nothing_left = run_state.resume_point(self, resume_from)
-            job = FitJob(
-                dp_model_args=check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),
-                ddp_model_args=check.check_wrapper_args(ddp_model_args, "ddp_model_args", TTDistributedDataParallel),
-                fsdp_model_args=sharding,
-                gather=gather,
-                resume=resume,
-                restarts=restarts,
-            )
+            job = FitJob(gather=gather, resume=resume, restarts=restarts)
             if resume is None:
                 check_has_values(self, "fit")
             self.restarts = []
@@ -375,7 +372,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 run_state.take_up_finished(self, resume, nothing_left)
                 return self.model
             with noting_values(self, gather=gather):
-                self.fsdp_model_args = job.fsdp_model_args or {}
+                self.wrapper_args = wrapper_args
                 received.note(execute(self, Training.train, job=job))
         received.end()
         return self.model

@@ -104,9 +104,6 @@ class RestartOptions:
 class FitJob:
     """The work of one ``fit``, as it is sent to the ranks."""
 
-    dp_model_args: dict[str, Any] = field(default_factory=dict)
-    ddp_model_args: dict[str, Any] = field(default_factory=dict)
-    fsdp_model_args: dict[str, Any] = field(default_factory=dict)
     gather: bool = True
     """In ``fsdp``, True if the trained values are written into the caller's model and optimizers."""
     resume: dict[str, Any] | None = None

@@ -121,7 +121,7 @@ def preflight(
     """
     require_training_parts(loop, "preflight")
     check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
-    sharding = loop.fsdp_model_args if fsdp_model_args is None else fsdp_model_args
+    sharding = loop.wrapper_args if fsdp_model_args is None else fsdp_model_args
     findings = []
     checks: dict[str, Callable[[], str]] = {
         **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),

@@ -72,8 +72,8 @@ class LoopView:
         self.restarts: list[Restart] = []
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
-        self.fsdp_model_args: dict[str, Any] = {}
-        """Arguments of ``fit`` for the wrapper of ``fsdp``; evaluation outside of ``fit`` uses the same units."""
+        self.wrapper_args: dict[str, Any] = {}
+        """Arguments of the last ``fit`` for the mode's wrapper; evaluation outside of ``fit`` uses the same ones."""
         self.left_behind: LeftBehind | None = None
         """Parameters without trained values, after ``fit(gather=False)``."""
         self.running: Run | None = None
