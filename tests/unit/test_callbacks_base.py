@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import warnings
 from typing import Any
 
@@ -335,3 +337,23 @@ def test_callbacks_of_one_loop_share_a_board() -> None:
     reads = Reads()
     make_loop().fit(num_epochs=2, callbacks=[Writes(), reads])
     assert reads.read == [[0], [1]]
+
+
+def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None:
+    class Named(AbstractCallback):
+        save_due = save_now = save_finished = True
+        stops = False
+
+        def on_batch_end(self) -> None:
+            if self.stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_train_end(self) -> None:
+            self.ended = True
+
+    callback = Named("named")
+    make_loop().fit(num_epochs=1, callbacks=[callback])
+    assert callback.ended
+    callback.stops = True
+    with pytest.raises(SystemExit, match="143"):
+        make_loop().fit(num_epochs=1, callbacks=[callback])

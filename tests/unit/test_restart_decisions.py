@@ -63,7 +63,9 @@ def test_a_bug_of_all_ranks_is_known_whichever_reports_it_first(failures: list[F
     with Supervisor(make_loop(), RestartOptions(-1, None), 2) as supervisor:
         supervisor.before_start(supervisor.next_order())
         for failure in failures:
-            final = supervisor.failed(failure, WorkerFailedError("It failed.", rank=failure.rank, exitcode=1))
+            final = supervisor.error_that_ends_run(
+                failure, WorkerFailedError("It failed.", rank=failure.rank, exitcode=1)
+            )
             supervisor.before_start(supervisor.next_order())
     assert (final is not None) == recurs
     if final is not None:
@@ -75,10 +77,10 @@ def test_restarts_that_are_used_up_and_failures_that_would_recur() -> None:
     error = WorkerFailedError("It failed.", rank=0, exitcode=1)
     with Supervisor(make_loop(), RestartOptions(1, None), 1) as supervisor:
         supervisor.before_start(supervisor.next_order())
-        assert supervisor.failed(raised(0, final=True), error) is error
-        assert supervisor.failed(raised(0), error) is None
+        assert supervisor.error_that_ends_run(raised(0, final=True), error) is error
+        assert supervisor.error_that_ends_run(raised(0), error) is None
         supervisor.before_start(supervisor.next_order())
-        final = supervisor.failed(KILLED[0], error)
+        final = supervisor.error_that_ends_run(KILLED[0], error)
         assert final is not None
         assert final.message == "It failed. All restarts have been used (max_restarts=1)."
 
@@ -97,7 +99,9 @@ def test_the_newest_whole_checkpoint_of_this_run_is_taken(tmp_path: Path) -> Non
         return path
 
     def taken() -> tuple[int, str]:
-        assert supervisor.failed(next(failures), WorkerFailedError("It failed.", rank=0, exitcode=1)) is None
+        assert (
+            supervisor.error_that_ends_run(next(failures), WorkerFailedError("It failed.", rank=0, exitcode=1)) is None
+        )
         supervisor.before_start(supervisor.next_order())
         order = supervisor.folder.order()
         assert order is not None

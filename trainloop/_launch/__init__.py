@@ -197,7 +197,7 @@ class _Starts:
                 self._agree_on_start()
                 up = self._kept.resume(self._terms, undo) if self._kept is not None else None
                 ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
-                if self._is_done_by(ranks, are_up=up is not None):
+                if self._run_once(ranks, are_up=up is not None):
                     result = ranks.result()
                     if self._kept is not None:
                         self._kept.keep(ranks, self._terms, undo)
@@ -216,7 +216,7 @@ class _Starts:
         if self._policy is not None:
             self._policy.before_start(order)
 
-    def _is_done_by(self, ranks: Ranks, *, are_up: bool) -> bool:
+    def _run_once(self, ranks: Ranks, *, are_up: bool) -> bool:
         """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
         with signals(ranks.stop) as received:
             if self._first:
@@ -235,13 +235,13 @@ class _Starts:
                     ranks.watch(at_once=received.at_once)
                     ranks.part()
             except WorkerFailedError as error:
-                self._check_may_start_again(ranks, error)
+                self._raise_unless_restarting(ranks, error)
                 return False
             received.note(ranks.stop.requested)  # include a signal that a rank received after its last step
         return True
 
-    def _check_may_start_again(self, ranks: Ranks, error: WorkerFailedError) -> None:
-        """Raise the error if it ends the run."""
+    def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
+        """Raise the error if it ends the run; otherwise print or record why ranks restart."""
         # With several hosts, each would have to start again.
         if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
             self._disturbed = True
@@ -249,7 +249,7 @@ class _Starts:
             return
         if self._policy is None or ranks.cause is None:
             raise error
-        final = self._policy.failed(ranks.cause, error)
+        final = self._policy.error_that_ends_run(ranks.cause, error)
         if final is not None:
             raise final from None
         self._failed = error

@@ -111,7 +111,7 @@ class RestartPolicy(Protocol):
     def before_start(self, order: Any) -> None:
         """Receive node 0's order, on each host, before each start of the ranks."""
 
-    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
+    def error_that_ends_run(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run, or ``None`` to start the ranks again. All ranks have ended by then."""
 
 

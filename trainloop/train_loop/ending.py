@@ -89,4 +89,4 @@ def has_work_at_end(loop: TrainLoop[Any]) -> bool:
 
 
 def _only_saves(callback: AbstractCallback) -> bool:
-    return hasattr(callback, "save_finished")
+    return callable(getattr(callback, "save_finished", None))

@@ -203,7 +203,7 @@ def _as_rank(
             assert isinstance(run, Training)
             assert job is not None
             assert job.restarts is not None
-            run.stop = run.restarts = RestartCheckpoints(run, folder, job.restarts.every)
+            run.restarts = RestartCheckpoints(run, folder, job.restarts.every)
         result = work(run, *args)
     if rank_side is None:
         return result

@@ -29,19 +29,18 @@ _RUN = "restarts"  # in the names of unfinished files: each start removes those 
 
 
 class RestartCheckpoints:
-    """A :class:`~trainloop._support.stopping.StopAgreement` that also writes due checkpoints, between steps.
+    """Writes checkpoints of a run between steps, in case that a rank fails.
 
     Parameters
     ----------
     run : Training
-        The run whose ``stop`` it replaces.
     folder : RestartFolder
     every : int, optional
         Steps between two checkpoints; ``None`` for as many as limit their cost to :data:`SHARE_OF_TIME`.
     """
 
     def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
-        self._run, self._stop, self._every = run, run.stop, every
+        self._run, self._every = run, every
         self._sharded = run.place.collective
         self._files = RunCheckpoints(checkpoint.folder(folder.checkpoints), None, with_weights=False)
         self._files.run = _RUN
@@ -64,13 +63,8 @@ class RestartCheckpoints:
 
     # -- at boundaries -----------------------------------------------------------------------------------------------
 
-    def request(self, reason: int) -> None:
-        """Request a stop, as :class:`StopAgreement` does."""
-        self._stop.request(reason)
-
-    def reached(self) -> int:
-        """Agree on a stop, as :class:`StopAgreement` does; else write a checkpoint if one is due. Collective."""
-        reasons = self._stop.reached()
+    def at_boundary(self, reasons: int) -> None:
+        """Write a checkpoint if one is due and the ranks have no ``reasons`` to stop. Collective."""
         run = self._run
         step = run.loop.global_step
         self._progress[self._row, 0] = step
@@ -79,7 +73,6 @@ class RestartCheckpoints:
         # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
-        return reasons
 
     def _report(self) -> None:
         """Once the first step after a restart is done: print a line, and give the launching process the time."""

@@ -148,7 +148,6 @@ class Supervisor:
         self._runs = [str(state["run"]) for state in states if isinstance(state, dict) and "run" in state]
         self._begun_ns = time.time_ns()
         self._last_failure: _SeenFailure | None = None
-        self._current: tuple[Failure, WorkerFailedError] | None = None
         self._pending: tuple[Restart, int] | None = None
         self._scratch = scratch.temporary_folder(memory_bytes=_room_in_memory(loop))
         self.folder = RestartFolder(self._scratch.path)
@@ -160,7 +159,7 @@ class Supervisor:
         self._record_restart(None)
         scratch.remove(self._scratch)
 
-    def failed(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
+    def error_that_ends_run(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run; ``None`` if the ranks, all of which have ended, will restart."""
         self._record_restart(failure.time_ns)
         first = self._loop.site.node_rank * self._ranks
@@ -178,7 +177,7 @@ class Supervisor:
             return with_note(error, f"The same failure occurred again {when}; another restart would not help.")
         if done == self._most:
             return with_note(error, f"All restarts have been used (max_restarts={self._most}).")
-        self._last_failure, self._current = seen, (failure, error)
+        self._last_failure = seen
         return None
 
     def next_order(self) -> list[Any] | None:
@@ -186,14 +185,14 @@ class Supervisor:
 
         ``None`` for the first start, and on all hosts but node 0.
         """
-        if self._current is None or self._loop.site.node_rank:
+        if self._last_failure is None or self._loop.site.node_rank:
             return None
-        failure, error = self._current
+        rank, failure = self._last_failure.rank, self._last_failure.failure
         reached = int(self.folder.progress()[1:, 0].max())
         # Of two checkpoints of the same step, the later one counts: it may be from after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
-        cause = "hangs" if failure.timeout and error.rank != failure.rank else describe_failure(failure)
-        restart = Restart(error.rank, cause, step, max(reached - step, 0), 0.0)
+        cause = "hangs" if failure.timeout and rank != failure.rank else describe_failure(failure)
+        restart = Restart(rank, cause, step, max(reached - step, 0), 0.0)
         limit = f"{self._nth(len(self._loop.restarts) + 1)}."
         return list(RestartOrder(restart, failure.time_ns, limit, path))
 
@@ -203,8 +202,8 @@ class Supervisor:
             self.folder.begin(self._ranks, self._begins_at, None)
             return
         restart, failed_ns, *others = order
-        if self._current is not None:  # time by this host's clock
-            failed_ns = self._current[0].time_ns
+        if self._last_failure is not None:  # time by this host's clock
+            failed_ns = self._last_failure.failure.time_ns
         self._pending = Restart(*restart), failed_ns
         self.folder.begin(self._ranks, self._pending[0].step, RestartOrder(*self._pending, *others))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -148,7 +148,7 @@ class Training(Run):
                             progress.look(self.epoch_batches, self._bar_values, clock.read)
                         if loop.end_requested:
                             stop.request(EARLY_STOP)
-                        ended_by = stop.reached()
+                        ended_by = self._reached_boundary()
                         # Read a complete epoch to its end, since samplers may draw numbers for the next one there.
                         complete = self.epoch_batches == self.feed.num_batches
                         if ended_by or (loop.total_iteration_idx >= last_iteration and not complete):
@@ -201,8 +201,7 @@ class Training(Run):
             self.progress.write(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
         for hook in self.hooks.on_train_begin:
             hook()
-        savers = [getattr(callback, "save_due", None) for callback in loop.callbacks]
-        self.savers = tuple(save for save in savers if callable(save))  # a user's attribute may have this name
+        self.savers = _methods(loop.callbacks, "save_due")
         if resume is not None:
             run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
         if restarts is not None:
@@ -236,19 +235,15 @@ class Training(Run):
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
             self.finished = True
-            for callback in loop.callbacks if has_work_at_end(loop) else ():
-                save = getattr(callback, "save_finished", None)
-                if save is not None:
-                    save()
+            for save in _methods(loop.callbacks, "save_finished") if has_work_at_end(loop) else ():
+                save()
             self._share_attributes()
             return
         if self.clock.steps:  # in the middle of an epoch
             self._end_timing()
         if ended_by & (TERMINATE | CHECKPOINT):
-            for callback in loop.callbacks:
-                save = getattr(callback, "save_now", None)
-                if save is not None:
-                    save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
+            for save in _methods(loop.callbacks, "save_now"):
+                save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
         self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _print_end(self) -> None:
@@ -379,7 +374,14 @@ class Training(Run):
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
         # Signals too, since evaluation may have taken long.
-        return self.stop.reached() | (EARLY_STOP if self.loop.end_requested else 0)
+        return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
+
+    def _reached_boundary(self) -> int:
+        """Return the reasons for which all ranks stop here; if there is none, write a due restart checkpoint."""
+        reasons = self.stop.reached()
+        if self.restarts is not None:
+            self.restarts.at_boundary(reasons)
+        return reasons
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -506,6 +508,12 @@ class Training(Run):
         last_loss = self.loop.last_loss
         loss = {} if last_loss is None else {"loss": float(last_loss)}
         return {**loss, **self.recorder.bar_values()}
+
+
+def _methods(callbacks: Sequence[Any], name: str) -> tuple[Callable[..., None], ...]:
+    """Return the callbacks' methods of this name; an attribute of a user's callback may have the name, too."""
+    found = (getattr(callback, name, None) for callback in callbacks)
+    return tuple(method for method in found if callable(method))
 
 
 def _warn(text: str) -> None:
