@@ -251,7 +251,7 @@ class MultiOptimizer:
         return [optimizer.state_dict() for optimizer in self.optimizer_list]
 
     def load_state_dict(self, state_dict_list: Sequence[dict[str, Any]]) -> None:
-        """Load a result of :meth:`state_dict`."""
+        """Load a state that :meth:`state_dict` returned."""
         if len(state_dict_list) != len(self.optimizer_list):
             raise ConfigurationError(
                 f"got {len(state_dict_list)} state dicts for {len(self.optimizer_list)} optimizers: pass one for each."
