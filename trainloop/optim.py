@@ -156,7 +156,7 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses it must have the index of each loss's optimizer. Pass such a map, or call "
+                "optimizer's losses, the map must have the index of each loss's optimizer. Pass such a map, or call "
                 "assigned_to(optimizer) first."
             )
         return indices

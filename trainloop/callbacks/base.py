@@ -132,7 +132,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default over all ranks.
+        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default reduced over all ranks.
 
         The value belongs to the hook's epoch: in ``on_train_begin`` to the first, in ``on_train_end`` to the last, in
         ``on_exception`` to the interrupted one (only this rank's value). At the end of an epoch and of the training,

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class TensorBoard(AbstractCallback):
-    """Write logged values for TensorBoard, each once, on rank 0, over the global step.
+    """Write logged values for TensorBoard, each once, on rank 0, against the global step.
 
     A metric's step values are written under its name, as are its epoch values, or as ``epoch/<name>`` if it has step
     values. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).

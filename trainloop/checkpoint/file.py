@@ -323,7 +323,7 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     mark = file.read(_END.size)
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
-        raise CheckpointError(f"{problem}: it has no end mark, so it is truncated or not trainloop's. Use another.")
+        raise CheckpointError(f"{problem}: it has no end mark: it is truncated or not trainloop's. Use another one.")
     if length + info_length + _END.size != size:
         raise CheckpointError(
             f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. "

@@ -319,7 +319,7 @@ def describe_data(made: Any) -> tuple[int, Any]:
     except TypeError:
         raise ConfigurationError(
             "num_bag_folds needs the number of rows of the data. Pass data=(x, y) or targets (one per row) to "
-            "tune, or make make_loop(params, None) return a TrainLoop over all rows, whose dataset has a length."
+            "tune, or return a TrainLoop over all rows, whose dataset has a length, from make_loop(params, None)."
         ) from None
     return length, _targets_of(dataset)
 
