@@ -65,7 +65,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a
         scheduler; or a scheduler of the loop's optimizer.
     interval : {'step', 'epoch'}, optional
-        When to step. Default: ``'epoch'``, as in most examples of torch. ``OneCycleLR`` and warm-up need ``'step'``.
+        When to step. Default: ``'epoch'``, as in most torch examples. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional

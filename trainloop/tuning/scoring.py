@@ -51,7 +51,7 @@ class Scorer:
 
 
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
-    """Return a scorer of scikit-learn as a ``metric`` for :func:`~trainloop.tuning.tune`, also for a ``TrainLoop``.
+    """Return a scikit-learn scorer as a ``metric`` for :func:`~trainloop.tuning.tune`, even for a ``TrainLoop``.
 
     scikit-learn's scorers call a model; this one takes predictions: numbers or classes in one column, or the
     probabilities of the classes 0, 1, 2 ... in one column each.
