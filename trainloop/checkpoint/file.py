@@ -73,7 +73,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint file in a folder, known from its name and its end; its body has not been read."""
+    """A checkpoint file in a folder, described by its name and its end; its body has not been read."""
 
     path: str
     """Path or URL."""
