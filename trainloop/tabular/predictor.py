@@ -176,7 +176,7 @@ class TabularPredictor:
         Raises
         ------
         ConfigurationError
-            For a regression.
+            For a regression problem.
         """
         frame, found = read_table(data, "data"), self._trained
         if found.target.problem == "regression":
