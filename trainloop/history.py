@@ -1,4 +1,4 @@
-"""The record of a training: each metric's values by epoch, and by step if it was logged per step."""
+"""The record of a run: each metric's values by epoch, and by step if it was logged per step."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the content by a result of :meth:`state_dict`."""
+        """Replace the content with a state that :meth:`state_dict` returned."""
         self._unagreed = {}
         self._values = {name: list(values) for name, values in state["values"].items()}
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}

@@ -107,8 +107,8 @@ class TTModel(nn.Module, ABC):
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
         """Called before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
 
-        A model that carries state from batch to batch, such as a recurrent network trained on one long text, saves the
-        training's state here and starts with a new one. Called before the same hook of callbacks, with the same
+        A model that carries state from batch to batch, such as a recurrent network trained on one long text, saves its
+        training state here and starts with a new one. Called before the same hook of callbacks, with the same
         ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples

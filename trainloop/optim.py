@@ -156,7 +156,7 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses it must have the index of each loss's optimizer. Pass such a map, or call "
+                "optimizer's losses, the map must have the index of each loss's optimizer. Pass such a map, or call "
                 "assigned_to(optimizer) first."
             )
         return indices
@@ -251,7 +251,7 @@ class MultiOptimizer:
         return [optimizer.state_dict() for optimizer in self.optimizer_list]
 
     def load_state_dict(self, state_dict_list: Sequence[dict[str, Any]]) -> None:
-        """Load a result of :meth:`state_dict`."""
+        """Load a state that :meth:`state_dict` returned."""
         if len(state_dict_list) != len(self.optimizer_list):
             raise ConfigurationError(
                 f"got {len(state_dict_list)} state dicts for {len(self.optimizer_list)} optimizers: pass one for each."

@@ -265,7 +265,7 @@ def test_load_best(tmp_path: Path) -> None:
 def test_load_best_without_a_metric_is_told(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)
-    with pytest.raises(CheckpointError, match=r"was ranked by monitor=None. Give ModelCheckpoint a monitor, and train"):
+    with pytest.raises(CheckpointError, match=r"ranked by monitor=None. Pass monitor to ModelCheckpoint, and train"):
         keeper.load_best()
 
 

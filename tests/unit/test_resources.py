@@ -437,7 +437,7 @@ EIGHT = available(root="/nowhere", cpu_count=8, environ={}, memory=2**33, num_gp
 @pytest.mark.parametrize(
     "quota, ranks, what",
     [
-        (Q(9), 1, r"num_cpus=9: this process may use 8, by the machine \(cpu_count\)\. Ask for at most 8"),
+        (Q(9), 1, r"num_cpus=9: this process may use 8, limited by the machine \(cpu_count\)\. Ask for at most 8"),
         (Q(1), 2, "num_cpus=1 for 2 ranks: each needs at least one CPU"),
         (Q(num_gpus=3), 1, "num_gpus=3: 2 are visible here"),
         (Q(num_gpus=2.5), 1, "num_gpus=2.5: 2 are visible"),

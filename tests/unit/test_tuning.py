@@ -332,7 +332,7 @@ def test_an_untrained_loop_is_trained() -> None:
     [
         (object(), {}, "make_loop returned a object: it must return a TrainLoop, or an object with fit and predict"),
         (None, {}, "make_loop returned a NoneType"),
-        (Scaled(1.0), {"fold": None}, r"a Scaled without data to train it on\. Give tune data=\(x, y\)"),
+        (Scaled(1.0), {"fold": None}, r"a Scaled without data to train it on\. Pass data=\(x, y\)"),
         (Scaled(1.0), {"data": None}, "a Scaled without data"),
         (Made({"loss": [1.0]}), {"metric": "f1"}, "metric='f1' is not in the loop's history, which has loss"),
         (Made({}, rows=0), {}, "metric='val_loss' is not in the loop's history, which has nothing"),
@@ -711,7 +711,7 @@ def test_the_rows_are_learnt_by_a_call_like_any_other() -> None:
     def with_arrays(params: dict[str, Any], fold: Fold) -> SimpleNamespace:
         return loader_of(TensorDataset(*(tensor[fold.train] for tensor in data.tensors)))
 
-    with pytest.raises(ConfigurationError, match=r"does not show how many rows.*targets="):
+    with pytest.raises(ConfigurationError, match=r"does not show how many rows.*Pass targets"):
         fitting.learn_rows(with_arrays, {})
     with pytest.raises(KeyError, match="lr"):
         fitting.learn_rows(lambda params, fold: params["lr"], {})

@@ -50,7 +50,7 @@ class AbstractExperimentCallback(AbstractCallback):
         )
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take the names that were not given from the loop; call it in ``on_train_loop_registration``.
+        """Use the loop's names for those that were not given; call it in ``on_train_loop_registration``.
 
         Raises
         ------

@@ -132,7 +132,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default over all ranks.
+        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default reduced over all ranks.
 
         The value belongs to the hook's epoch: in ``on_train_begin`` to the first, in ``on_train_end`` to the last, in
         ``on_exception`` to the interrupted one (only this rank's value). At the end of an epoch and of the training,
@@ -140,8 +140,8 @@ class AbstractCallback:
         gets the evaluation's prefix.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
-        the weight in a mean is 1. Values that several ranks, or the model's steps too, log by the same name form one
-        metric. In a resumed run, logs of ``on_train_begin`` add nothing to metrics that are in the checkpoint.
+        the weight in a mean is 1. Values that several ranks log under one name, or that the model logs as well, form
+        one metric. In a resumed run, logs of ``on_train_begin`` add nothing to metrics that are in the checkpoint.
 
         Raises
         ------
@@ -150,8 +150,8 @@ class AbstractCallback:
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in a hook, "
-                "on_multiprocess_start or later."
+                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in "
+                "on_multiprocess_start or a later hook."
             )
         self.train_loop_obj.log(
             name,
@@ -187,13 +187,13 @@ class AbstractCallback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a result of :meth:`state_dict`. Called after :meth:`~.AbstractCallback.on_train_begin`."""
+        """Restore a state that :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
 
     def on_train_loop_registration(self) -> None:
         """Called in the caller's process, before anything starts. Check arguments here."""
 
     def on_multiprocess_start(self) -> None:
-        """Called on each rank, before its loaders are split. Make data here that belongs to one rank.
+        """Called on each rank, before its loaders are split. Create per-rank data here.
 
         In ``single`` and ``dp`` it is called too, so that the same script works in all modes.
         """

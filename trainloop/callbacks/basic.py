@@ -97,7 +97,7 @@ def _same(prediction: Any, value: Any) -> bool:
 class DataSubsetTestRun(AbstractCallback):
     """Train only on the first few batches, to test that a script runs to its end.
 
-    The loop's loaders are replaced by short ones, also after ``fit``; the loaders that were passed to it are not
+    The loop's loaders are replaced by short ones, even after ``fit``; the loaders that were passed to it are not
     changed. The first batches are chosen once, so every epoch has the same. In ``ddp`` the ranks share them.
 
     Parameters

@@ -49,8 +49,8 @@ class ModelCheckpoint(AbstractCallback):
         Write after every n-th optimizer step, counted over the whole training. All hooks of the step, including
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
-        Metric in ``history`` by which checkpoints at an epoch's end are ranked. A checkpoint is written whenever it is
-        better than before, even if no ``every_n_*`` requires one; with all of these None, only then.
+        Metric in ``history`` by which checkpoints at an epoch's end are ranked. A checkpoint is written whenever it
+        improves, even if no ``every_n_*`` requires one; with all of these None, only then.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
@@ -59,10 +59,10 @@ class ModelCheckpoint(AbstractCallback):
         always kept, in addition. Only files of this run are deleted, including those from before a resume.
     async_save : bool
         The loop waits only while the state is copied to host memory; a thread writes it. This needs memory for the
-        copy. If a checkpoint is due before the last one is on the disk, the loop waits for that; so a killed run loses
+        copy. If a checkpoint is due before the last one is on disk, the loop waits for it; so a killed run loses
         at most the steps since the previous checkpoint.
     every_n_minutes : float or None
-        Write at the first step after this time since the last checkpoint, by rank 0's clock.
+        Write a checkpoint at the first step after this much time since the last one, by rank 0's clock.
     safetensors : bool
         Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
@@ -75,7 +75,7 @@ class ModelCheckpoint(AbstractCallback):
         Kept checkpoint with the best value of ``monitor``. During training, it and ``last_path`` are known only on
         rank 0; afterwards on all ranks.
     last_path : str or None
-        Newest checkpoint on the disk.
+        Newest checkpoint on disk.
     best_value : float or None
         Value of ``monitor`` of the checkpoint at ``best_path``.
 
@@ -84,7 +84,7 @@ class ModelCheckpoint(AbstractCallback):
     ConfigurationError
         For invalid arguments; at ``fit`` also if the folder can't be written, or ``monitor`` can't occur.
     CheckpointError
-        At the first checkpoint, if a callback's ``state_dict`` has other than plain types and tensors.
+        At the first checkpoint, if a callback's ``state_dict`` contains anything other than plain types and tensors.
 
     Warns
     -----
@@ -206,7 +206,7 @@ class ModelCheckpoint(AbstractCallback):
                 )
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. "
-                "Give ModelCheckpoint a monitor, and train for at least one epoch."
+                "Pass monitor to ModelCheckpoint, and train for at least one epoch."
             )
         state = checkpoint.load(path)
         load_model(model or self.train_loop_obj.model, state)
@@ -236,7 +236,7 @@ class ModelCheckpoint(AbstractCallback):
             self._save("time")
 
     def save_now(self, reason: str) -> None:
-        """Write a checkpoint now, unless the last one has the same state, and wait until it is on the disk.
+        """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
 
         Collective: all ranks call it, between two steps. It returns on all of them when the file is complete: the run
         then ends, and launchers kill the other ranks soon after the first has ended (torchrun, ``srun -K``).
@@ -250,7 +250,7 @@ class ModelCheckpoint(AbstractCallback):
             distributed.barrier()
 
     def save_finished(self) -> None:
-        """Write a checkpoint at the end of training, after which no work is left. Collective."""
+        """Write a checkpoint at the end of training, when no step is left to do. Collective."""
         self._save("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()

@@ -46,7 +46,8 @@ class ConfusionMatrix(AbstractCallback):
 
     Notes
     -----
-    One pass of predictions over the data each time. Pictures need matplotlib: ``pip install 'tt-trainloop[plot]'``.
+    Each matrix takes one pass of predictions over the data. Pictures need matplotlib: ``pip install
+    'tt-trainloop[plot]'``.
 
     Examples
     --------

@@ -107,7 +107,7 @@ class WeightAverage(AbstractCallback):
         if set(state["average"]) != set(weights):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
-                f"the average in the checkpoint is of another model: it differs in {', '.join(missing[:5])}. "
+                f"the average in the checkpoint belongs to another model: it differs in {', '.join(missing[:5])}. "
                 "Resume with the model that it was made with."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)

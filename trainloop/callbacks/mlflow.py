@@ -17,7 +17,8 @@ class MLflowTracking(AbstractCallback):
     """Send the run to MLflow, from rank 0.
 
     Step values and epoch values are sent under their names, epoch values as ``epoch/<name>`` if step values have the
-    same name; all over the global step. The run is started in the process that trains; a resumed training continues it.
+    same name; all against the global step. The run is started in the process that trains; a resumed ``fit`` continues
+    it.
 
     Parameters
     ----------

@@ -117,7 +117,7 @@ class Monitor:
         if self.name in getattr(loop, "rank_zero_only_metrics", ()):
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} was logged with rank_zero_only=True: the other ranks don't have "
-                "it, but all ranks must decide alike. Log it without rank_zero_only."
+                "it, but all ranks must decide the same. Log it without rank_zero_only."
             )
         values = loop.history.get(self.name)
         if not values:

@@ -48,7 +48,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     eval_frequency : int, optional
         Epochs between two evaluations, starting with the first. Default: every epoch.
     on_iteration_frequency : int
-        Also evaluate after every so many batches; 0 for never.
+        Batches between two evaluations within an epoch; 0 for none.
     if_available_output_to_project_dir : bool
         With a tracking loop, let the package write its own files into the experiment's results folder.
 

@@ -18,7 +18,7 @@ __all__ = ["StochasticWeightAveraging"]
 
 
 class StochasticWeightAveraging(WeightAverage):
-    """Average the weights at the end of epochs, over the last part of a training, at a constant learning rate.
+    """Average the weights at the end of epochs, over the last part of training, at a constant learning rate.
 
     From epoch ``start`` on, the learning rate changes within ``anneal_epochs`` to ``swa_lr`` and stays there, as with
     torch's ``SWALR``, and the weights of these epochs are averaged. The trained model ends with the average; a pass

@@ -31,10 +31,10 @@ __all__ = [
 
 
 class TensorBoard(AbstractCallback):
-    """Write logged values for TensorBoard, each once, on rank 0, over the global step.
+    """Write logged values for TensorBoard, each once, on rank 0, against the global step.
 
-    A metric's step values have its name; its epoch values too, or ``epoch/<name>`` if it also has step values.
-    Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
+    A metric's step values are written under its name, as are its epoch values, or as ``epoch/<name>`` if it has step
+    values. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
     The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together; the
     page *Text* describes the run; *HParams* compares runs by their settings.
@@ -74,7 +74,7 @@ class TensorBoard(AbstractCallback):
     Notes
     -----
     A second ``fit`` and a resumed run continue in the same folder, in a new file. Values of repeated steps supersede
-    those of an earlier run: TensorBoard shows each step once. Values are written to the disk when logs are flushed,
+    those of an earlier run: TensorBoard shows each step once. Values are written to disk when logs are flushed,
     about every hundred steps; ten scalars per step cost about 40 microseconds per step.
 
     Examples

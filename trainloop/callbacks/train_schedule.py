@@ -50,7 +50,7 @@ class AbstractScheduler:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of :meth:`state_dict`; learning rates are part of the optimizer's state instead."""
+        """Load a state that :meth:`state_dict` returned; learning rates are part of the optimizer's state instead."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
@@ -65,7 +65,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         A scheduler class, with its arguments in ``kwargs``; a function that takes the optimizer and returns a
         scheduler; or a scheduler of the loop's optimizer.
     interval : {'step', 'epoch'}, optional
-        When to step. Default: ``'epoch'``, as in most examples of torch. ``OneCycleLR`` and warm-up need ``'step'``.
+        When to step. Default: ``'epoch'``, as in most torch examples. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
@@ -146,8 +146,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         elif self.scheduler.optimizer is not optimizer:
             if self.factory is None:
                 raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} was made for another optimizer than the "
-                    "loop's. Make it for the loop's optimizer, or pass its class and arguments."
+                    f"LRScheduler: the {type(self.scheduler).__name__} was made for an optimizer that is not "
+                    "the loop's. Make it for the loop's optimizer, or pass its class and arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):

@@ -73,7 +73,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint file in a folder, known from its name and its end; its body has not been read."""
+    """A checkpoint file in a folder, described by its name and its end; its body has not been read."""
 
     path: str
     """Path or URL."""
@@ -103,7 +103,7 @@ def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = F
 def save(
     path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None, *, durable: bool = True
 ) -> None:
-    """Write a checkpoint atomically: under a temporary name, flushed to the disk, then renamed.
+    """Write a checkpoint atomically: under a temporary name, flushed to disk, then renamed.
 
     Parameters
     ----------
@@ -323,10 +323,10 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     mark = file.read(_END.size)
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
-        raise CheckpointError(f"{problem}: it has no end mark, so it is cut off, or not trainloop's. Use another one.")
+        raise CheckpointError(f"{problem}: it has no end mark: it is truncated or not trainloop's. Use another one.")
     if length + info_length + _END.size != size:
         raise CheckpointError(
-            f"{problem}: it has {size} bytes, but by its end mark it should have {length + info_length + _END.size}. "
+            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. "
             "Use another one."
         )
     file.seek(length)

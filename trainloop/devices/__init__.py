@@ -122,8 +122,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Raises
     ------
     DeviceError
-        If no GPU is visible or more are requested than are visible (both before any try); if fewer are usable, with
-        the indices of the occupied ones; or if ``num_devices`` is not an int.
+        If no GPU is visible or more are requested than are visible (both before any GPU is tried); if fewer are usable,
+        with the indices of the occupied ones; or if ``num_devices`` is not an int.
 
     Notes
     -----

@@ -128,7 +128,7 @@ def _be(count: int) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a value as an int, also one of numpy and other libraries; ``None`` for anything else and for bools.
+    """Return a value as an int, including ints of numpy and other libraries; ``None`` for anything else and for bools.
 
     Examples
     --------

@@ -67,7 +67,7 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
         if quota.num_cpus > machine.num_cpus:
             raise ResourceError(
                 f"num_cpus={quota.num_cpus}: this process may use {machine.num_cpus}, "
-                f"by {_least(machine.cpu_limits)}. Ask for at most {machine.num_cpus}, or 'auto'. "
+                f"limited by {_least(machine.cpu_limits)}. Ask for at most {machine.num_cpus}, or 'auto'. "
                 "print(trainloop.resources.available()) shows the limits."
             )
         if quota.num_cpus < ranks:

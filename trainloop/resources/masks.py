@@ -15,7 +15,7 @@ __all__ = ["child_mask", "visible_devices"]
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """Return the entries of ``CUDA_VISIBLE_DEVICES``, read like CUDA reads them.
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``, as CUDA reads them.
 
     Parameters
     ----------
@@ -26,7 +26,8 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     -------
     list of str or None
         Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden.
-        The list ends at a negative entry and at the first entry of another kind; it is empty if an entry is repeated.
+        The list ends at a negative entry and at the first entry of a different kind; it is empty if an entry is
+        repeated.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:

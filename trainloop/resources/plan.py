@@ -141,7 +141,7 @@ def plan(
     num_bag_folds : int
         Folds of each trial; 0 and 1 mean one model without bagging: ``per_bag`` is then ignored, with a warning.
     per_bag, per_model : ResourceQuota, optional
-        Share of one trial, and of one model. Values that are ``'auto'`` are derived.
+        Quota of one trial, and of one model. Values that are ``'auto'`` are derived.
     parallel_folds : bool
         If False, the folds of a trial run one after the other.
 

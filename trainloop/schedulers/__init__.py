@@ -1,4 +1,4 @@
-"""Learning rate schedules as callbacks: warm-ups. ``callbacks.LRScheduler`` takes any scheduler of torch."""
+"""Learning rate schedules as callbacks: warm-ups. ``callbacks.LRScheduler`` takes any torch scheduler."""
 
 from __future__ import annotations
 

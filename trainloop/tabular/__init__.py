@@ -1,7 +1,7 @@
-"""Train on tables, texts and pictures under one quota: a predictor like AutoGluon's ``TabularPredictor``.
+"""Train on tables, text and pictures under one quota: a predictor like AutoGluon's ``TabularPredictor``.
 
 :class:`TabularPredictor` trains several models with :func:`trainloop.tuning.tune`, each in a separate process, under a
-plan that it prints, and combines them into a weighted ensemble. It needs the extra ``tabular``; texts and pictures
+plan that it prints, and combines them into a weighted ensemble. It needs the extra ``tabular``; text and pictures
 need ``multimodal``.
 """
 

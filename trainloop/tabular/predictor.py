@@ -33,7 +33,7 @@ _FILE = "predictor.pkl"
 
 
 class TabularPredictor:
-    """Predict one column of a table from the others, which may hold numbers, categories, dates, texts and pictures.
+    """Predict one column of a table from the others, which may hold numbers, categories, dates, text and pictures.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class TabularPredictor:
     problem_type : {'binary', 'multiclass', 'regression'}, optional
         By default inferred from the label column and printed.
     eval_metric : str or callable, optional
-        Metric by which models are compared. The default is accuracy, or root mean squared error for a regression. A
+        Metric by which models are compared. The default is accuracy, or root mean squared error for regression. A
         function takes ``(y_true, y_pred)`` and returns a score, greater is better.
     path : path, optional
         Folder in which ``fit`` saves the predictor. It is created if it does not exist.
@@ -112,12 +112,12 @@ class TabularPredictor:
         time_limit : float, optional
             Seconds for the whole fit.
         num_bag_folds : int
-            With 2 or more, each model is a bag of so many parts, trained and scored by cross-validation.
+            With 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
-            ``num_cpus``, ``num_gpus`` and ``memory_limit`` for one model, or for one part of a bag.
+            ``num_cpus``, ``num_gpus`` and ``memory_limit`` for one model; in a bag, for each of its models.
         ag_args_ensemble : mapping, optional
-            ``{'ag_args_fit': ...}`` for one bag. ``'fold_fitting_strategy': 'sequential_local'`` trains the parts of a
-            bag one after the other.
+            ``{'ag_args_fit': ...}`` for one bag. ``'fold_fitting_strategy': 'sequential_local'`` trains the models of
+            a bag one after the other.
         hyperparameter_tune_kwargs : mapping or str, optional
             Request a search: ``{'searcher': 'random', 'scheduler': 'local', 'num_trials': 10}``. The scheduler is
             ``local`` or ``ray``.
@@ -176,7 +176,7 @@ class TabularPredictor:
         Raises
         ------
         ConfigurationError
-            For a regression.
+            For a regression problem.
         """
         frame, found = read_table(data, "data"), self._trained
         if found.target.problem == "regression":
@@ -195,8 +195,9 @@ class TabularPredictor:
         """Return a table of all models, the best first, with their scores and the resources that each used.
 
         ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``.
-        ``fit_time`` is the sum of seconds over the parts of a bag, ``cpu_seconds`` the CPU time that the system counted
-        for them; ``cpus`` and ``gpus`` were available to each part. The ensemble's row sums up the models in it.
+        ``fit_time`` is the sum of seconds over the models of a bag, ``cpu_seconds`` the CPU time that the system
+        counted for them; ``cpus`` and ``gpus`` were available to each of them. The ensemble's row sums up the models in
+        it.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
@@ -247,7 +248,7 @@ class TabularPredictor:
 
     @property
     def class_labels(self) -> list[Any]:
-        """The classes, sorted; empty for a regression."""
+        """The classes, sorted; empty for regression."""
         return list(self._trained.target.classes)
 
     @property

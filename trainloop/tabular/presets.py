@@ -1,4 +1,4 @@
-"""Presets: named settings for ``fit``, for its models, and for networks on texts and pictures."""
+"""Presets: named settings for ``fit``, for its models, and for networks on text and pictures."""
 
 from __future__ import annotations
 

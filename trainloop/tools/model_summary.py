@@ -135,8 +135,8 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
 
     Notes
     -----
-    Activations are counted as without ``checkpoint_modules``. FLOPs are those of ``torch.utils.flop_counter``: matrix
-    products, convolutions and attention; all other operations count as 0.
+    Activations are counted as if ``checkpoint_modules`` were not set. FLOPs are those of ``torch.utils.flop_counter``:
+    matrix products, convolutions and attention; all other operations count as 0.
 
     Examples
     --------

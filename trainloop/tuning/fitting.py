@@ -105,8 +105,8 @@ def fit(
     elif hasattr(made, "fit") and hasattr(made, "predict"):
         if data is None or fold is None:
             raise ConfigurationError(
-                f"make_loop returned a {type(made).__name__} without data to train it on. Give tune data=(x, y) and "
-                "num_bag_folds of 2 or more, or return EstimatorLoop(estimator, train=(x, y), validation=(x, y))."
+                f"make_loop returned a {type(made).__name__} without data to train it on. Pass data=(x, y) and "
+                "num_bag_folds=2 or more to tune, or return EstimatorLoop(estimator, train=(x, y), validation=(x, y))."
             )
         train, held_out = ((rows_of(data[0], rows), rows_of(data[1], rows)) for rows in (fold.train, fold.validation))
         outcome = _fit_estimator(EstimatorLoop(made, train, held_out), fit_args, metric)
@@ -168,7 +168,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
         except ImportError as error:
             raise ConfigurationError(
                 f"metric={metric!r} of a {type(estimator).__name__} needs scikit-learn: pip install scikit-learn, or "
-                "give a callable metric(y_true, y_pred)."
+                "pass a callable metric(y_true, y_pred)."
             ) from error
         score = float(get_scorer(metric)(estimator, x, y))
     return Outcome(score, predictions, estimator, {}, classes_of(estimator))
@@ -181,7 +181,7 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
     if hasattr(estimator, "predict_proba"):
         if truth.ndim != 1:
             raise ConfigurationError(
-                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Give a callable "
+                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Pass a callable "
                 "metric(y_true, y_pred)."
             )
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}
@@ -293,7 +293,7 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
             return length, targets
         unclear: Exception = ConfigurationError(
             "The loop that make_loop returned for a fold of two rows does not show how many rows the data has. "
-            "Give tune targets=(one for each row) or data=(x, y), or build the loader with Subset(data, fold.train)."
+            "Pass targets (one per row) or data=(x, y) to tune, or build the loader with Subset(data, fold.train)."
         )
     except Exception as error:
         unclear = error
@@ -318,8 +318,8 @@ def describe_data(made: Any) -> tuple[int, Any]:
         length = len(dataset)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigurationError(
-            "num_bag_folds needs the number of rows of the data. Give tune data=(x, y) or targets=(one for each "
-            "row), or let make_loop(params, None) return a TrainLoop over all rows, whose dataset has a length."
+            "num_bag_folds needs the number of rows of the data. Pass data=(x, y) or targets (one per row) to "
+            "tune, or return a TrainLoop over all rows, whose dataset has a length, from make_loop(params, None)."
         ) from None
     return length, _targets_of(dataset)
 

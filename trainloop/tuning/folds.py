@@ -109,7 +109,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         known = y if x is None else x
         if known is None:
             raise ConfigurationError(
-                f"folds={given!r} needs the data to split. Give tune data=(x, y) or targets=(one for each row), or "
+                f"folds={given!r} needs the data to split. Pass data=(x, y) or targets (one per row) to tune, or "
                 "folds=list(splitter.split(x, y, groups))."
             )
         given = given.split(np.zeros(len(known)) if x is None else x, y)

@@ -50,8 +50,8 @@ class BaggedPredictor:
         Returns
         -------
         numpy.ndarray
-            The mean if predictions are floats (logits, probabilities, numbers). For classes the most frequent one,
-            or the lowest of equally frequent ones. If models were trained on different classes, probabilities have a
+            The mean if predictions are floats (logits, probabilities, numbers). For classes, the most frequent one;
+            in a tie, the lowest. If models were trained on different classes, probabilities have a
             column for each class that any of them knows, sorted; a model gives 0 to classes that it does not know.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
@@ -66,7 +66,7 @@ class BaggedPredictor:
         """Read a predictor from a file that :meth:`save` wrote.
 
         The file contains pickled objects, which can execute arbitrary code when they are read. So it is read only if
-        nobody else can have written it: this user or root must own the file and its folder, and others must not be
+        nobody else could have written it: this user or root must own the file and its folder, and others must not be
         able to write to them.
 
         Parameters

@@ -139,7 +139,7 @@ class TuneResult:
         Parameters
         ----------
         trial : Trial
-            One of :attr:`trials`. For any but the best one, the search needs ``tune(..., keep='all')``.
+            One of :attr:`trials`. For any trial but the best, the search needs ``tune(..., keep='all')``.
         lazy : bool
             Read the models' files when they are first needed. Until then, the predictor keeps this result and its
             folder alive.
@@ -165,7 +165,7 @@ class TuneResult:
         """
         finished = self._finished(trial)
         if not finished:
-            raise ConfigurationError(f"trial {trial.number} has no finished fold. Its attribute errors says why.")
+            raise ConfigurationError(f"trial {trial.number} has no finished fold. Its errors attribute says why.")
         predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
             return predictions[0]

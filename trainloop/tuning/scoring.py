@@ -51,7 +51,7 @@ class Scorer:
 
 
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
-    """Return a scorer of scikit-learn as a ``metric`` for :func:`~trainloop.tuning.tune`, also for a ``TrainLoop``.
+    """Return a scikit-learn scorer as a ``metric`` for :func:`~trainloop.tuning.tune`, even for a ``TrainLoop``.
 
     scikit-learn's scorers call a model; this one takes predictions: numbers or classes in one column, or the
     probabilities of the classes 0, 1, 2 ... in one column each.
@@ -67,8 +67,8 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     Returns
     -------
     callable
-        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN if rows have no such score: rows of a
-        single class have no area under the curve.
+        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN if the score is undefined for the rows:
+        rows of a single class have no area under the curve.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def ensemble_weights(
     bags : int
         Number of samples of the rows. With 0 there is one selection, on the rows themselves.
     time_limit_s : float, optional
-        After so many seconds no further sample is drawn; at least one is.
+        Seconds after which no further sample is drawn; at least one is.
 
     Returns
     -------

@@ -94,13 +94,13 @@ def tune(
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
         How parameters are proposed.
     num_bag_folds : int
-        2 or more: each trial is a bag of so many models, and each model is scored on the rows that it did not train on.
-        Folds are stratified if targets are classes.
+        2 or more: each trial is a bag of that many models, and each model is scored on the rows that it did not train
+        on. Folds are stratified if targets are classes.
     total : ResourceQuota, optional
         Resources that the search holds, leased so that other runs on this machine don't use them. By default all that
         this process may use (with Ray: the whole cluster).
     per_bag, per_model : ResourceQuota, optional
-        Share of a trial, and of a model.
+        Quota of one trial, and of one model.
     metric : str or callable
         A name in the loop's history, whose last value counts; or ``metric(y_true, y_pred)`` of the validation rows.
         For estimators ``val_loss`` is log loss or mean squared error; other names are scikit-learn's scorers.
@@ -130,7 +130,7 @@ def tune(
     lease_timeout_s : float, optional
         Seconds to wait for CPUs and GPUs that other runs hold; a day by default.
     time_limit_s : float, optional
-        After so many seconds no fold begins, and running folds are ended, as by Ctrl-C. A model that asks
+        Seconds after which no fold begins and running folds are ended, as by Ctrl-C. A model that asks
         :func:`~trainloop.tuning.seconds_left` can end earlier and keep its result.
     keep : {'best', 'all'}
         Models to keep: those of the best trial, or of every trial (:meth:`TuneResult.predictor_of`).
@@ -340,8 +340,8 @@ class _Search:
         if ended.error:
             raise ConfigurationError(
                 "The number of rows of the data could not be found: make_loop was called with a fold of two rows, then "
-                "as make_loop(params, None), and both failed. Give "
-                f"tune data=(x, y) or targets=(one for each row), or fix make_loop:\n{ended.error}"
+                "as make_loop(params, None), and both failed. Pass "
+                f"data=(x, y) or targets (one per row) to tune, or fix make_loop:\n{ended.error}"
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]

@@ -200,12 +200,12 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     try:
         data = read_own(path, trusted=trusted)
     except OSError as error:
-        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Give the path that save() wrote.") from error
+        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Pass the path that save() wrote.") from error
     head = data[:200].partition(b"\n")[0]
     # Files of version 0.1.0 up to layout 2 don't contain the version that wrote them.
     found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))
     if found is None:
-        raise CheckpointError(f"{str(path)!r} is not a {what}. Give a file that {writer} wrote.")
+        raise CheckpointError(f"{str(path)!r} is not a {what}. Pass a file that {writer} wrote.")
     by = f"trainloop {found[2]}" if found[2] else "an earlier version of trainloop"
     remedy = "Load it with the version that wrote it, or train again and save with this one."
     if int(found[1]) != layout:
@@ -272,7 +272,7 @@ class Storage:
             if begun.get(name) != json.loads(json.dumps(value)):
                 raise ConfigurationError(
                     f"storage={str(self.folder)!r} holds a search with {name}={begun.get(name)!r}, but this call has "
-                    f"{name}={value!r}. Give the same arguments to resume it, or another folder for a new search."
+                    f"{name}={value!r}. Pass the same arguments to resume it, or another folder for a new search."
                 )
         return begun
 

@@ -105,7 +105,7 @@ def seconds_left() -> float | None:
     """Return the seconds that the model in this process may still take, for models that can end early.
 
     Under ``tune(..., time_limit_s=...)`` each model gets an equal part of the time that is left when it begins. Time
-    that one does not use is left to later models. A tenth is reserved for predictions and files.
+    that a model does not use is left to later models. A tenth is reserved for predictions and files.
 
     Returns
     -------
