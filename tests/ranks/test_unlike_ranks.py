@@ -40,17 +40,17 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     "weights": (
         lambda rank: loader(weighted(torch.arange(1.0, ROWS + 1) + rank)),
         lambda rank: {},
-        "WeightedRandomSampler yields another order on each rank",
+        "WeightedRandomSampler yields a different order on each rank",
     ),
     "the state of a generator": (
         lambda rank: loader(weighted(seed=rank)),
         lambda rank: {},
-        "WeightedRandomSampler yields another order on each rank",
+        "WeightedRandomSampler yields a different order on each rank",
     ),
     "a shuffle's generator": (
         lambda rank: loader(RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(rank))),
         lambda rank: {},
-        "RandomSampler yields another order on each rank",
+        "RandomSampler yields a different order on each rank",
     ),
     "draws, of which only some are shared": (
         lambda rank: loader(weighted(number=65_000 + 1000 * rank)),
@@ -69,7 +69,11 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
         lambda rank: {},
         "has another kind of sampler, on rank 1 than on rank 0",
     ),
-    "seeds": (lambda rank: loader(shuffle=True), lambda rank: {"seed": rank}, "rank 1 has another seed than rank 0"),
+    "seeds": (
+        lambda rank: loader(shuffle=True),
+        lambda rank: {"seed": rank},
+        "rank 1 has a different seed from rank 0",
+    ),
 }
 
 
@@ -198,15 +202,15 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a shuffle's seed in predictions": (
         lambda rank: loop_of(rows(), seed=rank).predict_with_model(rows(shuffle=True)),
-        "rank 1 has another seed than rank 0, so the order of data_loader",
+        "rank 1 has a different seed from rank 0, so the order of data_loader",
     ),
     "a sampler in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),
-        "data_loader: list yields another order on each rank",
+        "data_loader: list yields a different order on each rank",
     ),
     "kinds of orders in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(40, shuffle=bool(rank))),
-        "data_loader is another kind of loader, or has another kind of sampler, on rank 1 than on rank 0",
+        "data_loader is a different kind of loader, or has a different kind of sampler, on rank 1 than on rank 0",
     ),
 }
 

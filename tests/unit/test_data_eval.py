@@ -259,7 +259,7 @@ def test_ranks_that_read_different_orders_are_an_error() -> None:
         feed = eval_feed(loader, rank=rank, world_size=2, seed=SEED, name="val", exchange_ints=exchange.of_rank(rank))
         return list(feed.batches())
 
-    with pytest.raises(ConfigurationError, match=r"val: OwnEntropy yields another order on each rank"):
+    with pytest.raises(ConfigurationError, match=r"val: OwnEntropy yields a different order on each rank"):
         exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
 
 

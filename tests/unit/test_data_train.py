@@ -415,7 +415,7 @@ def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
     ],
 )
 def test_ranks_that_read_different_orders_are_an_error(make: Callable[[], Any]) -> None:
-    message = r"train_loader: (OwnEntropy|list) yields another order on each rank, so its samples can't be split"
+    message = r"train_loader: (OwnEntropy|list) yields a different order on each rank, so its samples can't be split"
     with pytest.raises(ConfigurationError, match=message):
         rank_steps(make, 3)
 

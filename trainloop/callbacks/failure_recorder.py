@@ -63,9 +63,9 @@ class FailureRecorder(AbstractCallback):
         Folder or URL; the first record creates it. Each rank writes its own file.
     check_every_n_steps : int, optional
         Steps between two checks for values that are not finite; a check waits for the GPU. By default, the loss is
-        checked in each batch on the CPU, and gradients (on other devices the loss, too) as often as takes 0.5 % of the
-        training time. If a gradient was not finite in a step without a check, the next record reports weights that are
-        not finite.
+        checked in each batch on the CPU, and gradients (on other devices the loss, too) so often that the checks take
+        at most 0.5 % of the training time. If a gradient was not finite in a step without a check, the next record
+        reports weights that are not finite.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class FailureRecorder(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         if sum(isinstance(one, FailureRecorder) for one in self.train_loop_obj.callbacks) > 1:
-            raise ConfigurationError("fit has several FailureRecorders in callbacks: give it one.")
+            raise ConfigurationError("callbacks has several FailureRecorders: pass only one.")
         self._fit, self._found = uuid4().hex, False
         self._folder.check_writable()
 
@@ -158,7 +158,7 @@ class FailureRecorder(AbstractCallback):
     # -- before a failure: references and random states --------------------------------------------------------------
 
     def forward_begins(self, first: bool) -> None:
-        """Keep the random states; the training calls this right before each forward, after the batch is loaded."""
+        """Keep the random states; the training loop calls this right before each forward, after the batch is loaded."""
         if first:
             self._begin()
         self._states.append(rng.snapshot())
@@ -212,7 +212,7 @@ class FailureRecorder(AbstractCallback):
         self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
 
     def backward_ended(self, loss: Any) -> None:
-        """Check values, if a check is due; the training calls this right after each backward."""
+        """Check values, if a check is due; the training loop calls this right after each backward."""
         self._ended += 1
         self._losses = named_losses(loss)
         if self._found:
@@ -263,7 +263,7 @@ class FailureRecorder(AbstractCallback):
         print(f"Rank {self.train_loop_obj.rank}: {where}. {line}", flush=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the failure. A failure of the recorder itself becomes a note of the error."""
+        """Record the failure. If the recorder itself fails, a note is added to the error."""
         if not isinstance(exception, Exception):  # signals, and ranks that are stopped
             return
         try:

@@ -251,7 +251,7 @@ class ExperimentEndSave(AbstractCallback):
     """
 
     def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
-        # After ModelCheckpoint, whose file is then already on the disk.
+        # After ModelCheckpoint, whose file is then already on disk.
         super().__init__("ExperimentEndSave", execution_order=1001)
         self.experiment = experiment
         self.val_result_package = val_result_package

@@ -147,8 +147,8 @@ def check_requested(log: Sized, loader: Any, name: str) -> None:
     if not log:
         raise ConfigurationError(
             f"{name}: {type(loader).__name__}.__iter__ yielded a batch without asking its sampler for it, so its "
-            f"batches can't be split over ranks. Let its __iter__ read super().__iter__(), or pass a loader that "
-            f"is already distributed (with a DistributedSampler)."
+            f"batches can't be split over ranks. Make its __iter__ iterate over super().__iter__(), or pass a loader "
+            f"that is already distributed (with a DistributedSampler)."
         )
 
 
@@ -164,10 +164,10 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
         return
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     raise ConfigurationError(
-        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields another order on each rank, so its "
-        "samples can't be split over ranks. Let it draw from torch's, numpy's or Python's global generators, which "
-        "have the same seed on all ranks, or from a generator that you seed with the same number on each, and give it "
-        f"the same data and weights on each."
+        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
+        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, "
+        "which have the same seed on all ranks, or from a generator that you seed with the same number on every rank. "
+        "Its data and weights must also be the same on every rank."
     )
 
 
@@ -214,12 +214,13 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
         )
     if other.rule != first.rule:
         raise ConfigurationError(
-            f"{name} is another kind of loader, or has another kind of sampler, on rank {rank} than on rank 0, so its "
-            "samples can't be split over ranks. Make it in the same way on every rank."
+            f"{name} is a different kind of loader, or has a different kind of sampler, on rank {rank} than on rank 0, "
+            "so its samples can't be split over ranks. Make it in the same way on every rank."
         )
     raise ConfigurationError(
-        f"rank {rank} has another seed than rank 0, so the order of {name}, by which samples are split, would differ. "
-        "Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for augmentation from it."
+        f"rank {rank} has a different seed from rank 0, so the order of {name}, by which samples are split, would "
+        "differ. Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for augmentation "
+        "from it."
     )
 
 

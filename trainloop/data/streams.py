@@ -184,8 +184,8 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
         kind = type(dataset).__name__
         raise ConfigurationError(
             f"{kind} calls torch.distributed.{asked[0]}() while it is iterated. If it splits its samples over "
-            f"ranks, set an attribute {kind}.is_distributed = True, and each rank reads its own; "
-            f"if all copies yield the same, set is_distributed = False, and trainloop splits the samples."
+            f"ranks, set {kind}.is_distributed = True: each rank then reads its own samples. If all copies yield "
+            "the same samples, set it to False: trainloop then splits them."
         )
     return chain(first, _rest_of(stream))
 

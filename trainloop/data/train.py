@@ -278,10 +278,10 @@ class TrainFeed:
             return True
         if self._rank == 0:
             warn(
-                f"{self._name}: the checkpoint holds the stream's position for another loader, or for other numbers of "
-                f"ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is read again "
-                f"from its start. That is right unless positions continue across epochs; in that case resume with the "
-                f"same loader and numbers as before."
+                f"{self._name}: the checkpoint holds the stream's position for a different loader, or for different "
+                f"numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is "
+                f"read again from its start. That is right unless positions continue across epochs; in that case "
+                f"resume with the same loader and numbers as before."
             )
         return False
 

@@ -42,7 +42,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     Parameters
     ----------
     module : nn.Module
-        Any module, on its final device and without lazy parameters. Those of the three methods that it has are wrapped.
+        Any module, on its final device and without lazy parameters. Whichever of the three methods it defines are
+        wrapped.
     device_ids : list of one int or torch.device, optional
         Device to which inputs are moved. Default: the device of a module that is wholly on one GPU.
     output_device : int or torch.device, optional
@@ -61,7 +62,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     Notes
     -----
-    Collective: every rank makes its wrapper, with the same arguments, and calls it equally often (but see
+    Collective: every rank makes its wrapper, with the same arguments, and calls it the same number of times (but see
     :meth:`no_exchange`). Hooks on the module and its parts fire when these run; hooks registered on the wrapper itself
     fire only for ``wrapper(...)``. The names ``module`` and those of the methods of
     ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper: a model's

@@ -41,7 +41,7 @@ class TTDataParallel(Transparent, DataParallel):
     Parameters
     ----------
     module : nn.Module
-        Any module without lazy parameters. Those of the three methods that it has are wrapped.
+        Any module without lazy parameters. Whichever of the three methods it defines are wrapped.
     device_ids : list of int or torch.device, optional
         GPUs to use. Default: all. The module must be on the first. Without GPUs the module is called directly.
     output_device : int or torch.device, optional
@@ -183,7 +183,8 @@ class TTDataParallel(Transparent, DataParallel):
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
                     "the replicas' parts of one batch yielded losses for different optimizers at the same position, or "
-                    "different numbers of losses. Let the sequence depend only on values that are equal for all."
+                    "different numbers of losses. Make the sequence depend only on values that are the same for all "
+                    "parts."
                 )
             losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
             loss = self._loss_of_all(losses, sizes, criterion)

@@ -20,9 +20,9 @@ def explain_sharded(error: RuntimeError) -> None:
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
             "gpu_mode='fsdp': a parameter was used outside of its unit's forward, where it is sharded (a DTensor). Use "
-            "it in the forward of its block (calling a submodule of the block does not run that), use weight_decay for "
-            "a penalty over self.parameters(), make it part of a larger unit with fsdp_model_args={'shard': ...}, or "
-            f"use gpu_mode='ddp'. torch says: {text}"
+            "it in the forward of its block (calling a submodule of the block does not run the block's forward), use "
+            "weight_decay for a penalty over self.parameters(), make it part of a larger unit with "
+            f"fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
@@ -92,8 +92,8 @@ class WatchedForwards:
                 self.end()
                 shown = seen.name.removeprefix("module.")
                 raise ConfigurationError(
-                    f"gpu_mode='fsdp': {shown} is changed while the model runs. It is then a gathered copy, which is "
-                    "dropped afterwards, with the change. Change parameters in a callback's "
+                    f"gpu_mode='fsdp': {shown} is changed while the model runs. At that time it is a gathered copy, so "
+                    "the change would be lost. Change parameters in a callback's "
                     "on_after_optimizer_step, on all ranks: there each is a DTensor, and target.lerp_(online, 0.01) "
                     "works as usual. Or use gpu_mode='ddp'."
                 )

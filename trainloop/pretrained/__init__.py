@@ -1,4 +1,4 @@
-"""Pretrained networks of transformers and timm for texts and pictures, as ``TTModel``.
+"""Pretrained networks of transformers and timm for text and pictures, as ``TTModel``.
 
 They predict your own classes or numbers: the last layer is new if the model's does not fit. Weights are loaded from a
 folder, or from the Hugging Face hub. The libraries are in the extra ``multimodal``.

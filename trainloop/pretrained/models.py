@@ -1,4 +1,4 @@
-"""Networks for texts and pictures: transformers and timm architectures as ``TTModel``."""
+"""Networks for text and pictures: transformers and timm architectures as ``TTModel``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextModel(TTBasicModel):
     Parameters
     ----------
     module : nn.Module
-        A model of transformers whose result has ``logits``.
+        A transformers model whose result has ``logits``.
     tokenizer : callable
         Tokenizer of the model.
 
@@ -62,7 +62,7 @@ class TextModel(TTBasicModel):
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)
 
     def tokens(self, texts: Sequence[str], max_length: int = 128) -> tuple[Tensor, Tensor]:
-        """Return token ids and attention mask, each of shape (texts, longest length). Too long texts are cut."""
+        """Return token ids and attention mask, each of shape (texts, longest length). Long texts are truncated."""
         found = self.tokenizer(list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt")
         return found["input_ids"], found["attention_mask"]
 
@@ -82,7 +82,7 @@ class PictureModel(TTBasicModel):
     module : nn.Module
         Maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to an object with ``logits``.
     size : int
-        Width and height of its pictures. Of a shape or a mapping, as in models' configurations, one side is used.
+        Width and height of its pictures. If it is a shape or a mapping, as in model configurations, one side is used.
     mean, std : sequence of float
         Mean and standard deviation of each channel, for values from 0 to 1. Defaults: those of ImageNet.
 
@@ -113,7 +113,7 @@ class PictureModel(TTBasicModel):
         Parameters
         ----------
         model : str
-            A folder that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote, or a name of timm
+            A folder that ``save_pretrained`` of transformers or ``save_for_hf`` of timm wrote, or a timm name
             (:func:`find_picture_model`).
         num_outputs : int
             Number of classes, or of numbers to predict.

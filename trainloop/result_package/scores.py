@@ -152,7 +152,7 @@ def _classes(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(
-            "predictions or targets are rows of unequal length, which have no class per row. Return rows of one "
+            "predictions or targets are rows of unequal length, so a row has no single class. Return rows of one "
             "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
     if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):

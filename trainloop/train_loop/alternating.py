@@ -137,7 +137,7 @@ class AlternatingTraining(Training):
             raise ConfigurationError(
                 "the batches of one step (micro-batches, or those of several ranks) yielded losses for different "
                 "optimizers at the same position, or different numbers of losses. get_loss must yield the same "
-                "sequence for all: let it depend only on values that are equal for all, such as the step's number."
+                "sequence for all: make it depend only on values that are the same for all, such as the step's number."
             )
         (index,) = everyone
         return None if index == _ENDED else index

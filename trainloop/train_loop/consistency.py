@@ -109,7 +109,7 @@ def check_same_on_all_ranks(mine: list[int]) -> bool:
     if refused is not None:
         raise ConfigurationError(
             f"rank {refused} refused its arguments; see that rank's own error, and fix its cause. All ranks stop, "
-            "since they make each step together."
+            "since they take each step together."
         )
     _check_arguments([theirs[:_PLACE] for theirs in everyone])
     _check_places([theirs[_PLACE:_TURNS] for theirs in everyone])
@@ -143,8 +143,8 @@ def _check_arguments(everyone: list[list[int]]) -> None:
         for i in range(len(first)):
             if theirs[i] != first[i]:
                 raise ConfigurationError(
-                    f"{_call(theirs, i)} on rank {rank}, {_call(first, i)} on rank 0. Ranks make each step together: "
-                    "pass the same value on every rank."
+                    f"{_call(theirs, i)} on rank {rank}, {_call(first, i)} on rank 0. All ranks take each step "
+                    "together: pass the same value on every rank."
                 )
 
 
@@ -154,6 +154,7 @@ def _check_places(everyone: list[list[int]]) -> None:
         if (other_epoch, other_step) != (epoch, step):
             raise ConfigurationError(
                 f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, rank 0 after epoch {epoch} "
-                f"and step {step}. Ranks make each step together: resume from the same checkpoint on every rank (with "
-                "resume_from='last', in a folder that all hosts share), and call fit equally often on each."
+                f"and step {step}. All ranks take each step together: resume from the same checkpoint on every rank "
+                "(with resume_from='last', in a folder that all hosts share), and call fit the same number of times "
+                "on each."
             )

@@ -262,7 +262,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ----------
         num_epochs, num_iterations : int
             Length of the training, in epochs or in batches; give exactly one. A second call trains that much more. With
-            ``resume_from``, it is the length of the whole training, including what the checkpoint has behind it.
+            ``resume_from``, it is the length of the whole training, including the part before the checkpoint.
         callbacks : list of AbstractCallback, optional
             Called at each hook, in this order.
         grad_accumulation : int
@@ -296,8 +296,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         max_restarts : int
             Number of failures that the run survives. Ranks that are killed, crash, exit, raise, hang or lose a loader's
             worker are restarted from a checkpoint that the run writes for this into a private folder, and the run ends
-            with the same numbers as an undisturbed one. -1: any number. In ``'single'`` and ``'dp'`` the loop then runs
-            in a separate process. With several hosts, give it on all of them; a lost host ends the run.
+            with the same numbers as an uninterrupted one. -1: any number. In ``'single'`` and ``'dp'`` the loop then
+            runs in a separate process. With several hosts, pass it on all of them; a lost host ends the run.
         restart_every_steps : int, optional
             Steps between two of these checkpoints. Default: as often as costs at most 1 % of the time.
 
@@ -315,7 +315,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         WorkerFailedError
             If a rank fails; the message names it and has its traceback. Your objects are as they were before ``fit``.
         CheckpointError
-            If there is no checkpoint to resume from, or it belongs to another training.
+            If there is no checkpoint to resume from, or it belongs to another run.
         KeyboardInterrupt, SystemExit
             After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
         """
@@ -382,25 +382,25 @@ class TrainLoop(LoopView, Generic[ModelT]):
         callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        """Callbacks that a kind of loop adds; see :mod:`trainloop.train_loop.tracking`."""
+        """Return callbacks that a subclass adds; see :mod:`trainloop.train_loop.tracking`."""
         return []
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
 
     def evaluate_loss_on_train_set(self) -> float | dict[str, float]:
-        """Mean loss over the training set; see :meth:`evaluate_model_loss`."""
+        """Return the mean loss over the training set; see :meth:`evaluate_model_loss`."""
         return self._evaluate(self.train_loader, "train_loader", "train")
 
     def evaluate_loss_on_validation_set(self) -> float | dict[str, float]:
-        """Mean loss over the validation set; see :meth:`evaluate_model_loss`."""
+        """Return the mean loss over the validation set; see :meth:`evaluate_model_loss`."""
         return self._evaluate(self.validation_loader, "validation_loader", "validation")
 
     def evaluate_loss_on_test_set(self) -> float | dict[str, float]:
-        """Mean loss over the test set; see :meth:`evaluate_model_loss`."""
+        """Return the mean loss over the test set; see :meth:`evaluate_model_loss`."""
         return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
-        """Mean of ``get_loss_eval`` over a loader, each sample once; a dict where the model gives a ``MultiLoss``.
+        """Return the mean of ``get_loss_eval`` over a loader, each sample once; a dict for a ``MultiLoss``.
 
         Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
@@ -412,15 +412,15 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return self._evaluate(data_loader, "data_loader", "other")
 
     def predict_on_train_set(self) -> Predictions:
-        """Predictions on the training set; see :meth:`predict_with_model`."""
+        """Return predictions on the training set; see :meth:`predict_with_model`."""
         return cast("Predictions", self._predict(self.train_loader, "train_loader", {"type": "train"}))
 
     def predict_on_validation_set(self) -> Predictions:
-        """Predictions on the validation set; see :meth:`predict_with_model`."""
+        """Return predictions on the validation set; see :meth:`predict_with_model`."""
         return cast("Predictions", self._predict(self.validation_loader, "validation_loader", {"type": "validation"}))
 
     def predict_on_test_set(self) -> Predictions:
-        """Predictions on the test set; see :meth:`predict_with_model`."""
+        """Return predictions on the test set; see :meth:`predict_with_model`."""
         return cast("Predictions", self._predict(self.test_loader, "test_loader", {"type": "test"}))
 
     def predict_with_model(
@@ -432,7 +432,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, one row a sample, in dataset order.
+        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, a row per sample, in their order.
 
         Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
@@ -440,19 +440,19 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ----------
         data_loader : DataLoader
         execute_callbacks : bool
-            Call their ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The model's own
-            hooks are called in any case.
+            Call the callbacks' ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The
+            model's own hooks are called in any case.
         dataset_info : dict, optional
-            Handed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``
-            what is logged in the pass is recorded under its type, ``type_name``, but for ``'other'``.
+            Passed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``,
+            values logged in the pass are recorded as ``<type>_<name>``, except for ``'other'``.
         stream : bool
-            Return an iterator that gives ``(y_pred, y_true, metadata)`` batch by batch, for rows that outgrow memory:
-            see :class:`~trainloop.train_loop.PredictionStream`. The whole pass is done first, with its rows on the disk
-            (where ``TMPDIR`` says); ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. One node only.
+            Return an iterator that yields ``(y_pred, y_true, metadata)`` batch by batch, for rows that do not fit in
+            memory: see :class:`~trainloop.train_loop.PredictionStream`. The whole pass runs first and stores its rows
+            on disk (in ``TMPDIR``); ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. One node only.
         rows_to : {'main', 'all'}, optional
             Ranks that get the rows: rank 0, or all; the others get ``(None, None, None)``, or an empty iterator.
-            Default: who called it. That is all ranks inside ``fit`` and under torchrun; else the calling process, and
-            of its ranks the first alone.
+            Default: all ranks inside ``fit`` and under torchrun; otherwise the calling process, for which only rank 0
+            collects them.
         """
         info = dataset_info or {"type": "other"}
         return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
@@ -489,31 +489,31 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     def _training(self, method: str) -> Training:
         if not isinstance(self.running, Training):
-            raise ConfigurationError(f"{method}() is about a running fit: call it from a callback.")
+            raise ConfigurationError(f"{method}() needs a running fit: call it from a callback.")
         return self.running
 
     # -- tools -------------------------------------------------------------------------------------------------------
 
     def find_lr(self, **kwargs: Any) -> LearningRates:
-        """Losses over a growing learning rate, and a suggestion; see :func:`trainloop.tools.find_lr`."""
+        """Return the losses over an increasing learning rate, and a suggestion; see :func:`trainloop.tools.find_lr`."""
         from trainloop.tools import find_lr
 
         return find_lr(self, **kwargs)
 
     def find_batch_size(self, **kwargs: Any) -> BatchSizes:
-        """The largest batch there is memory for; see :func:`trainloop.tools.find_batch_size`."""
+        """Return the largest batch size that fits into memory; see :func:`trainloop.tools.find_batch_size`."""
         from trainloop.tools import find_batch_size
 
         return find_batch_size(self, **kwargs)
 
     def summary(self, batch: Any = None, *, depth: int = 3) -> Summary:
-        """Layers, parameters, FLOPs and the memory of a training step; see :func:`trainloop.tools.summary`."""
+        """Return layers, parameters, FLOPs and the memory of a training step; see :func:`trainloop.tools.summary`."""
         from trainloop.tools import summary
 
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Look for what would go wrong later, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Check in seconds for later problems; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
@@ -538,7 +538,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         device : str or torch.device, optional
             Default: the loop's first device.
         trusted : bool
-            Unpickle a batch that is not plain data. That can run any code: only for files from a source you trust.
+            Unpickle a batch that is not plain data. Unpickling can execute arbitrary code: use it only for files that
+            you trust.
         """
         from trainloop.train_loop.replay import replay
 

@@ -32,7 +32,7 @@ def predict(
     """Implement :meth:`trainloop.TrainLoop.predict_with_model`; ``run_now(work, *args)`` does the work in a run."""
     check_loader(loader, name, optional=False)
     if rows_to not in (None, "main", "all"):
-        raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (ranks) or None.")
+        raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (all ranks) or None.")
     work = loader, name, dataset_info, execute_callbacks
     if not check_bool(stream, "stream"):
         return run_now(Run.predict, *work, rows_to)

@@ -357,7 +357,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
-        return f"not compared: with {ranks} ranks, drop_last leaves out other samples than in one process"
+        return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}

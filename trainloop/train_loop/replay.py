@@ -132,7 +132,7 @@ def replay(
         raise ConfigurationError("replay was called by a callback of the running loop. Call it outside of fit.")
     record = checkpoint.load(path)
     if "failure" not in record:
-        raise CheckpointError(f"{os.fspath(path)} is not a record of a FailureRecorder. Give the path that it printed.")
+        raise CheckpointError(f"{os.fspath(path)} is not a record of a FailureRecorder. Pass the path that it printed.")
     if record["kind"] == "loader":
         return _loaded_again(loop, record)
     if loop.optimizer is None:
@@ -157,7 +157,7 @@ def replay(
 
 def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
     if "problem" in packed:
-        raise CheckpointError(f"{os.fspath(path)} has no batch: {packed['problem']}. Let the loader give plain data.")
+        raise CheckpointError(f"{os.fspath(path)} has no batch: {packed['problem']}. Make the loader yield plain data.")
     if "plain" in packed:
         return packed["plain"]
     if not trusted:

@@ -117,7 +117,7 @@ class PredictionStream(Iterator[Predictions]):
 
     Each item is ``(y_pred, y_true, metadata)`` of some rows. If the loader's order is that of the dataset, they are
     the batches of ``get_predictions``; if it is shuffled, each item has as many rows as its first batch, in dataset
-    order. A batch is read from the disk when it is requested. The files are already unlinked and need no removal:
+    order. A batch is read from disk when it is requested. The files are already unlinked and need no removal:
     closing the stream, dropping it (by ``break``) or the end of the process frees their space.
 
     Parameters
@@ -125,7 +125,7 @@ class PredictionStream(Iterator[Predictions]):
     files : RowFiles or None
         Files with the rows; ``None`` on a rank that gets no rows.
     order : sequence of int, optional
-        For each row to yield, its index among all rows in the order of batches. Default: batches in their order.
+        For each row to yield, its index among all rows in the order of batches. Default: the batches in loader order.
     """
 
     def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:
@@ -147,7 +147,7 @@ class PredictionStream(Iterator[Predictions]):
         self.close()
 
     def close(self) -> None:
-        """Discard the remaining batches, and free their space on the disk."""
+        """Discard the remaining batches, and free their disk space."""
         if self._files is not None:
             self._files.close()
         self._files, self._items = None, iter(())

@@ -14,7 +14,7 @@ class Timings:
     """Duration in seconds of a training's steps, in this process (in ``ddp``, of rank 0).
 
     Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so only the total is exact
-    there: ``data`` is the time in which the host waited for the loader.
+    there: ``data`` is the time that the host waited for the loader.
     :class:`~trainloop.callbacks.Profiler` measures the parts of a step.
 
     Examples

@@ -195,7 +195,7 @@ class LoopView:
         if self.train_loader is None or not (epochs or iterations):
             missing = "train_loader is None" if self.train_loader is None else "there was no fit yet"
             raise ConfigurationError(
-                f"num_optimizer_steps: {missing}. Give the loop a train_loader, and pass num_epochs or num_iterations."
+                f"num_optimizer_steps: {missing}. Pass train_loader to TrainLoop, and num_epochs or num_iterations."
             )
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = len(self.site.devices) * self.site.num_nodes if has_ranks(self.gpu_mode) else 1

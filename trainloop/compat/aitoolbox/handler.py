@@ -48,7 +48,7 @@ class CallbacksHandler:
         new = list(callbacks or ())
         for callback in new:
             if not isinstance(callback, AbstractCallback):
-                raise TypeError(f"callback {callback!r} is not inherited from AbstractCallback.")
+                raise TypeError(f"callback {callback!r} does not inherit from AbstractCallback.")
         if cache_callbacks:
             self.callbacks_cache += new
         else:

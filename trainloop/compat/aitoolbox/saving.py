@@ -200,8 +200,8 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             state = torch.load(os.path.expanduser(model_path), map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{model_path} has other than tensors and plain types, usually in its hyperparams: {error}. Allow "
-                "these types with torch.serialization.add_safe_globals([...]), or save it without them."
+                f"{model_path} contains more than tensors and plain types, usually in its hyperparams: {error}. Allow "
+                "these types with torch.serialization.add_safe_globals([...]), or leave them out of hyperparams."
             ) from error
         state.setdefault("schedulers_state_dict", [])
         self.model_representation = state
@@ -247,7 +247,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             )
         for scheduler, state in zip(given, saved, strict=True):
             if not isinstance(scheduler, AbstractScheduler):
-                raise TypeError(f"{scheduler!r} is not inherited from AbstractScheduler.")
+                raise TypeError(f"{scheduler!r} does not inherit from AbstractScheduler.")
             scheduler.load_state_dict(state)
         return given
 

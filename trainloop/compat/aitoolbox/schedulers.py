@@ -32,7 +32,7 @@ __all__ = [
 
 
 class GeneralLRSchedulerCallback(LRScheduler):
-    """A scheduler class of torch, stepped once per epoch."""
+    """A torch scheduler class, stepped once per epoch."""
 
     def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)

@@ -39,7 +39,7 @@ class HyperParamSourceReporter:
         """Copy the file ``hyperparams['experiment_file_path']``, if it exists."""
         path = hyperparams.get("experiment_file_path")
         if not path or not os.path.isfile(path):  # a notebook
-            print(f"experiment_file_path={path!r} in hyperparams is no file, and is not copied to the experiment.")
+            print(f"experiment_file_path={path!r} in hyperparams is not a file, so it is not copied to the experiment.")
             return None
         return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
 
