@@ -67,7 +67,7 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     "samplers": (
         lambda rank: loader(weighted() if rank else RandomSampler(range(ROWS))),
         lambda rank: {},
-        "has another kind of sampler, on rank 1 than on rank 0",
+        "has a different kind of sampler, on rank 1 than on rank 0",
     ),
     "seeds": (
         lambda rank: loader(shuffle=True),
