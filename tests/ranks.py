@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 import uuid
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from trainloop._launch import launch
 from trainloop._support.stopping import StopAgreement
-from trainloop._transfer import dump_state, load_state
+from trainloop._transfer import pack_state, unpack_state
 
 __all__ = ["run_own_ranks", "run_ranks"]
 
@@ -50,14 +51,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, folder: Path,
         timeout_s=timeout,
         child_env={"OMP_NUM_THREADS": "1"},
     )
-    return [load_state((run / str(rank)).read_bytes()) for rank in range(world_size)]
+    return [unpack_state(pickle.loads((run / str(rank)).read_bytes())) for rank in range(world_size)]
 
 
 def _call(stop: StopAgreement, *, fn: Callable[..., Any], args: tuple[Any, ...], run: str) -> None:
     dist.barrier()  # a rank whose work is done at once would break off connections that others are still making
     result = fn(*args)
     with open(os.path.join(run, str(dist.get_rank())), "wb") as file:
-        file.write(dump_state(result))
+        pickle.dump(pack_state(result), file, pickle.HIGHEST_PROTOCOL)
 
 
 def run_own_ranks(fn: Callable[..., Any], world_size: int, *args: Any, folder: Path, timeout: float = 120) -> list[Any]:
@@ -86,7 +87,7 @@ def run_own_ranks(fn: Callable[..., Any], world_size: int, *args: Any, folder: P
             child.join()
     errors = [(path.name, path.read_text()) for path in sorted(run.glob("error-*"))]
     assert not errors, "\n".join(f"{name}:\n{text}" for name, text in errors)
-    return [load_state((run / str(rank)).read_bytes()) for rank in range(world_size)]
+    return [unpack_state(pickle.loads((run / str(rank)).read_bytes())) for rank in range(world_size)]
 
 
 def _own_rank(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], run: str) -> None:
@@ -99,7 +100,7 @@ def _own_rank(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[An
         dist.barrier()  # as in _call
         result = fn(*args)
         with open(os.path.join(run, str(rank)), "wb") as file:
-            file.write(dump_state(result))
+            pickle.dump(pack_state(result), file, pickle.HIGHEST_PROTOCOL)
         dist.destroy_process_group()
     except BaseException:
         with open(os.path.join(run, f"error-{time.monotonic_ns()}-{rank}"), "w") as file:

@@ -410,17 +410,17 @@ def test_what_was_heard_before_ranks_are_there_is_told_to_them() -> None:
 )
 def test_how_a_signal_ends_fit(reasons: int, end: Any) -> None:
     received = ReceivedSignals()
-    received.end()
+    received.raise_if_any()
     received.note(reasons)
     with pytest.raises(end if isinstance(end, type) else type(end)) as caught:
-        received.end()
+        received.raise_if_any()
     assert getattr(caught.value, "code", None) == getattr(end, "code", None)
 
 
 def test_a_reason_that_is_no_signal_is_no_end() -> None:
     received = ReceivedSignals()
     received.note(EARLY_STOP)
-    received.end()
+    received.raise_if_any()
 
 
 def test_the_second_ctrl_c_waits_for_what_must_not_be_half_done() -> None:

@@ -138,11 +138,11 @@ def test_hosts_meet_report_failures_and_leave(key: bytes | None) -> None:
         thread.join(10)
     assert orders == [["of node 0", 3]] * 2
     assert [(host.start, host.failure()) for host in hosts] == [(2, None)] * 3
-    assert not zero.part(0.1)
-    assert not two.part(1.0)
-    assert one.part(10)
-    assert two.part(10)
-    assert zero.part(10)
+    assert not zero.leave(0.1)
+    assert not two.leave(1.0)
+    assert one.leave(10)
+    assert two.leave(10)
+    assert zero.leave(10)
     leave(*hosts)
 
 
@@ -202,9 +202,9 @@ def test_a_host_that_ends_in_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hosts_module, "SILENCE_S", 1.0)
     port = free_port()
     zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})
-    assert not one.part(0.1)
-    assert zero.part(10)
-    assert one.part(10)
+    assert not one.leave(0.1)
+    assert zero.leave(10)
+    assert one.leave(10)
     one.__exit__(None, None, None)
     assert zero.wait_for_failure(3) is None
     leave(zero)
@@ -217,7 +217,7 @@ def test_the_next_run_meets_at_the_same_port_at_once() -> None:
     def run(node: int) -> None:
         for _ in range(3):
             with meet(port, node) as host:
-                while not host.part(0.1):
+                while not host.leave(0.1):
                     pass
             if node == 0:
                 time.sleep(0.3)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from trainloop._launch import join, joined, launch, main_guard
+from trainloop._launch import join, launch, main_guard, rank_from_launcher
 from trainloop._launch.joining import first_host, rendezvous_point
 from trainloop._support.stopping import StopAgreement
 from trainloop.distributed import Rank
@@ -84,7 +84,7 @@ def facts(weights: Weights, counter: torch.Tensor, value: Any, scale: Any) -> di
         "sum before": before,
         "total": scale(total.item()),
         "listening": listening_addresses(),
-        "joined": joined(),
+        "joined": rank_from_launcher(),
         "backend": dist.get_backend(),
         "main": sys.modules["__main__"].__dict__.get("pytest"),
         "signals ignored": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
@@ -367,7 +367,7 @@ JOINED: dict[str, tuple[dict[str, str], Rank | None]] = {
 @pytest.mark.parametrize("name", JOINED)
 def test_which_rank_started_this_process(name: str) -> None:
     environ, rank = JOINED[name]
-    assert joined(environ) == rank
+    assert rank_from_launcher(environ) == rank
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_which_rank_started_this_process(name: str) -> None:
 )
 def test_variables_that_contradict_each_other(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        joined(environ)
+        rank_from_launcher(environ)
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_joining_where_nobody_started_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 JOINS = """
 import os, sys, time
 import torch, torch.distributed as dist
-from trainloop._launch import join, joined
+from trainloop._launch import join, rank_from_launcher
 
 def work(stop):
     t = torch.ones(1) * dist.get_rank()

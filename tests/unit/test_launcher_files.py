@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainloop._launch import joined
+from trainloop._launch import rank_from_launcher
 
 FOLDER = Path(__file__).parents[2] / "examples" / "launchers"
 SLURM = ["bash", str(FOLDER / "slurm.sbatch")]
@@ -118,7 +118,7 @@ def test_the_slurm_script_is_one(tmp_path: Path) -> None:
     assert not key.exists()
     tasks = int(options["nodes"]) * int(options["ntasks-per-node"])
     of_task = {"SLURM_PROCID": "5", "SLURM_NTASKS": str(tasks), "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
-    place = joined({**of_task, "SLURM_NNODES": options["nodes"], "SLURM_JOB_NAME": options["job-name"]})
+    place = rank_from_launcher({**of_task, "SLURM_NNODES": options["nodes"], "SLURM_JOB_NAME": options["job-name"]})
     assert place is not None
     assert (place.rank, place.world_size, place.local_world_size, place.num_nodes) == (5, 8, 4, 2)
 

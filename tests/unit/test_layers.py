@@ -17,7 +17,7 @@ PACKAGE = Path(trainloop.__file__).parent
 # Lower layers first; a module may import those of lower rows and of its own part (a package's own files).
 LAYERS = [
     ["errors", "distribution", "platform", "screen", "user_line"],
-    ["sharding", "nested", "keywords", "per_thread"],
+    ["sharding", "nested", "keywords"],
     ["resources"],
     ["devices"],
     ["stopping"],

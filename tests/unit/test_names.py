@@ -22,7 +22,7 @@ from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota, plan
 from trainloop.train_loop import names
-from trainloop.train_loop.site import Site, as_launched
+from trainloop.train_loop.site import Site, site_under_launcher
 from trainloop.tuning import tune
 
 
@@ -151,7 +151,7 @@ def test_devices_that_differ_from_what_torchrun_started_are_said_once_a_host(dev
     site = Site("ddp", [torch.device("cpu")] * asked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sites = [as_launched(site, devices, Rank(rank, 2, rank, 2, 0, 1)) for rank in range(2)]
+        sites = [site_under_launcher(site, devices, Rank(rank, 2, rank, 2, 0, 1)) for rank in range(2)]
     assert all(len(launched.devices) == 2 for launched in sites)
     said = [str(warning.message) for warning in caught]
     assert len(said) == warns

@@ -6,6 +6,7 @@ import enum
 import logging
 import mmap
 import os
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -446,8 +447,8 @@ def test_both_sides_objects_meet_in_the_state_that_returns() -> None:
     with pack([mine, other]) as payload:
         there, other_there = payload.handle.open()
         there.best = {"model": other_there, "again": there, "t": torch.ones(3), "kind": type(there)}
-        data = transfer.dump_state(there.__dict__, [there, other_there])
-    state = transfer.load_state(data, [mine, other])
+        data = pickle.dumps(transfer.pack_state(there.__dict__, [there, other_there]), pickle.HIGHEST_PROTOCOL)
+    state = transfer.unpack_state(pickle.loads(data), [mine, other])
     assert state["best"]["model"] is other
     assert state["best"]["again"] is mine
     assert state["best"]["kind"] is Callback

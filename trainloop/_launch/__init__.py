@@ -1,8 +1,8 @@
 """Run one function in many processes; return local rank 0's result, or raise the first failure.
 
 :func:`launch` starts the ranks of this node; :func:`join` runs it in this process, as a rank that ``torchrun`` or Slurm
-started; :func:`joined` decides between the two. Nothing here knows models or training: the function receives a
-:class:`~trainloop._support.stopping.StopAgreement`, and runs in an initialized process group.
+started; :func:`rank_from_launcher` decides between the two. Nothing here knows models or training: the function
+receives a :class:`~trainloop._support.stopping.StopAgreement`, and runs in an initialized process group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
-from trainloop._launch.joining import join, joined, place_here
+from trainloop._launch.joining import join, place_here, rank_from_launcher
 from trainloop._launch.kept import KeptRanks, keeping, kept_here
 from trainloop._launch.main_guard import check_main_guard, main_place
 from trainloop._launch.rank_process import RankSpec, started_by_launch
@@ -40,7 +40,7 @@ from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.resources.enforce import threads_in
 
-__all__ = ["RestartPolicy", "join", "joined", "keeping", "launch", "place_here"]
+__all__ = ["RestartPolicy", "join", "rank_from_launcher", "keeping", "launch", "place_here"]
 
 logger = logging.getLogger("trainloop")
 
@@ -220,20 +220,20 @@ class _Starts:
         """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
         with signals(ranks.stop) as received:
             if self._first:
-                received.end()  # no work has begun yet, so end at once
+                received.raise_if_any()  # no work has begun yet, so end at once
             try:
                 with _terminate_ranks_on_error(ranks):
                     if not are_up:
                         self._served = _start(ranks, self._work.environment, self._method, self._served)
                         if self._first:
-                            received.end()  # the server's imports may have taken long
+                            received.raise_if_any()  # the server's imports may have taken long
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
                         ranks.give(*self._work)
                     else:
                         ranks.give_first()
                     ranks.watch(at_once=received.at_once)
-                    ranks.part()
+                    ranks.wait_for_other_hosts()
             except WorkerFailedError as error:
                 self._raise_unless_restarting(ranks, error)
                 return False

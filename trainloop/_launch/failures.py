@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trainloop._processes import STATUS_LOST
 from trainloop._support.platform import read_into
 from trainloop._transfer.pages import write_all
 from trainloop.errors import TrainLoopError, WorkerFailedError
@@ -152,8 +153,6 @@ def is_timeout(error: BaseException) -> bool:
     )
 
 
-_STATUS_LOST = 255  # multiprocessing's exit code for a process whose fork server has ended
-
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/")
 
 
@@ -288,7 +287,7 @@ def hint(failure: Failure) -> str:
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return advice
-    if failure.type is None and failure.exitcode == _STATUS_LOST:
+    if failure.type is None and failure.exitcode == STATUS_LOST:
         return (
             "ranks also have this exit code if their fork server was killed, a process of this program that is listed "
             "as multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."

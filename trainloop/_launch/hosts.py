@@ -176,7 +176,7 @@ class Hosts:
         """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
         self._wake, self._leaving = threading.Event(), threading.Event()
         with signals() as received:
-            self._check_signals: Callable[[], None] = received.end
+            self._check_signals: Callable[[], None] = received.raise_if_any
             self._entries = self._join() if node_rank else self._gather()
         other = self._others[1]["address"] if node_rank == 0 else point[0]
         # Gloo uses the interface of the host's name, which often is loopback or the wrong network.
@@ -463,7 +463,7 @@ class Hosts:
         deadline = time.monotonic() + RENDEZVOUS_WAIT_S
         with signals() as received:
             while not self._all("start", self._entry["start"]):
-                received.end()
+                received.raise_if_any()
                 failure = self.failure()
                 if failure is not None:
                     raise ConfigurationError(failure.message)
@@ -478,7 +478,7 @@ class Hosts:
         number: int = self._entry["start"]
         return number
 
-    def part(self, seconds: float) -> bool:
+    def leave(self, seconds: float) -> bool:
         """Return True if, after this host's ranks, those of all hosts are done within ``seconds``."""
         self._entry["done"] = self._entry["start"]
         self._wake.set()

@@ -26,7 +26,7 @@ from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
-__all__ = ["join", "joined", "place_here"]
+__all__ = ["join", "rank_from_launcher", "place_here"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _INTERACTIVE_JOBS = ("bash", "sh", "zsh", "interactive")
 _FIRST_PORT, _PORTS = 15000, 20000  # below the range of ports for outgoing connections
 
 
-def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
+def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
     """Return the rank that ``torchrun`` or Slurm gave this process; ``None`` if ``fit`` has to start ranks itself.
 
     ``torchrun`` is detected by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by
@@ -82,7 +82,7 @@ def joined(environ: Mapping[str, str] | None = None) -> Rank | None:
 
 def place_here() -> Rank:
     """Return this process's place among all ranks and among those of its host, however they were started."""
-    return started_as() or joined() or Rank()
+    return started_as() or rank_from_launcher() or Rank()
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -140,7 +140,7 @@ def join(
     timeout_s: float = 1800.0,
     devices: Sequence[torch.device] | None = None,
 ) -> T:
-    """Run ``function`` in this process, as the rank that :func:`joined` returned, in a process group.
+    """Run ``function`` in this process, as the rank that :func:`rank_from_launcher` returned, in a process group.
 
     An existing process group is used and left unchanged; one that is created here is destroyed at the end, so that a
     script may train several times.
@@ -159,7 +159,7 @@ def join(
     object
         The result of ``function`` in this process.
     """
-    me = joined()
+    me = rank_from_launcher()
     if me is None:
         raise ConfigurationError(
             "join() was called outside of torchrun and Slurm: set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."

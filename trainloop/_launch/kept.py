@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from trainloop._support.per_thread import PerThread
 
 if TYPE_CHECKING:
     from trainloop._launch.spawning import Ranks
@@ -36,7 +36,7 @@ class KeptRanks:
             self.close()
         if self._ranks is not None:
             undo.callback(self.close)
-            self._ranks.begin_again()
+            self._ranks.reset()
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
@@ -51,12 +51,19 @@ class KeptRanks:
         self._undo.close()
 
 
-_here: PerThread[KeptRanks] = PerThread()  # several threads may call fit, each with its own ranks
+class _Block(threading.local):
+    """The block that a thread is in: several threads may call fit, each with its own ranks."""
+
+    kept: KeptRanks | None = None
+    pid = 0
+
+
+_block = _Block()
 
 
 def kept_here() -> KeptRanks | None:
-    """Return the ranks of this thread's innermost block, if it is in one."""
-    return _here.get()
+    """Return the ranks of this thread's block, if it is in one; None in a forked child, whose ranks they are not."""
+    return _block.kept if _block.pid == os.getpid() else None
 
 
 @contextlib.contextmanager
@@ -65,6 +72,9 @@ def keeping() -> Iterator[None]:
     if kept_here() is not None:
         yield
         return
-    kept = KeptRanks()
-    with contextlib.closing(kept), _here.set_to(kept):
-        yield
+    with contextlib.closing(KeptRanks()) as kept:
+        _block.kept, _block.pid = kept, os.getpid()
+        try:
+            yield
+        finally:
+            _block.kept = None

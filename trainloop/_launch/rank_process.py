@@ -190,7 +190,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
         if given is None:
             break
         work, received = given
-        work.take_place()
+        work.apply()
         spec = replace(spec, handle=work.spec.handle, settings=work.spec.settings, main=work.spec.main)
     leave_group()
     _leave(exitcode)
@@ -218,7 +218,7 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # Opens the payload too, so that an error in the user's imports is recorded like any other.
-            result = _result_of(spec, me, stop, undo, received)
+            result = _set_up_and_call(spec, me, stop, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
             slots[state] = State.DONE
@@ -234,7 +234,7 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
 _groups: list[Any] = []
 
 
-def _result_of(
+def _set_up_and_call(
     spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack, received: Mapping[int, int]
 ) -> Any:
     os.environ.update(

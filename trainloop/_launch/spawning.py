@@ -172,7 +172,7 @@ class Ranks:
             if at_once:
                 received = ReceivedSignals()
                 received.note(self.stop.requested)
-                received.end()
+                received.raise_if_any()
             if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:
@@ -190,7 +190,7 @@ class Ranks:
             if overdue:
                 self.fail(overdue)
 
-    def part(self) -> None:
+    def wait_for_other_hosts(self) -> None:
         """Wait until the ranks of all hosts are done, after those of this host.
 
         Raises
@@ -198,7 +198,7 @@ class Ranks:
         WorkerFailedError
             If another host fails.
         """
-        while self._hosts is not None and not self._hosts.part(_POLL_S):
+        while self._hosts is not None and not self._hosts.leave(_POLL_S):
             if self._hosts.failure() is not None:
                 self.fail()
 
@@ -206,7 +206,7 @@ class Ranks:
         """Return True if all ranks wait for more work."""
         return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Reset the state of the last work, while the ranks are running."""
         for i in range(len(self._slots)):
             self._slots[i] = 0

@@ -54,7 +54,7 @@ class Work:
             for i in range(0, len(descriptors), _AT_ONCE):
                 _send_descriptors(stream, descriptors[i : i + _AT_ONCE])
 
-    def take_place(self) -> None:
+    def apply(self) -> None:
         """Apply the caller's present folder, environment and so on, in a rank."""
         # Only the caller's changes: settings by the rank's own code and libraries are kept.
         for name, value in self.environment.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import mul
 from typing import Any, NamedTuple, cast
 
@@ -115,10 +115,8 @@ class Recorder:
     Parameters
     ----------
     rank : int
-    gather : callable, optional
-        ``gather(object) -> list`` of every rank's object, on every rank; ``None`` in one process.
     exchange : Exchange, optional
-        Exchange of logs between ranks. Default: by ``gather``.
+        Exchange of logs between ranks. Default: one process.
     on_step : bool
         True to keep step values (in training, not in evaluation).
     prefix : str
@@ -140,7 +138,6 @@ class Recorder:
         self,
         *,
         rank: int = 0,
-        gather: Callable[[Any], list[Any]] | None = None,
         exchange: Exchange | None = None,
         on_step: bool = True,
         prefix: str = "",
@@ -150,7 +147,7 @@ class Recorder:
         self.batch_size = 1
         self.rank_zero_only_names: set[str] = set()
         self._rank = rank
-        self._exchange = Gathered(gather) if exchange is None else exchange
+        self._exchange = exchange or Gathered()
         self._exchanged_step = 0
         self._on_step = on_step
         self._prefix = prefix

@@ -46,6 +46,7 @@ from trainloop.resources.enforce import THREAD_VARIABLES, set_variable, threads_
 __all__ = [
     "METHOD_VARIABLE",
     "SERVER_VARIABLE",
+    "STATUS_LOST",
     "Call",
     "NoServerError",
     "NoOwnServerError",
@@ -64,6 +65,9 @@ METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
 
 SERVER_VARIABLE = "TRAINLOOP_FORK_SERVER"
 """The server's orders, in the environment that it starts with; ``/proc`` shows it for all processes forked from it."""
+
+STATUS_LOST = 255
+"""multiprocessing's exit code for a process whose fork server has ended."""
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]
 """A function that can be pickled by name, and its arguments."""

@@ -2,7 +2,7 @@
 
 ::
 
-    fit                      with signals() as received: ...; received.end()    from the first line to the last
+    fit                      with signals() as received: ...; received.raise_if_any()    from the first line to the last
       the ranks are there        with signals(stop):                          ranks receive earlier signals, too
     a rank                   with rank_signals(stop, ...):
       a loader's worker          WorkerInit(users_function)                   outlives signals to the whole group
@@ -71,7 +71,7 @@ class ReceivedSignals:
         """Add signals that another process received, such as a rank; other reasons to stop are ignored."""
         self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
 
-    def end(self) -> None:
+    def raise_if_any(self) -> None:
         """End as a signal requests: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, continue."""
         if self.reasons & INTERRUPT:
             raise KeyboardInterrupt

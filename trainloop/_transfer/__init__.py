@@ -9,9 +9,7 @@ from __future__ import annotations
 from trainloop._transfer.payload import Payload, PayloadHandle, pack
 from trainloop._transfer.pickling import (
     PackedState,
-    dump_state,
     load_device,
-    load_state,
     pack_state,
     unpack_state,
 )
@@ -20,9 +18,7 @@ __all__ = [
     "PackedState",
     "PayloadHandle",
     "Payload",
-    "dump_state",
     "load_device",
-    "load_state",
     "pack",
     "pack_state",
     "unpack_state",

@@ -193,16 +193,16 @@ class MovedPages:
         last = (address + nbytes) // PAGE * PAGE
         # Only whole pages can be mapped, and only at the same place within the page.
         if place % PAGE != address % PAGE or first >= last or not self._may_move(first, last):
-            write_all(self._fd, _memory(address, nbytes), place)
+            write_all(self._fd, memory_at(address, nbytes), place)
             return False
-        write_all(self._fd, _memory(address, first - address), place)
-        write_all(self._fd, _memory(last, address + nbytes - last), place + last - address)
+        write_all(self._fd, memory_at(address, first - address), place)
+        write_all(self._fd, memory_at(last, address + nbytes - last), place + last - address)
         # A piece that is mapped in the middle of a mapping splits it into three.
         self._left -= 2
         for begin in range(first, last, _CHUNK):
             length = min(_CHUNK, last - begin)
             there = place + begin - address
-            write_all(self._fd, _memory(begin, length), there)
+            write_all(self._fd, memory_at(begin, length), there)
             self._map(begin, length, _MAP_PRIVATE | _MAP_FIXED, self._fd, there)
             self._moved.append((begin, length, there))
         return True
@@ -251,7 +251,7 @@ def _libc() -> ctypes.CDLL | None:
     return libc
 
 
-def _memory(address: int, nbytes: int) -> memoryview:
+def memory_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 

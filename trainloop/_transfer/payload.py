@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, write_all
+from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, memory_at, write_all
 from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
@@ -32,7 +32,7 @@ class PayloadHandle:
     """Handle with which a rank opens the payload; small and picklable."""
 
     fd: int
-    """Descriptor of the payload's file, the same number in every rank."""
+    """The sender's descriptor of the payload's file."""
     size: int
     """Bytes of the file."""
     stream_size: int
@@ -64,10 +64,7 @@ class PayloadHandle:
             for place, nbytes, readonly in entries
         )
         with load_device(device), noting_classes(), _numbered(received or {}):
-            unpickler = pickle.Unpickler(_Reader(view[: self.stream_size]), buffers=buffers)
-            obj = unpickler.load()
-            # After the object: its classes exist by then, and these are the same.
-            names = unpickler.load()
+            obj, names = pickle.loads(view[: self.stream_size], buffers=buffers)
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():
             if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
@@ -79,28 +76,14 @@ class PayloadHandle:
 _sent_to_main: set[str] = set()
 
 
-class _Reader:
-    """A file over memory that returns parts of it without an intermediate copy of the whole."""
+class _LateNames:
+    """Definitions of ``__main__`` that a pickler has sent by value: known only once it has reached this object."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._place = 0
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names  # not the pickler, whose memo refers to this object
 
-    def read(self, size: int) -> bytes:
-        piece = self._data[self._place : self._place + size]
-        self._place += size
-        return bytes(piece)
-
-    def readinto(self, target: Any) -> int:
-        size = memoryview(target).nbytes
-        piece = self._data[self._place : self._place + size]
-        memoryview(target).cast("B")[: piece.nbytes] = piece
-        self._place += piece.nbytes
-        return piece.nbytes
-
-    def readline(self) -> bytes:
-        end = bytes(self._data[self._place : self._place + 4096]).find(b"\n") + 1
-        return self.read(end)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self._names),)
 
 
 class Payload:
@@ -172,8 +155,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
 
             pickler = Pickler(file, keep_out)
             try:
-                pickler.dump(obj)
-                pickler.dump(dict(pickler.main_names))
+                pickler.dump((obj, _LateNames(pickler.main_names)))
             except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
                 raise UnpicklableError(explain(roots if roots is not None else {"": obj}, error)) from error
             stream_size = file.tell()
@@ -211,7 +193,7 @@ def _lay_out(
                 pages.write(address, size, place)
             else:
                 place += -place % _ALIGNMENT
-                write_all(fd, _view(address, size), place)
+                write_all(fd, memory_at(address, size), place)
             places[i] = place
             place += size
         place += -place % _ALIGNMENT
@@ -245,17 +227,11 @@ def _address(view: memoryview) -> int:
     return address
 
 
-def _view(address: int, nbytes: int) -> memoryview:
-    import ctypes
-
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
 def _pinned(address: int, nbytes: int) -> bool:
     """Return True if the memory is pinned, so that a GPU uses its physical address."""
     if not torch.cuda.is_initialized():
         return False
-    return torch.frombuffer(_view(address, nbytes), dtype=torch.uint8).is_pinned()
+    return torch.frombuffer(memory_at(address, nbytes), dtype=torch.uint8).is_pinned()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -37,9 +37,7 @@ __all__ = [
     "Pickler",
     "StatePickler",
     "StateUnpickler",
-    "dump_state",
     "load_device",
-    "load_state",
     "noting_classes",
     "pack_state",
     "unpack_state",
@@ -465,30 +463,6 @@ def _tracked_class(tracker_id: str) -> type:
     return found
 
 
-def dump_state(state: object, known: Sequence[object] = ()) -> bytes:
-    """Pickle ``state``; the objects in ``known`` are sent as references to their index.
-
-    On the other side they become that side's objects, if it lists its copies in the same order: for example, the state
-    of a model's callbacks is written into the same objects that the user created.
-
-    Parameters
-    ----------
-    state : object
-        Any picklable object; classes and functions of ``__main__`` and closures, too.
-    known : sequence of objects
-        Compared by identity.
-    """
-    file = io.BytesIO()
-    StatePickler(file, known).dump(state)
-    return file.getvalue()
-
-
-def load_state(data: bytes, known: Sequence[object] = ()) -> Any:
-    """Invert :func:`dump_state`, with this side's objects for the other's ``known``. Tensors are on the CPU."""
-    with load_device(None):
-        return StateUnpickler(io.BytesIO(data), known).load()
-
-
 class PackedState(NamedTuple):
     """A pickled state, with its large memory in separate buffers; they stay separate if it is pickled again."""
 
@@ -498,7 +472,19 @@ class PackedState(NamedTuple):
 
 
 def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
-    """Like :func:`dump_state`, without a copy of the memory of tensors and arrays."""
+    """Pickle ``state`` without a copy of the memory of tensors and arrays.
+
+    On the other side the objects in ``known``, which are sent as references to their index, become that side's objects,
+    if it lists its copies in the same order: for example, the state of a model's callbacks is written into the objects
+    that the user created.
+
+    Parameters
+    ----------
+    state : object
+        Any picklable object; classes and functions of ``__main__`` and closures, too.
+    known : sequence of objects
+        Compared by identity.
+    """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
 
@@ -513,7 +499,7 @@ def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
 
 
 def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
-    """Invert :func:`pack_state`, as :func:`load_state` does; each buffer is released once it is read."""
+    """Invert :func:`pack_state`, with this side's ``known`` and tensors on the CPU; buffers are released once read."""
     packed.buffers.reverse()
     buffers = (packed.buffers.pop() for _ in range(len(packed.buffers)))
     with load_device(None):

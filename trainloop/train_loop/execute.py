@@ -37,7 +37,7 @@ from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 from trainloop.train_loop.restarts import Supervisor
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.site import as_launched
+from trainloop.train_loop.site import site_under_launcher
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.whole_step import WholeStepTraining
 
@@ -88,9 +88,9 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     loop.drawn_seed = rng.peek_seed()
     site = loop.site
     options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
-    here = launch.joined() if has_ranks(loop.gpu_mode) else None
+    here = launch.rank_from_launcher() if has_ranks(loop.gpu_mode) else None
     if here is not None:
-        loop.site = site = as_launched(site, loop.options.devices, here)
+        loop.site = site = site_under_launcher(site, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
             warn(
                 f"max_restarts={job.restarts.most} has no effect here: only torchrun or Slurm can restart these ranks. "

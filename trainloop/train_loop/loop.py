@@ -374,7 +374,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             with noting_values(self, gather=gather):
                 self.wrapper_args = wrapper_args
                 received.note(execute(self, Training.train, job=job))
-        received.end()
+        received.raise_if_any()
         return self.model
 
     def register_callback(self, callback: AbstractCallback) -> None:
@@ -471,7 +471,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
         with signals(at_once=True) as received:  # there is no state yet to save
             result = execute(self, work, *args)
-        received.end()
+        received.raise_if_any()
         return result
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

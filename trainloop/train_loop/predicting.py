@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trainloop._launch import joined
+from trainloop._launch import rank_from_launcher
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments import check_bool, check_loader, short
@@ -43,7 +43,7 @@ def predict(
             "can't read. Predict on one node, or save the rows that you need in on_after_batch_prediction."
         )
 
-    if loop.running is not None or (has_ranks(loop.gpu_mode) and joined() is not None):
+    if loop.running is not None or (has_ranks(loop.gpu_mode) and rank_from_launcher() is not None):
         return run_now(Run.predict_stream, *work, rows_to)
     with rows_folder() as folder:
         order = run_now(Run.predict_into, folder, *work)

@@ -152,7 +152,7 @@ class Run:
                 model.reshard_units()  # since no backward does it
             return loss
 
-        with self._recording(prefix) as recorder:
+        with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._on_all_ranks(feed.batches(), get_loss)
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
@@ -237,7 +237,7 @@ class Run:
 
         kind = str(dataset_info.get("type", "other"))
         prefix = _PREFIXES.get(kind, f"{kind}_")
-        with self._recording(prefix) as recorder:
+        with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._on_all_ranks(feed.batches(), forward)
             batches = _between_hooks(own, hooks, recorder, dataset_info)
@@ -268,7 +268,7 @@ class Run:
         return next((part for part in parts if part is not None), None)
 
     @contextmanager
-    def _recording(self, prefix: str) -> Iterator[Recorder]:
+    def _evaluation(self, prefix: str) -> Iterator[Recorder]:
         """Evaluate rank 0's model and record what it logs.
 
         The training around it does not notice: modes and random numbers are as before.

@@ -89,7 +89,7 @@ class ShardedPlacement(Placement):
         found: dict[int, Any] = {}
         _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
         shards = [tensor for tensor in found.values() if is_sharded(tensor)]
-        file = _result_file()
+        file = result_file()
         whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
         made = dict(zip(map(id, shards), whole_ones, strict=True))
         _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
@@ -140,7 +140,7 @@ def sharded(
         tensor.data = tensor.data.clone()
     returned = False
     if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have created their own
-        wrapper_args = {**wrapper_args, "init_sync": not _all_here() or _result_file() is None}
+        wrapper_args = {**wrapper_args, "init_sync": not _all_here() or result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
         if not stays_whole(p):
@@ -159,7 +159,7 @@ def sharded(
         if values_to != "none":
             wrapper.reshard_units()
             names = {id(p): name for _, name, p in _found_again(model, shards)}
-            file = _result_file() if values_to == "host" else None
+            file = result_file() if values_to == "host" else None
             _write_back(model, names, originals, kept, optimizers, own_state, file)
             returned = True
     finally:
@@ -273,11 +273,6 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
         trim()
     distributed.barrier()
     return room
-
-
-def _result_file() -> ResultFile | None:
-
-    return result_file()
 
 
 def _all_here() -> bool:

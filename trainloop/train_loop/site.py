@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from trainloop._launch import joined
+from trainloop._launch import rank_from_launcher
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
 from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
@@ -20,7 +20,7 @@ from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
 
-__all__ = ["Site", "about_one_rank", "as_launched", "check_backend", "check_rendezvous_point", "settled"]
+__all__ = ["Site", "about_one_rank", "site_under_launcher", "check_backend", "check_rendezvous_point", "settled"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def settled(
     return Site(mode, devices, num_nodes)
 
 
-def as_launched(site: Site, asked: Any, here: Rank) -> Site:
+def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
     """Return the site of processes that torchrun or Slurm started; the launcher sets their number.
 
     Parameters
@@ -200,7 +200,7 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
             "or None."
         )
     by_environment = init_method is None or init_method.startswith("env://")
-    if num_nodes > 1 and by_environment and joined() is None:
+    if num_nodes > 1 and by_environment and rank_from_launcher() is None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise ConfigurationError(

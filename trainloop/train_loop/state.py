@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainloop import checkpoint, distributed
-from trainloop._launch import join, joined
+from trainloop._launch import join, rank_from_launcher
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
@@ -151,7 +151,7 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     if resume_from is None:
         return None, ""
 
-    here = joined() if has_ranks(loop.gpu_mode) else None
+    here = rank_from_launcher() if has_ranks(loop.gpu_mode) else None
     if here is None or here.world_size == 1:
         return _read_point(loop, resume_from)
     return _among_ranks(loop, lambda stop: state_of_rank_zero(loop, resume_from))
@@ -346,7 +346,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
     loop.scaler_state = state["scaler"]
     loop.ends = end_that_holds(loop, state)
     loop.end_requested = bool(loop.ends)
-    here = joined()
+    here = rank_from_launcher()
     if here is not None and has_ranks(loop.gpu_mode):
         loop.process = here
         keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "share_paths")]

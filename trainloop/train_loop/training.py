@@ -240,7 +240,7 @@ class Training(Run):
             self._share_attributes()
             return
         if self.clock.steps:  # in the middle of an epoch
-            self._end_timing()
+            self.clock.end_epoch()
         if ended_by & (TERMINATE | CHECKPOINT):
             for save in _methods(loop.callbacks, "save_now"):
                 save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
@@ -339,7 +339,7 @@ class Training(Run):
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
         losses = self._record_epoch()
-        self._end_timing()
+        self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
         self._warn_nan(losses)
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
@@ -363,10 +363,6 @@ class Training(Run):
                 f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. With fit(callbacks=[TerminateOnNaN()]) "
                 "training ends at the first NaN, and the step and the parameter are reported."
             )
-
-    def _end_timing(self) -> None:
-        """End the timing of an epoch's steps after its logs are read, when the device has finished the steps."""
-        self.clock.end_epoch()
 
     def _agree_at_epoch_end(self) -> int:
         """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""

@@ -23,8 +23,6 @@ logger = logging.getLogger("trainloop")
 
 __all__ = ["Child", "FoldExit", "LocalBackend", "read_end"]
 
-_STATUS_LOST = 255  # multiprocessing's exit code for a process whose fork server has ended
-
 
 @dataclass
 class FoldExit:
@@ -110,7 +108,7 @@ class Child:
         process.join()
         code = process.exitcode
         process.close()
-        return None if self.served and code == _STATUS_LOST else code
+        return None if self.served and code == processes.STATUS_LOST else code
 
 
 def read_end(job: Job, exitcode: int | None) -> FoldExit:
