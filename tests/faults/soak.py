@@ -160,6 +160,7 @@ class Trial:
         self.what = ""
         self.early = False  # the last signal came before training began
         self.wrong: list[str] = []
+        self.last: Job | None = None
 
     def run(self, control: dict[int, bytes]) -> None:
         getattr(self, f"_{self.kind.replace(' ', '_')}")()
@@ -171,6 +172,11 @@ class Trial:
             self.wrong.append("never ended")
         elif self.ranks in control and digest(end) != control[self.ranks]:
             self.wrong.append("other bits")
+        if self.last is not None and self.last.process.returncode == -signal.SIGKILL:
+            # It was killed after its work was done: the next launch on this machine removes its folder.
+            clean = "from trainloop._support.scratch import remove_dead; remove_dead()"
+            environment = {**os.environ, "TMPDIR": str(self.where / "tmp")}
+            subprocess.run([sys.executable, "-c", clean], env=environment, check=True)
         left = [path for path in (self.where / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
         self.wrong += [f"left: {path.name}" for path in left]
         self._left_files(self.where / "checkpoints")
@@ -180,7 +186,8 @@ class Trial:
 
     def _start(self, name: str, **spec: Any) -> Job:
         timeout = max([TIMEOUT_S, *start_s.values()]) if self.kind != "control" else 300.0
-        return Job(self.where, name, ranks=self.ranks, workers=self.workers, timeout=timeout, **spec)
+        self.last = Job(self.where, name, ranks=self.ranks, workers=self.workers, timeout=timeout, **spec)
+        return self.last
 
     def _expect(self, job: Job, outcome: str, *expected: str, says: str = "") -> None:
         if outcome not in expected:
