@@ -29,10 +29,11 @@ class Run:
         self.logged: list[dict[str, float]] = []
         self.alerts: list[dict[str, Any]] = []
         self.code: list[str] = []
+        self.metrics: dict[str, str | None] = {}
         self.exit_code: int | None = None
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        assert step_metric in (None, "global_step")
+        self.metrics[name] = step_metric
 
     def log(self, values: dict[str, float]) -> None:
         assert self.exit_code is None
@@ -80,6 +81,7 @@ def test_wandb_gets_steps_and_epochs_once(runs: list[Run]) -> None:
         "project": "digits", "name": None, "config": {"lr": 0.1}, "tags": ["a"], "dir": None, "mode": "offline",
     }  # fmt: skip
     assert run.code == ["src"]
+    assert run.metrics == {"global_step": None, "*": "global_step"}
     assert run.exit_code == 0
     steps = [values for values in run.logged if "loss" in values]
     assert [values["global_step"] for values in steps] == [3, 6, 9, 12]
