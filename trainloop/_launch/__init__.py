@@ -135,7 +135,7 @@ def launch(
     ):
         spec_with = partial(
             RankSpec,
-            rank=node_rank * ranks_per_node,
+            first_rank=node_rank * ranks_per_node,
             world_size=num_nodes * ranks_per_node,
             local_world_size=ranks_per_node,
             node_rank=node_rank,
@@ -145,7 +145,7 @@ def launch(
             timeout_s=timeout_s,
             num_threads=num_threads,
             handle=payload.handle,
-            inherited=tuple(payload.inherited),
+            payload_fds=tuple(payload.descriptors),
             interface=loopback_interface() if num_nodes == 1 else None,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
@@ -153,17 +153,17 @@ def launch(
             main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.handle, payload.inherited, settings, environment)
+        work = _GivenWork(payload.handle, payload.descriptors, settings, environment)
         starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
         result: T = starts.run()
         return result
 
 
 class _GivenWork(NamedTuple):
-    """Work for the next call, for ranks that are already running."""
+    """The part of a call that differs from the previous one, for ranks that are still running."""
 
     handle: PayloadHandle
-    inherited: Sequence[int]
+    payload_fds: Sequence[int]
     settings: bytes
     environment: dict[str, str]
 

@@ -61,7 +61,7 @@ class State:
 class RankSpec:
     """The arguments of a rank. They are small; the work itself is in the payload."""
 
-    rank: int
+    first_rank: int
     """Global rank of local rank 0."""
     world_size: int
     local_world_size: int
@@ -87,8 +87,8 @@ class RankSpec:
     """Network interface of Gloo."""
     init_method: str | None = None
     """A ``file://`` rendezvous point of several nodes, given by the user."""
-    inherited: tuple[int, ...] = ()
-    """Further descriptors that the payload refers to."""
+    payload_fds: tuple[int, ...] = ()
+    """Descriptors of the payload, and of what it refers to."""
     key: bytes | None = field(default=None, repr=False)
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
@@ -100,7 +100,7 @@ class RankSpec:
 
     def descriptors(self, local_rank: int) -> list[int]:
         """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
-        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.inherited]
+        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.payload_fds]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
         own += [] if self.caller_fd is None else [self.caller_fd]
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
@@ -125,7 +125,7 @@ class RankSpec:
     def rank_of(self, local_rank: int) -> Rank:
         """Return the place of one of this node's ranks among all ranks."""
         return Rank(
-            rank=self.rank + local_rank,
+            rank=self.first_rank + local_rank,
             world_size=self.world_size,
             local_rank=local_rank,
             local_world_size=self.local_world_size,

@@ -216,18 +216,20 @@ class Ranks:
         self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
         self.cause = self._reported = None
 
-    def give(self, handle: PayloadHandle, inherited: Sequence[int], settings: bytes, variables: dict[str, str]) -> None:
+    def give(
+        self, handle: PayloadHandle, payload_fds: Sequence[int], settings: bytes, variables: dict[str, str]
+    ) -> None:
         """Send the ranks more work, with the changes of this process's state."""
         env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
         self._spec = replace(
-            self._spec, handle=handle, inherited=tuple(inherited), settings=settings, main=main_place()
+            self._spec, handle=handle, payload_fds=tuple(payload_fds), settings=settings, main=main_place()
         )
         changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
         work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
         self._env, self._cpus = env, cpus
-        self._send(work, lambda local_rank: list(inherited))
+        self._send(work, lambda local_rank: list(payload_fds))
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -249,7 +251,7 @@ class Ranks:
             process = self._processes[r]
             if r in self._failures:
                 continue
-            rank = self._spec.rank + r
+            rank = self._spec.first_rank + r
             # Before the exit code: the record has more detail and is written earlier.
             record = read_record(self._spec.record_fds[r])
             if record is not None:
@@ -276,7 +278,9 @@ class Ranks:
         if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
             return False
         # Where a thread of Python's aborts, its stack is marked as that of the current one.
-        return "Current thread" not in self._stacks(ask=False, ranks=[local_rank]).get(self._spec.rank + local_rank, "")
+        return "Current thread" not in self._stacks(ask=False, ranks=[local_rank]).get(
+            self._spec.first_rank + local_rank, ""
+        )
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -293,20 +297,20 @@ class Ranks:
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
-            first = self._spec.rank
+            first = self._spec.first_rank
             # Before the signal, which may wake a rank from a system call. A rank that is about to report does not hang.
             reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in reported}, boundaries)
         if overdue:
-            hanging = [self._spec.rank + r for r in overdue]
+            hanging = [self._spec.first_rank + r for r in overdue]
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
         self.cause = cause = self._first_failure(elsewhere)
-        if cause.type is None and not cause.timeout and cause.rank - self._spec.rank in self._locals():
-            stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.rank])
+        if cause.type is None and not cause.timeout and cause.rank - self._spec.first_rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.first_rank])
         raise worker_failed_error(
             cause,
             world_size=self._spec.world_size,
@@ -320,7 +324,7 @@ class Ranks:
     def _end_lingering(self, ranks: list[int]) -> None:
         """Kill processes that don't end although all work is done and the result is here."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.rank + r for r in ranks if self._processes[r].is_alive()]  # others were about to end
+        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others were about to end
         self.end()
         if not still:
             return
@@ -359,7 +363,7 @@ class Ranks:
 
     def end(self) -> list[int]:
         """End all ranks, gently first; returns the global ranks that had not finished by themselves."""
-        running = [self._spec.rank + r for r in self._locals() if self._state(r) != State.DONE]
+        running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
                 process.kill()  # it waits for work, so it has nothing to unwind
@@ -412,10 +416,10 @@ class Ranks:
             text = read_text(fds[r])[: 1 << 20].decode(errors="replace")
             text = tracebacks.get(r) or text
             if text:
-                stacks[self._spec.rank + r] = text
+                stacks[self._spec.first_rank + r] = text
             elif ask:
                 starting = "it is still starting: the script's imports? " if self._state(r) == State.STARTING else ""
-                stacks[self._spec.rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
+                stacks[self._spec.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
     def result(self) -> Any:

@@ -93,17 +93,17 @@ class Payload:
     ----------
     handle : PayloadHandle
         The description that ranks receive.
-    inherited : list of int
-        Descriptors that the ranks must inherit, including the payload's.
+    descriptors : list of int
+        Descriptors that the ranks need, including the payload's.
     pages : MovedPages
         The sender's memory that is in the file.
     alive : list of object
         The owners of that memory.
     """
 
-    def __init__(self, handle: PayloadHandle, inherited: list[int], pages: MovedPages, alive: list[Any]) -> None:
+    def __init__(self, handle: PayloadHandle, descriptors: list[int], pages: MovedPages, alive: list[Any]) -> None:
         self.handle = handle
-        self.inherited = inherited
+        self.descriptors = descriptors
         self.shared_in_place = pages.nbytes
         """Bytes of the sender's own arrays that the ranks map, without a copy."""
         self._pages = pages
@@ -144,7 +144,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     """
     fd = anonymous_file("payload")
     try:
-        with pickled_for_spawning() as inherited, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
+        with pickled_for_spawning() as descriptors, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
             buffers: list[pickle.PickleBuffer] = []
 
             def keep_out(buffer: pickle.PickleBuffer) -> bool:
@@ -159,7 +159,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
             except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
                 raise UnpicklableError(explain(roots if roots is not None else {"": obj}, error)) from error
             stream_size = file.tell()
-        return _lay_out(fd, stream_size, buffers, pickler.copies, inherited)
+        return _lay_out(fd, stream_size, buffers, pickler.copies, descriptors)
     except BaseException:
         close_file(fd)
         raise
@@ -170,7 +170,7 @@ def _lay_out(
     stream_size: int,
     buffers: list[pickle.PickleBuffer],
     copies: list[np.ndarray[Any, Any]],
-    inherited: list[int],
+    descriptors: list[int],
 ) -> Payload:
     """Write the buffers behind the stream; memory shared by several of them is written once."""
     count = len(buffers)
@@ -206,7 +206,7 @@ def _lay_out(
         pages.restore()
         raise
     handle = PayloadHandle(fd, max(size, 1), stream_size, (place, count))
-    return Payload(handle, [fd, *inherited], pages, [*raw, *buffers])
+    return Payload(handle, [fd, *descriptors], pages, [*raw, *buffers])
 
 
 def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
