@@ -128,6 +128,8 @@ class Soak:
             *([rng.choice(RARE)] if rng.random() < 0.2 and ranks > 1 else ()),
         ]
         plan = [(rng.randrange(ranks), rng.choice(PLACES), rng.randrange(17), act) for act in chosen]
+        # The loop warns of an error in writing a ModelCheckpoint's file and trains on: that file is missing then.
+        plan = [s for s in plan if s[1] != "checkpoint is half written" or s[-1] not in ("raises", "out of memory")]
         if any(act == "loses its connections" for *_, act in plan):
             # Gloo aborts by it: both at one step would be the same failure twice, which ends a run.
             plan = [strike for strike in plan if strike[-1] != "SIGABRT"]
