@@ -123,7 +123,7 @@ def test_swa_is_the_loop_of_torchs_documentation(strategy: Any) -> None:
     model = Net()
     reference = copy.deepcopy(model)
     loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1))
-    swa = StochasticWeightAveraging(0.02, start=0.5, anneal_epochs=2, anneal_strategy=strategy)
+    swa = StochasticWeightAveraging(0.02, start=0.5, anneal_epochs=3, anneal_strategy=strategy)
     rates = Rates()
     loop.fit(num_epochs=6, callbacks=[swa, rates])
 
@@ -131,7 +131,7 @@ def test_swa_is_the_loop_of_torchs_documentation(strategy: Any) -> None:
     average, scheduler, expected = AveragedModel(reference), None, []
     for epoch in range(6):
         if epoch == 3:
-            scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=2, anneal_strategy=strategy)
+            scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3, anneal_strategy=strategy)
         elif scheduler is not None:
             scheduler.step()
         expected.append(optimizer.param_groups[0]["lr"])
