@@ -39,6 +39,8 @@ import survival
 import torch
 
 from checkpoints import same
+from trainloop._launch.spawning import server_modules
+from trainloop._processes import begin_server
 from trainloop.train_loop.restarts import Restart
 
 PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "restart checkpoint is half written", "state_dict",
@@ -210,7 +212,8 @@ def main() -> None:
     survival.TIMEOUT_S = 20.0
     root = Path(tempfile.mkdtemp(prefix="soak-restarts-"))
     soak, begin = Soak(root, arguments.seed, arguments.log), time.monotonic()
-    resource_tracker.ensure_running()  # it lives as long as this process
+    resource_tracker.ensure_running()  # these two live as long as this process
+    begin_server(server_modules())
     before, lasting = count(), psutil.Process().children()
     if arguments.only is not None:
         soak.trial(arguments.only)

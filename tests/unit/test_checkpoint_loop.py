@@ -482,3 +482,28 @@ def test_the_scale_of_fp16_is_resumed(tmp_path: Path) -> None:
     assert second.optimizer.state_dict()["state"], "later steps were taken"
     assert second.scaler_state == whole.scaler_state
     assert same(state_of(second), state_of(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_last_loss_is_resumed(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A rank without a batch in its first step would have none otherwise."""
+
+    class Reads(AbstractCallback):
+        seen: Any = None
+
+        def on_train_begin(self) -> None:
+            self.before = self.train_loop_obj.last_loss
+
+        def on_batch_begin(self) -> None:
+            self.seen = self.train_loop_obj.last_loss if self.seen is None else self.seen
+
+    def made() -> TrainLoop:
+        data = TensorDataset(make_data().tensors[0].to(dtype), make_data().tensors[1])
+        return make_loop(DataLoader(data, 10), Net().to(dtype))
+
+    first = interrupted(tmp_path, 4, made())
+    reads = Reads()
+    made().fit(num_epochs=1, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path), reads], resume_from="last")
+    assert reads.before is None
+    assert first.last_loss is not None
+    assert torch.equal(reads.seen, first.last_loss)

@@ -60,12 +60,14 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
 
 def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
     """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
-
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
     # A checkpoint has rank 0's weights: ranks with different weights would not resume with their own.
     run.gradients.check_same_weights()
+    last = loop.last_loss
     mine = {
+        # A rank without a batch in its first step after a resume shows callbacks the loss of the step before.
+        "last_loss": None if last is None else [last.item(), last.dtype],
         # There may be thousands of ranks: each one's part is small, and common parts are stored once.
         "rng": rng.packed(),
         "feed": run.feed.state_dict(plain),
@@ -322,6 +324,8 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     run.skip_steps = skip_steps
     run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
+    last = ranks[loop.rank if len(ranks) == loop.world_size else 0].get("last_loss")  # not in older ones
+    loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
     if len(ranks) == loop.world_size:
         mine = ranks[loop.rank]
         run.recorder.load_state_dict(mine["metrics"])
@@ -337,9 +341,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
     """Load a training that has ended, in the calling process, without running. ``why`` is from :func:`resume_point`."""
-
     _load_parts(loop, state)
-
     # A callback may have replaced the weights by those with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
