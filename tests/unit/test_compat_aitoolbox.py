@@ -533,5 +533,5 @@ def test_arguments_that_cannot_work_are_errors_at_once(tmp_path: Path) -> None:
         make(end_auto_eval="always")
     with pytest.raises(AttributeError, match="no project_name"):
         make().fit(1, callbacks=[ModelTrainHistoryFileWriter()])
-    with pytest.raises(TypeError, match="not inherited from AbstractCallback"):
+    with pytest.raises(TypeError, match="does not inherit from AbstractCallback"):
         make().callbacks_handler.register_callbacks([object()])

@@ -149,7 +149,7 @@ def test_only_a_batch_is_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"rows_to": "rank 0"}, r"rows_to='rank 0': must be 'main' \(rank 0\), 'all' \(ranks\) or None."),
+        ({"rows_to": "rank 0"}, r"rows_to='rank 0': must be 'main' \(rank 0\), 'all' \(all ranks\) or None."),
         ({"stream": "yes"}, "stream='yes'"),
     ],
     ids=str,

@@ -409,7 +409,7 @@ def test_a_schedule_without_a_length_needs_a_loader_that_has_one() -> None:
 
 def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
     loop = make_loop()
-    with pytest.raises(ConfigurationError, match="pass num_epochs or num_iterations"):
+    with pytest.raises(ConfigurationError, match="num_epochs or num_iterations"):
         loop.num_optimizer_steps()
     assert loop.num_optimizer_steps(num_epochs=2) == 2 * STEPS_PER_EPOCH
     assert loop.num_optimizer_steps(num_epochs=2, grad_accumulation=3) == 2 * 3  # 3, 3 and 1 micro-batches
