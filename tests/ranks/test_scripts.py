@@ -157,7 +157,7 @@ def test_a_notebook_trains_alike_and_runs_again(
         assert results(text) == [expected]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_ranks_spawn_find_the_scripts_classes(expected: object, tmp_path: Path) -> None:
     text = GUARDED.replace("num_workers=0", "num_workers=1, multiprocessing_context='spawn'")
     # What spawned workers get is pickled by name, so a lambda won't do, here as in any PyTorch program.
