@@ -437,9 +437,15 @@ def collate(rows: list[Any]) -> Any:
     return torch.utils.data.default_collate(rows)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("collates", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "seed", "collates"),
+    [
+        (0, None, False),
+        (0, 3, True),
+        pytest.param(2, None, True, marks=pytest.mark.long),  # torch waits 5 s for each worker
+        pytest.param(2, 3, False, marks=pytest.mark.long),
+    ],
+)
 def test_the_indices_of_a_batch_that_can_t_be_loaded(
     workers: int, seed: int | None, collates: bool, tmp_path: Path
 ) -> None:

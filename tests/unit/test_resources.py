@@ -439,8 +439,8 @@ EIGHT = available(root="/nowhere", cpu_count=8, environ={}, memory=2**33, num_gp
     [
         (Q(9), 1, r"num_cpus=9: this process may use 8, limited by the machine \(cpu_count\)\. Ask for at most 8"),
         (Q(1), 2, "num_cpus=1 for 2 ranks: each needs at least one CPU"),
-        (Q(num_gpus=3), 1, "num_gpus=3: 2 are visible here"),
-        (Q(num_gpus=2.5), 1, "num_gpus=2.5: 2 are visible"),
+        (Q(num_gpus=3), 1, r"num_gpus=3 exceeds the number of visible GPUs \(2\)"),
+        (Q(num_gpus=2.5), 1, r"num_gpus=2.5 exceeds the number of visible GPUs \(2\)"),
         (Q(num_gpus=1.5), 1, "num_gpus=1.5: one model can use a fraction of one GPU, or whole GPUs. Use 1 or 2"),
         (Q(memory="9GiB"), 1, r"memory=9 GiB: this process may use 8 GiB, limited by the machine \(memory\)"),
         ("2", 1, "resources='2': must be a ResourceQuota"),

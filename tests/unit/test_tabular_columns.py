@@ -527,7 +527,7 @@ def test_models_that_can_t_use_a_gpu_get_none() -> None:
     with pytest.raises(Planned) as caught:
         TabularPredictor("class").fit(mixed(), num_gpus=1, hyperparameters={"GBM": {}}, verbosity=0)
     assert caught.value.args[0]["per_model"] == ResourceQuota()  # as it was asked for
-    with pytest.raises(ResourceError, match="num_gpus=5: 4 are visible here"):
+    with pytest.raises(ResourceError, match=r"num_gpus=5 exceeds the number of visible GPUs \(4\)"):
         TabularPredictor("class").fit(mixed(), num_gpus=5, verbosity=0)
 
 

@@ -46,7 +46,7 @@ class ConfusionMatrix(AbstractCallback):
 
     Notes
     -----
-    Each matrix takes one pass of predictions over the data. Pictures need matplotlib: ``pip install
+    Each matrix requires one prediction pass over the data. Pictures need matplotlib: ``pip install
     'tt-trainloop[plot]'``.
 
     Examples

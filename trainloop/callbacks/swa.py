@@ -45,8 +45,8 @@ class StochasticWeightAveraging(WeightAverage):
     Raises
     ------
     ConfigurationError
-        For arguments out of range; at ``fit`` for a share of ``num_iterations``, and for ``update_batchnorm`` with a
-        loop whose BatchNorm is over all ranks (``sync_batchnorm``).
+        If an argument is out of range. At ``fit``, if ``start`` is a fraction and ``num_iterations`` is given, or if
+        ``update_batchnorm`` is True, the model has BatchNorm and the loop uses ``sync_batchnorm``.
 
     Examples
     --------

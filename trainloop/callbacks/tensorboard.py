@@ -293,7 +293,7 @@ class TensorBoard(AbstractCallback):
             self._events.write(summary=summary)
 
     def write_figure(self, tag: str, figure: Any) -> None:
-        """Write a ``matplotlib.figure.Figure`` as an image at this step; do nothing on ranks without a file."""
+        """Write a ``matplotlib.figure.Figure`` as an image at this step; do nothing on other ranks than 0."""
         if not self._writes:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -305,7 +305,7 @@ class TensorBoard(AbstractCallback):
         self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def write_images(self, tag: str, images: Tensor) -> None:
-        """Write a batch of images as one image at this step; do nothing on ranks without a file.
+        """Write a batch of images as one image at this step; do nothing on other ranks than 0.
 
         Parameters
         ----------
@@ -332,7 +332,7 @@ class TensorBoard(AbstractCallback):
         self.write_summary(summary)
 
     def write_summary(self, summary: Any) -> None:
-        """Write a result of ``torch.utils.tensorboard.summary`` (text, audio, ...); do nothing without a file."""
+        """Write a result of ``torch.utils.tensorboard.summary`` (text, audio, ...), on rank 0 only."""
         if self._writes:
             with self._writing():
                 self._events.write(step=self.train_loop_obj.global_step, summary=summary)

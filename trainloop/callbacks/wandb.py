@@ -58,8 +58,9 @@ class AlertConfig:
 class WandBTracking(AbstractCallback):
     """Send the run to Weights & Biases, from rank 0.
 
-    Step values are sent under their names, epoch values as ``epoch/<name>``, all against ``global_step``. The run is
-    started in the process that trains, when training begins, and finished at its end. A resumed ``fit`` continues it.
+    Step values are sent under their names, epoch values as ``epoch/<name>``, all against ``global_step``. The
+    training process starts the run when training begins, and finishes it when training ends. A resumed ``fit``
+    continues it.
 
     Parameters
     ----------

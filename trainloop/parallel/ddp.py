@@ -223,7 +223,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     @contextlib.contextmanager
     def no_exchange(self) -> Iterator[None]:
-        """In this context neither gradients nor buffers are exchanged: forward and backward are this rank's alone.
+        """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 
         For a step in which ranks have unequal numbers of batches, or none: ``no_sync()`` exchanges no gradients, but
         its first forward broadcasts buffers, and waits for ranks that run no forward. Every rank calls

@@ -79,7 +79,8 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
         gpus = exact(quota.num_gpus)
         if gpus > machine.num_gpus:
             raise ResourceError(
-                f"num_gpus={quota.num_gpus}: {machine.num_gpus} are visible here. Request at most this many, or 'auto'."
+                f"num_gpus={quota.num_gpus} exceeds the number of visible GPUs ({machine.num_gpus}). Request at most "
+                f"{machine.num_gpus}, or 'auto'."
             )
         if gpus > 1 and gpus.denominator != 1:
             raise ResourceError(

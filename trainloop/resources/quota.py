@@ -47,7 +47,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that this process may use; ``print`` it to see which limits decided."""
+    """Resources that this process may use. Print the object to see which limits apply."""
 
     num_cpus: int
     """Number of CPUs, at least 1."""

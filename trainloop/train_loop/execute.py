@@ -49,7 +49,7 @@ __all__ = ["execute", "sent_parts"]
 
 
 def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
-    """Call ``work(run, *args)`` on a run made here or, in ``ddp`` and ``fsdp``, on one in every rank.
+    """Call ``work(run, *args)`` on a run created in this process or, in ``ddp`` and ``fsdp``, in every rank.
 
     Parameters
     ----------

@@ -150,7 +150,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     Raises
     ------
     ConfigurationError
-        For arguments that can't work.
+        For invalid arguments.
 
     Examples
     --------
@@ -357,7 +357,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
             if self.gpu_mode == "fsdp":
                 check_shardable(self, gather=gather, restarts=restarts, wrapper_args=wrapper_args)
             elif not gather:
-                raise ConfigurationError(f"gather=False with gpu_mode={self.gpu_mode!r}: it is for gpu_mode='fsdp'.")
+                raise ConfigurationError(
+                    f"gather=False with gpu_mode={self.gpu_mode!r}: only 'fsdp' supports it. Leave gather out."
+                )
             resume, nothing_left = run_state.resume_point(self, resume_from)
             job = FitJob(gather=gather, resume=resume, restarts=restarts)
             if resume is None:

@@ -31,7 +31,7 @@ _FIRST, _LAST = -(10**9), 10**9  # before and after all callbacks of a script
 
 
 class TrainLoop(core.TrainLoop):
-    """A loop with AIToolbox's arguments, in their order; those of :class:`trainloop.TrainLoop` follow by keyword.
+    """A loop with AIToolbox's arguments in their order; pass those of :class:`trainloop.TrainLoop` by keyword.
 
     Parameters
     ----------
