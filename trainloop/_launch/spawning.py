@@ -278,9 +278,8 @@ class Ranks:
         if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
             return False
         # Where a thread of Python's aborts, its stack is marked as that of the current one.
-        return "Current thread" not in self._stacks(ask=False, ranks=[local_rank]).get(
-            self._spec.first_rank + local_rank, ""
-        )
+        stacks = self._stacks(ask=False, ranks=[local_rank])
+        return "Current thread" not in stacks.get(self._spec.first_rank + local_rank, "")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 

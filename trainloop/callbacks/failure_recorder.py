@@ -31,7 +31,7 @@ from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.norms import norms_of
+from trainloop.callbacks.norms import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
@@ -419,8 +419,7 @@ def not_finite(values: Mapping[str, Any]) -> list[str]:
     tensors = [(name, tensor) for name, value in values.items() for tensor in _floating_point(value)]
     if not tensors:
         return []
-    flags = [norm.isfinite() for norm in norms_of([tensor for _, tensor in tensors], math.inf)]
-    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    finite = which_are_finite(norms_of([tensor for _, tensor in tensors], math.inf))
     return list(dict.fromkeys(name for (name, _), ok in zip(tensors, finite, strict=True) if not ok))
 
 

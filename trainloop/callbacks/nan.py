@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
-from trainloop.callbacks.norms import norms_of
+from trainloop.callbacks.norms import norms_of, which_are_finite
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 from trainloop.parallel.shards import local_shard
@@ -160,12 +159,7 @@ class TerminateOnNaN(AbstractCallback):
         if not values or self.found is not None:
             return
         # The only wait for the device, once per `check_every_n_steps`.
-        if len({(value.device, value.dtype) for value in values}) > 1:
-            device = values[0].device
-            exact = torch.float32 if device.type == "mps" else torch.float64  # 1e300 is finite
-            values = [value.to(device, exact) for value in values]
-        finite = torch.stack(values).isfinite().tolist()
-        bad = [source for source, ok in zip(sources, finite, strict=True) if not ok]
+        bad = [source for source, ok in zip(sources, which_are_finite(values), strict=True) if not ok]
         if not bad:
             return
         step = min(step for step, _ in bad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     if hasattr(torch, "_foreach_norm"):
         return torch._foreach_norm(list(tensors), order)
     return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def which_are_finite(values: Sequence[Tensor]) -> list[bool]:
+    """Return for each 0-d tensor whether it is finite. Waits for the device once."""
+    if len({(value.device, value.dtype) for value in values}) == 1:
+        return cast("list[bool]", torch.stack(list(values)).isfinite().tolist())
+    device = values[0].device
+    return cast("list[bool]", torch.stack([value.isfinite().to(device) for value in values]).tolist())
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -226,8 +226,8 @@ class _LocalFolder(Folder):
 def why_not_writable(location: str) -> str:
     """Return why no file can be created in a local folder, or the folder itself; empty if it can, or lacks only space.
 
-    This tries to create and delete a file: root may write to any folder by its permissions, but for example not into
-    ``/proc`` or to a read-only disk.
+    This tries to create and delete a file: permissions allow root to write to any folder, even in ``/proc`` or on a
+    read-only disk, where it cannot.
     """
     nearest = location
     try:

@@ -185,6 +185,7 @@ class _LeaseFolder:
                 "End that process, or set TRAINLOOP_LEASE_DIR to another folder."
             )
         try:
+            self._sign(f"{name}.lock")
             yield
         finally:
             lock.release()
@@ -210,6 +211,8 @@ class _LeaseFolder:
                     names[kind].append(name)
         lease = Lease(names, locks)
         if all(len(names[kind]) >= request.enough for kind, request in requests.items()):
+            for name in (name for of_kind in names.values() for name in of_kind):
+                self._sign(_held(name))
             return lease, taken
         lease.release()
         return None, taken
@@ -223,11 +226,14 @@ class _LeaseFolder:
             lock.acquire(timeout=timeout_s, poll_interval=0.005)
         except filelock.Timeout:
             return None
+        return lock
+
+    def _sign(self, name: str) -> None:
+        """Write a line about this process into a file that it has locked."""
         command = " ".join(sys.orig_argv)
         short = command if len(command) <= 80 else f"{command[:77]}..."
         with contextlib.suppress(OSError):  # a full disk: errors do not name the holder
             (self._where / name).write_text(f"process {os.getpid()} of {_user(user_id())} ({short})", encoding="utf-8")
-        return lock
 
     def _of_others(self, device: str) -> Iterator[Path]:
         """Yield a device's file in the folder of each other user, if that user really owns the folder."""

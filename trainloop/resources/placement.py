@@ -54,8 +54,9 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     sizes = [int(request * full) for request in requests]
     owned = sum(size for size in sizes if size >= full) // full
     parts = [size for size in sizes if 0 < size < full]
-    if len(parts) > _SEARCHED or len(set(parts)) <= 1:
-        placed = _first_fit(sizes, full, largest_first=len(set(parts)) > 1)
+    unequal = len(set(parts)) > 1
+    if not unequal or len(parts) > _SEARCHED:
+        placed = _first_fit(sizes, full, largest_first=unequal)
         if max((device for devices in placed for device in devices), default=-1) < num_gpus:
             return placed
     else:

@@ -16,7 +16,6 @@ import torch
 
 from trainloop import _launch as launch
 from trainloop import distributed
-from trainloop._launch import place_here
 from trainloop._launch.failures import explain_shared_memory
 from trainloop._support import rng
 from trainloop._support.signals import signals, uninterrupted
@@ -185,7 +184,7 @@ def _as_rank(
         Random states for the one process of ``single`` and ``dp``.
     """
     # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
-    loop.process = process = place_here()
+    loop.process = process = launch.place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     rank_side = None if paths is None else RankSide(loop, paths, sends=process.local_rank == 0)
     ranks = process.local_world_size

@@ -2,7 +2,7 @@
 
 ::
 
-    a rank fails          launch ends the others, and calls Supervisor.failed
+    a rank fails          launch ends the others, and calls Supervisor.error_that_ends_run
       it would recur        the error, with a note that explains why the run ends
     ranks restart         Supervisor.before_start names the newest checkpoint in the run's private folder
                           in each rank, RestartCheckpoints resumes from it (train_loop/restart_checkpoints.py)

@@ -324,10 +324,11 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     run.skip_steps = skip_steps
     run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
-    last = ranks[loop.rank if len(ranks) == loop.world_size else 0].get("last_loss")  # not in older ones
+    same_ranks = len(ranks) == loop.world_size
+    mine = ranks[loop.rank if same_ranks else 0]
+    last = mine.get("last_loss")  # not in older ones
     loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
-    if len(ranks) == loop.world_size:
-        mine = ranks[loop.rank]
+    if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
@@ -336,7 +337,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
-    run.feed.load_state_dict(ranks[loop.rank if len(ranks) == loop.world_size else 0]["feed"])
+    run.feed.load_state_dict(mine["feed"])
 
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:

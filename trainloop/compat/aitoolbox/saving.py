@@ -234,7 +234,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         Raises
         ------
         ConfigurationError
-            If the numbers of saved and given states differ, unless the difference is to be ignored.
+            If the numbers of saved and given states differ, unless an argument says to ignore the difference.
         """
         saved = self.check_if_model_loaded()["schedulers_state_dict"]
         given = scheduler_callbacks_list
