@@ -627,6 +627,38 @@ def test_buffers_that_are_not_put_back_are_named(tmp_path: Path) -> None:
         kind.made().replay(str(recorder.recorded))
 
 
+class DrawsLate(Net):
+    """Does not use Python's and numpy's generators before ``first_draw``, as a branch that is taken rarely."""
+
+    first_draw = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x) if self.forwards >= self.first_draw else self.layers(x)
+
+
+@pytest.mark.parametrize(("first_draw", "sure"), [(130, False), (129, False), (101, False), (100, True), (50, True)])
+def test_generators_that_are_used_for_the_first_time_late(first_draw: int, sure: bool, tmp_path: Path) -> None:
+    """The sample of batch 130 is bad; a branch that draws for the first time in this step gets its random numbers."""
+    recorder, model = FailureRecorder(tmp_path), DrawsLate()
+    model.first_draw = first_draw
+    x, y = samples(130 * 4, bad=130 * 4 - 1)
+    made = [(x[i : i + 4], y[i : i + 4]) for i in range(0, len(x), 4)]
+    loop = TrainLoop(model, made, None, None, of_net(model), nn.CrossEntropyLoss(), accelerator="cpu")
+    error = failed(loop, recorder)
+    model.forwards = first_draw
+    with contextlib.ExitStack() as stack:
+        if not sure:
+            stack.enter_context(pytest.warns(UserWarning, match="generator was used for the first time"))
+        again = stack.enter_context(pytest.raises(Broken))
+        loop.replay(str(recorder.recorded))
+    assert (str(again.value) == str(error)) == (sure or first_draw == 130)
+
+
 # -- what is refused, and what must not hide the error -----------------------------------------------------------------
 
 

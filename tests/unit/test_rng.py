@@ -137,3 +137,31 @@ def test_a_state_of_no_known_seed_is_packed_whole() -> None:
     rng.seed_all(2)
     rng.restore(state)
     assert draw() == expected
+
+
+def test_snapshots_notice_each_draw_of_a_program_that_draws_often() -> None:
+    snapshots = rng.Snapshots()
+    draws = np.random.randn, np.random.randn, random.random, random.gauss, random.gauss, np.random.rand
+    for draw in (*draws, lambda: torch.rand(1)):
+        draw()
+        before = rng.capture(devices=False)
+        assert rng._same(rng.as_captured(snapshots.take()), before)
+        assert snapshots.unread() == 0
+
+
+def test_generators_that_stand_still_are_read_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    real = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or real())
+    snapshots, period = rng.Snapshots(), rng.Snapshots.PERIOD
+    for _ in range(10 * period):
+        snapshots.take()
+    assert len(reads) == period + 9  # the first hundred, then each hundredth
+    assert snapshots.unread() == 0
+    random.random()
+    assert snapshots.unread() == period - 1
+    snapshots.take()  # the next hundredth
+    assert snapshots.unread() == 0
+    random.random()
+    snapshots.take()  # since the last one changed, each is read again
+    assert rng._same(rng.as_captured(snapshots.take()), rng.capture(devices=False))

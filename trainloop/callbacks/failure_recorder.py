@@ -41,7 +41,7 @@ __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
 # BatchNorm and similar layers write these in training without reading them, and do not change them in evaluation.
 _WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
 _MOST_BUFFER_BYTES = 1 << 20  # size of all buffers that are copied in each step
-_LOOK_SHARE = 1 / 200  # part of the training time that checks of gradients may take
+_LOOK_SHARE = 1 / 400  # part of the training time that checks of gradients may take
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -64,7 +64,7 @@ class FailureRecorder(AbstractCallback):
     check_every_n_steps : int, optional
         Steps between two checks for values that are not finite; a check waits for the GPU. By default, the loss is
         checked in each batch on the CPU, and gradients (on other devices the loss, too) so often that the checks take
-        at most 0.5 % of the training time. If a gradient was not finite in a step without a check, the next record
+        at most 0.25 % of the training time. If a gradient was not finite in a step without a check, the next record
         reports weights that are not finite.
 
     Attributes
@@ -92,6 +92,8 @@ class FailureRecorder(AbstractCallback):
     * The record has the weights at the time of the failure. If an optimizer had already changed them, they are not
       those of the forward, and the replay reports this. If ``get_loss`` yields its losses, the replay repeats those
       before the failing one without their optimizer steps.
+    * Python's and numpy's random states are read before every 100th forward only, once they have not changed for 100
+      forwards. If a program uses these generators rarely, the replay says that its numbers may differ.
     * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in all.
       Larger ones are named in the record and have the values after the failing forward. The same is true of other
       state of the model, except ``carried_state``.
@@ -120,6 +122,7 @@ class FailureRecorder(AbstractCallback):
 
     def _forget(self) -> None:
         self._step: Any = None  # the step that the next attributes describe
+        self._random = rng.Snapshots()
         self._states: list[Any] = []  # random states before each forward
         self._ended = 0  # backward passes
         self._losses: dict[str, Tensor] = {}
@@ -161,7 +164,7 @@ class FailureRecorder(AbstractCallback):
         """Keep the random states; the training loop calls this right before each forward, after the batch is loaded."""
         if first:
             self._begin()
-        self._states.append(rng.snapshot())
+        self._states.append(self._random.take())
 
     def _begin(self) -> None:
         loop = self.train_loop_obj
@@ -379,6 +382,7 @@ class FailureRecorder(AbstractCallback):
             "ragged": step.ragged,
             "batch_changed": any(tensor._version != version for tensor, version in self._versions),
             "random": [rng.as_captured(state) for state in self._states],
+            "random_unread": self._random.unread(),
             "parameters": parameters,
             "buffers": {**buffers, **{path: copy for path, copy in self._copies.items() if path in buffers}},
             "not_put_back": [path for path in changed if path not in self._copies],

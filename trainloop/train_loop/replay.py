@@ -319,6 +319,11 @@ def _notes(record: dict[str, Any]) -> list[str]:
         notes.append("an optimizer had stepped, or was stepping: the weights are those after it")
     if record["batch_changed"]:
         notes.append("get_loss changed a tensor of the batch in place: the record has its values after that")
+    if unread := record.get("random_unread"):
+        notes.append(
+            f"Python's or numpy's generator was used for the first time in {rng.Snapshots.PERIOD} forwards, and "
+            f"the recorder had read its state {unread} forwards before the failing one: the replay begins with that one"
+        )
     if record["not_put_back"]:
         notes.append(f"buffers have the values after the failing forward: {', '.join(record['not_put_back'])}")
     if notes:
