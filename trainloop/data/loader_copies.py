@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
-import types
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, TypeVar
 
 import torch
@@ -35,8 +32,6 @@ def copy_loader(loader: Loader, **changes: Any) -> Loader:
     copy.__dict__.update(changes)
     if copy.num_workers > 0 and copy.multiprocessing_context is None and _spawned_by_inheritance():
         copy.multiprocessing_context = multiprocessing.get_all_start_methods()[0]
-    if type(copy.multiprocessing_context) is SpawnContext and not hasattr(sys.modules["__main__"], "__file__"):
-        copy.multiprocessing_context = _ContextWithMain()
     return copy
 
 
@@ -99,38 +94,3 @@ def _spawned_by_inheritance() -> bool:
 
     # Our ranks use the caller's start method.
     return not started_by_launch() and multiprocessing.get_start_method() != multiprocessing.get_all_start_methods()[0]
-
-
-# A spawned process runs the parent's script, to find there the names of ``__main__`` that pickles refer to. A rank
-# runs no script: its part of the user's ``__main__`` was sent to it, and it sends that on to workers it spawns.
-
-
-class _ProcessWithMain(SpawnProcess):
-    def __getstate__(self) -> dict[str, Any]:
-        # The first entry is unpickled first, before the dataset that needs it.
-        return {"_main": _Main(), **self.__dict__}
-
-
-class _ContextWithMain(SpawnContext):
-    Process = _ProcessWithMain
-
-
-class _Main:
-    """Classes and functions of ``__main__``; unpickling adds them to another process's ``__main__``."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        import cloudpickle
-
-        # Without modules and data of __main__: workers import the former, and the latter may be large.
-        names = {
-            name: value
-            for name, value in vars(sys.modules["__main__"]).items()
-            if isinstance(value, (type, types.FunctionType)) and value.__module__ == "__main__"
-        }
-        return _put_into_main, (cloudpickle.dumps(names),)
-
-
-def _put_into_main(pickled: bytes) -> None:
-    import cloudpickle
-
-    vars(sys.modules["__main__"]).update(cloudpickle.loads(pickled))
