@@ -239,8 +239,12 @@ def test_the_page_of_errors_shows_what_is_said(mistake: make_errors.Mistake, fol
     )
 
 
+# Those that end ranks or need a script, and one of the others: what a script prints is what is raised.
+MADE_BY_SCRIPTS = [mistake for mistake in make_errors.MISTAKES if mistake not in MADE_HERE[1:]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", make_errors.MISTAKES, ids=lambda mistake: mistake.title)
+@pytest.mark.parametrize("mistake", MADE_BY_SCRIPTS, ids=lambda mistake: mistake.title)
 def test_the_page_of_errors_is_what_its_script_makes(mistake: make_errors.Mistake) -> None:
     assert make_errors.shown(mistake) in (ROOT / "docs" / "errors.rst").read_text()
 
