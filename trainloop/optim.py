@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -327,14 +326,13 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return True if hooks, a profiler or a wrapper other than a scheduler's must see each step."""
+    """Return True if hooks, or a wrapper other than a scheduler's, must see each step."""
     return bool(
         ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _GLOBAL_PRE_HOOKS
         or _GLOBAL_POST_HOOKS
-        or torch.autograd._profiler_enabled()
     )
 
 

@@ -44,7 +44,6 @@ def readings():
         "seterr": np.geterr(),
         "strategy": torch.multiprocessing.get_sharing_strategy(),
         "print": repr(torch.tensor([1 / 3])) + repr(np.array([1 / 3])),
-        "validate": torch.distributions.Normal(0.0, 1.0)._validate_args,
         "start method": multiprocessing.get_start_method(),
         "recursion": sys.getrecursionlimit(),
     }
@@ -100,7 +99,6 @@ def main():
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     torch.set_warn_always(True)
     torch.set_flush_denormal(True)
-    torch.distributions.Distribution.set_default_validate_args(False)
     torch.multiprocessing.set_sharing_strategy("file_system")
     sys.setrecursionlimit(3210)
     before = readings()

@@ -205,21 +205,16 @@ DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_tot
 # Files that use private names of torch, the standard library and others. Each is to stand in one place, with the
 # reason and with what happens when it goes away; another name, or another file, needs its row here.
 FOREIGN: dict[str, str] = {
-    "callbacks/base.py": "_logs_nothing",
     "callbacks/failure_recorder.py": "_version",
     "callbacks/norms.py": "_foreach_norm",
-    "callbacks/performance_eval.py": "_version",
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
-    "data/libraries.py": "_num_samples",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
     "data/loader_copies.py": "_iterator _shutdown_workers",
     "_launch/rank_process.py": "_run_exitfuncs _shutdown",
-    "_launch/settings.py": ("_C _GLOBAL_DEVICE_CONTEXT _get_nnpack_enabled _validate_args"),
     "optim.py": (
-        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks "
-        "_optimizer_step_pre_hooks _profiler_enabled"
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
     ),
     "parallel/ddp.py": (
         "_check_reducer_finalized _delay_all_reduce_all_params _inside_ddp_forward _post_forward "
@@ -248,8 +243,7 @@ FOREIGN: dict[str, str] = {
     ),
     "_transfer/shared.py": "_orig_mod",
     "_transfer/torch_objects.py": (
-        "_TorchCompileWrapper _dynamo _inject_new_class _inject_property _ops _orig_mod _overloadname "
-        "_rebuild_tensor_v3 _utils _qualified_op_name _slotnames _torchdynamo_orig_callable"
+        "_inject_new_class _inject_property _rebuild_tensor_v3 _torchdynamo_orig_callable _utils"
     ),
     "_transfer/unpicklable.py": "_extract_code_globals _should_pickle_by_reference",
 }

@@ -43,7 +43,6 @@ NAMED: dict[str, Callable[[], Any]] = {
     "mkldnn": lambda: torch.backends.mkldnn,
     "quantized": lambda: torch.backends.quantized,
     "opt_einsum": lambda: torch.backends.opt_einsum,
-    "cuFFT's plan cache": lambda: torch.backends.cuda.cufft_plan_cache,
     "torch.ops": lambda: torch.ops,
     "namespace of operators": lambda: torch.ops.aten,
     "operator": lambda: torch.ops.aten.add,
@@ -191,24 +190,11 @@ def scripted() -> nn.Module:
         return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).eval()
 
 
-class Slotted(nn.Module):
-    __slots__ = ("scale",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 3.0
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x) * self.scale
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "parametrized": parametrized,
     "weight and spectral norm by hooks": old_style,
     "pruned": pruned,
     "scripted": scripted,
-    "slots": Slotted,
 }
 
 

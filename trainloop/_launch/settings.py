@@ -192,10 +192,9 @@ def _read_start_method() -> str:
 
 
 def _read_default_device() -> str | None:
-    context = torch._GLOBAL_DEVICE_CONTEXT
-    mode = getattr(context, "device_context", None)
     # Without the index: 'cuda' is each rank's own GPU.
-    return None if mode is None else mode.device.type
+    kind: str = torch.get_default_device().type
+    return None if kind == "cpu" else kind
 
 
 def _read_flush_denormal() -> bool:
@@ -204,18 +203,6 @@ def _read_flush_denormal() -> bool:
 
 def _write_safe_globals(classes: list[Any]) -> None:
     torch.serialization.add_safe_globals([c for c in classes if c not in torch.serialization.get_safe_globals()])
-
-
-def _read_default_validation() -> bool:
-    from torch.distributions import Distribution
-
-    return Distribution._validate_args
-
-
-def _write_default_validation(value: bool) -> None:
-    from torch.distributions import Distribution
-
-    Distribution.set_default_validate_args(value)
 
 
 def _write_warning_filters(filters: list[Any]) -> None:
@@ -337,11 +324,6 @@ SETTINGS: list[Setting] = [
     _attribute("torch.backends.quantized.engine"),
     _attribute("torch.backends.opt_einsum.enabled"),
     _attribute("torch.backends.opt_einsum.strategy"),
-    Setting(
-        "torch.backends.nnpack.set_flags",
-        lambda: torch._C._get_nnpack_enabled(),
-        lambda value: torch.backends.nnpack.set_flags(value),
-    ),
     _functions("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda", "flash_sdp_enabled", "enable_flash_sdp"),
     _functions(
         "torch.backends.cuda.enable_mem_efficient_sdp",
@@ -367,11 +349,6 @@ SETTINGS: list[Setting] = [
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
     Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    Setting(
-        "torch.distributions.Distribution.set_default_validate_args",
-        _read_default_validation,
-        _write_default_validation,
-    ),
     # the rest
     # A process that was spawned would spawn, too.
     Setting(

@@ -1,13 +1,12 @@
 """Pickling of torch objects that torch itself can't pickle.
 
-Module-like objects and operators are sent by name, compiled code by its original and its options, parametrized and
-scripted modules by their parts. All private torch names that this needs are here; they exist in 2.6 to 2.15.
+Module-like objects and operators are sent by name, compiled functions by their original and its options, parametrized
+and scripted modules by their parts. All private torch names that this needs are here; they exist in 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
 import importlib
 import io
@@ -33,14 +32,14 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
     if issubclass(kind, types.ModuleType):
         return _reduce_module_like if kind is not types.ModuleType else None
     if issubclass(kind, nn.Module):
-        return _module_reducer(kind)
+        if issubclass(kind, torch.jit.ScriptModule):
+            return _reduce_script_module
+        return _reduce_parametrized_module if unparametrized_class(kind) is not kind else None
     if issubclass(kind, torch.optim.Optimizer):
         plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
         return _reduce_optimizer if plain else None
     if issubclass(kind, torch.Tensor):
         return _reduce_tensor
-    if kind.__module__ == _EVAL_FRAME and hasattr(kind, "__enter__"):
-        return _reduce_compile_context
     return _BY_KIND.get(kind)
 
 
@@ -105,9 +104,7 @@ def _reduce_module_like(pickler: Any, module: types.ModuleType) -> Any:
 
 
 def _reduce_operator(pickler: Any, operator: Any) -> Any:
-    packet = getattr(operator, "overloadpacket", operator)
-    path = "torch.ops." + packet._qualified_op_name.replace("::", ".")
-    return _named, (path if packet is operator else f"{path}.{operator._overloadname}",)
+    return _named, (f"torch.ops.{operator}",)
 
 
 def _reduce_number_info(pickler: Any, info: Any) -> Any:
@@ -120,16 +117,11 @@ def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
 
 
 _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
-    torch._ops.OpOverloadPacket: _reduce_operator,
-    torch._ops.OpOverload: _reduce_operator,
+    type(torch.ops.aten.add): _reduce_operator,
+    type(torch.ops.aten.add.Tensor): _reduce_operator,
     torch.finfo: _reduce_number_info,
     torch.iinfo: _reduce_number_info,
     torch.Generator: _reduce_generator,
-    type(torch.backends.cuda.cufft_plan_cache): lambda pickler, obj: (
-        _named,
-        ("torch.backends.cuda.cufft_plan_cache",),
-    ),
-    torch._TorchCompileWrapper: lambda pickler, obj: _reduce_backend(obj),
 }
 
 
@@ -156,98 +148,7 @@ def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
     return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
 
 
-def _reduce_compile_context(pickler: Any, context: Any) -> Any:
-    from torch._dynamo import eval_frame
-
-    if not isinstance(context, eval_frame.OptimizeContext):
-        return NotImplemented
-    callback: Any = context.callback
-    options: dict[str, Any] = {
-        "backend": _innermost_backend(callback),
-        "nopython": _is_fullgraph(context),
-    }
-    hooks = getattr(context, "_hooks", None)
-    further = {
-        "dynamic": getattr(context, "_dynamic", None),
-        "guard_filter_fn": getattr(hooks, "guard_filter_fn", None),
-        "recompile_limit": getattr(callback, "_recompile_limit", None),
-        "isolate_recompiles": getattr(context, "_isolate_recompiles_id", -1) != -1 or None,
-    }
-    # Only options that were set: older versions don't know all of them.
-    return _compile_context, ({**options, **{name: value for name, value in further.items() if value is not None}},)
-
-
-def _innermost_backend(callback: Any) -> Any:
-    from torch._dynamo import eval_frame
-
-    if hasattr(eval_frame, "innermost_backend"):
-        return eval_frame.innermost_backend(callback)
-    while hasattr(callback, "_torchdynamo_orig_callable"):  # before 2.7
-        callback = callback._torchdynamo_orig_callable
-    return callback
-
-
-def _is_fullgraph(context: Any) -> bool:
-    if hasattr(context, "fullgraph"):
-        return bool(context.fullgraph)
-    from torch._dynamo import convert_frame
-
-    convert = getattr(context.callback, "_torchdynamo_orig_callable", None)  # before 2.9
-    return isinstance(convert, convert_frame.ConvertFrameAssert)
-
-
-def _compile_context(options: dict[str, Any]) -> Any:
-    import torch._dynamo
-
-    return torch._dynamo.optimize(**options)
-
-
-def _reduce_backend(backend: Any) -> Any:
-    """Pickle one of torch's backends by its name: some contain objects that can't be pickled."""
-    from torch._dynamo.backends.registry import list_backends, lookup_backend
-
-    name = backend.compiler_name
-    state = dict(backend.__dict__)
-    # A user's backend is sent with its function.
-    if name in list_backends(exclude_tags=()) and lookup_backend(name) is backend.compiler_fn:
-        del state["compiler_fn"]
-    return _backend, (state,)
-
-
-def _backend(state: dict[str, Any]) -> Any:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    made = object.__new__(torch._TorchCompileWrapper)
-    made.__dict__.update({"compiler_fn": None, **state})
-    if "compiler_fn" not in state:
-        made.compiler_fn = lookup_backend(state["compiler_name"])
-    return made
-
-
-def _reduce_compiled_module(pickler: Any, module: Any) -> Any:
-    # The original may refer to its compiled version, so this takes two steps.
-    return _new, (type(module),), (module._orig_mod, module.dynamo_ctx), None, None, _set_compiled_module
-
-
-def _set_compiled_module(module: Any, state: tuple[nn.Module, Any]) -> None:
-    compiled, context = state
-    object.__setattr__(module, "__dict__", dict(vars(context(compiled))))
-    module.__dict__["_torchdynamo_wrapper_id"] = id(module)
-
-
 # -- modules -----------------------------------------------------------------------------------------------------------
-
-
-def _module_reducer(kind: type) -> Callable[[Any, Any], Any] | None:
-    if kind.__module__ == _EVAL_FRAME:
-        return _reduce_compiled_module
-    if issubclass(kind, torch.jit.ScriptModule):
-        return _reduce_script_module
-    if unparametrized_class(kind) is not kind:
-        return _reduce_parametrized_module
-    plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
-    # nn.Module's own state omits slots.
-    return _reduce_module_with_slots if plain and copyreg._slotnames(kind) else None  # type: ignore[attr-defined]
 
 
 def _new(kind: Any) -> Any:
@@ -271,20 +172,6 @@ def _new_parametrized(kind: Any, names: tuple[str, ...]) -> nn.Module:
     for name in names:
         parametrize._inject_property(module, name)
     return module
-
-
-def _reduce_module_with_slots(pickler: Any, module: nn.Module) -> Any:
-    state = _state(type(module), module)
-    names = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
-    slots = {name: getattr(module, name) for name in names if hasattr(module, name) and name not in state}
-    return _new, (type(module),), (state, slots), None, None, _set_with_slots
-
-
-def _set_with_slots(module: nn.Module, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    attributes, slots = state
-    module.__setstate__(attributes)
-    for name, value in slots.items():
-        object.__setattr__(module, name, value)
 
 
 def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:

@@ -298,7 +298,7 @@ class HookTable:
         # All callbacks, including those of other ranks: ranks take turns together, and need the same number of turns.
         self._in_turn = {
             name: tuple(
-                (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "_logs_nothing"))
+                (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "logs_nothing"))
                 for cb in everywhere
                 if overrides(cb, name)
             )
@@ -321,7 +321,7 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
 
 def logs_nothing(hook: HookT) -> HookT:
     """Mark a hook that logs nothing, so that ranks need no exchange after it."""
-    hook._logs_nothing = True  # type: ignore[attr-defined]
+    hook.logs_nothing = True  # type: ignore[attr-defined]
     return hook
 
 

@@ -14,6 +14,7 @@ from trainloop.callbacks.history_report import (
     TrainHistoryPlot,
 )
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import evaluate_result_package
 
 __all__ = [
@@ -138,7 +139,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         loop = self.train_loop_obj
         # The same weights are evaluated once: at the end of training the last epoch's metrics still apply.
         model = loop.model
-        state = (loop.global_step, sum(tensor._version for tensor in (*model.parameters(), *model.buffers())))
+        state = (loop.global_step, bit_sums([local_shard(t) for t in (*model.parameters(), *model.buffers())]))
         latest, metrics = self._latest or (None, {})
         # Rank 0 decides for all: an evaluation gives the others its buffers, which looks like a change of theirs.
         if distributed.exchange_ints([int(latest != state)])[0][0]:

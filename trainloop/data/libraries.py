@@ -144,7 +144,7 @@ def plain_sampler(loader: Any, sampler: Any) -> Any:
     ours = type(sampler).__name__ == "RandomSampler" and _is_of(sampler, "torchdata")
     if not ours or loader.generator is not None:
         return sampler
-    return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples)
+    return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
 
 
 def cuts_batches(batch_sampler: Any) -> bool:

@@ -145,7 +145,7 @@ class WholeStepTraining(Training):
         if any(group.get("fused") for group in optimizer.param_groups):
             return "torch keeps optimizers with fused=True out of graphs; leave it out, since the compiler fuses anyway"
         if is_watched(optimizer):
-            return "a hook, a profiler or a wrapper observes the optimizer's steps"
+            return "a hook or a wrapper observes the optimizer's steps"
         return self._hooked()
 
     def _hooked(self) -> str | None:
