@@ -222,7 +222,6 @@ FOREIGN: dict[str, str] = {
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
     "parallel/misuse.py": "_version",
-    "parallel/shards.py": "_local_tensor",
     "parallel/undoing.py": (
         "_composable_state _fsdp_param_group _get_fsdp_state _module_state_mapping "
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
@@ -232,7 +231,6 @@ FOREIGN: dict[str, str] = {
     "_support/scratch.py": "_rand",
     "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/gradients.py": "_per_optimizer_states",
-    "train_loop/recompute.py": "_reconstructor",
     "train_loop/run.py": "_compiled_call_impl",
     "train_loop/sharded.py": "_amp_foreach_non_finite_check_and_unscale_ _version",
     "train_loop/trained.py": "_get_default_store",
@@ -241,7 +239,6 @@ FOREIGN: dict[str, str] = {
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
         "_utils _validate_loaded_sparse_tensors"
     ),
-    "_transfer/shared.py": "_orig_mod",
     "_transfer/torch_objects.py": (
         "_inject_new_class _inject_property _rebuild_tensor_v3 _torchdynamo_orig_callable _utils"
     ),

@@ -58,8 +58,8 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
             continue
         seen.add(id(obj))
         if type(obj).__module__.startswith(_OTHERS):
-            if isinstance(obj, nn.Module) and hasattr(obj, "_orig_mod"):  # made by torch.compile
-                queue.append((f"{path}._orig_mod", obj._orig_mod))
+            if isinstance(obj, nn.Module):  # made by torch.compile: its only part is the original
+                queue.extend((f"{path}.{i}", part) for i, part in enumerate(obj.children()))
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):

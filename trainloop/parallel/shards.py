@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,10 @@ def is_mark_of_sharding(name: str) -> bool:
 
 def local_shard(tensor: Any) -> Tensor:
     """Return this rank's shard of a tensor, sharing its memory; all of a plain one."""
-    part: Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
-    return part.detach()
+    if not is_sharded(tensor):
+        return cast(Tensor, tensor.detach())
+    with torch.no_grad():  # to_local() then returns the shard itself
+        return cast(Tensor, tensor.to_local().detach())
 
 
 def full_tensor(tensor: Any) -> Tensor:

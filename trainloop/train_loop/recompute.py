@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -94,8 +93,7 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
     def reduce(self: Any, protocol: Any) -> Any:
         """Make copies and pickles have the class that the user wrote."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        # pickle rejects __newobj__ of another class than the object's. The type stubs lack this function.
-        return copyreg._reconstructor, (cls, object, None), state  # type: ignore[attr-defined]
+        return object.__new__, (cls,), state
 
     own = {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), own)
