@@ -123,9 +123,6 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                 # Its gradient shares memory with the gradient of the layer output. DDP divides it there, also the part
                 # that backward has not yet passed on to other layers (torch 2.6 to 2.15).
                 weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
-        # For DDP's own statistics the host waits for the GPU: in the first ten steps, and in every hundredth later.
-        if hasattr(self, "_set_ddp_runtime_logging_sample_rate"):
-            self._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
@@ -136,7 +133,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         gets the order, the reverse of the parameters', as if they had arrived; its next forward makes the buckets.
         With ``find_unused_parameters`` it keeps its initial layout, and this does nothing.
         """
-        if not self._delay_all_reduce_all_params:
+        if hasattr(self, "reducer"):  # DDP has none if it averages no gradients itself
             self.reducer._push_all_rebuilt_params()
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
