@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback
-from trainloop.compat.aitoolbox.checkpoints import ModelLoadContinueTraining
-from trainloop.compat.aitoolbox.cloud import LogUpload
-from trainloop.compat.aitoolbox.reports import GradDistributionPlot, ModelTrainHistoryPlot
-from trainloop.compat.aitoolbox.trackers import TensorboardFullTracking
+from trainloop.compat.aitoolbox.experiments import ModelLoadContinueTraining
+from trainloop.compat.aitoolbox.reports import (
+    GradDistributionPlot,
+    LogUpload,
+    ModelTrainHistoryPlot,
+    TensorboardFullTracking,
+)
 
 EXPERIMENT = {
     "project_name": "p",
@@ -48,7 +51,7 @@ def test_other_arguments_go_where_they_belong() -> None:
     assert (load.project_name, load.saved_model_dir) == ("p", "checkpoint_model")
     with pytest.raises(TypeError, match="projekt_name"):
         ModelTrainHistoryPlot(projekt_name="p")
-    with pytest.raises(TypeError, match="project_name passed twice"):
+    with pytest.raises(TypeError, match="multiple values for argument 'project_name'"):
         TensorboardFullTracking(None, 1, None, True, "p", project_name="p")
-    with pytest.raises(TypeError, match="7 comes after cloud_dir_prefix"):
+    with pytest.raises(TypeError, match="multiple values for argument 'execution_order'"):
         LogUpload("log.txt", False, *EXPERIMENT.values(), 7)

@@ -1,8 +1,8 @@
-"""AIToolbox's models, wrappers and data sets."""
+"""AIToolbox's models, their wrappers, and data sets; lists of batches as loaders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,6 @@ from trainloop import parallel
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.model import TTBasicModel, TTModel
 from trainloop.parallel.transparent import Transparent
-
-__all__ = [
-    "AbstractModelFeedDefinition",
-    "BasicDataset",
-    "ListDataset",
-    "ModelWrap",
-    "MultiGPUModelWrap",
-    "TTBasicModel",
-    "TTBasicMultiGPUModel",
-    "TTDataParallel",
-    "TTDistributedDataParallel",
-    "TTModel",
-    "TTParallelBase",
-]
 
 
 class TTBasicMultiGPUModel(TTBasicModel):
@@ -126,3 +112,29 @@ class ListDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.data_lists[0])
+
+
+class Batches:
+    """A list as a loader, with any items: only ``get_loss`` uses the batches.
+
+    Parameters
+    ----------
+    items : sequence
+    """
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+
+def as_loader(loader: Any) -> Any:
+    """Return a list or tuple of batches as a loader; any other object unchanged."""
+    return Batches(loader) if isinstance(loader, (list, tuple)) else loader

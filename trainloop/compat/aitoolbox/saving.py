@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -14,24 +16,8 @@ import torch
 
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.checkpoint.storage import split_file
-from trainloop.compat.aitoolbox.bases import (
-    AbstractExperimentSaver,
-    AbstractLocalModelLoader,
-    AbstractLocalModelSaver,
-    AbstractLocalResultsSaver,
-)
-from trainloop.compat.aitoolbox.plots import TrainingHistoryPlotter
+from trainloop.compat.aitoolbox.history import TrainingHistoryPlotter
 from trainloop.errors import CheckpointError, ConfigurationError
-
-__all__ = [
-    "BaseLocalResultsSaver",
-    "ExperimentFolder",
-    "FullPyTorchExperimentLocalSaver",
-    "LocalResultsSaver",
-    "LocalSubOptimalModelRemover",
-    "PyTorchLocalModelLoader",
-    "PyTorchLocalModelSaver",
-]
 
 DEFAULT_FOLDER = "~/project/model_result"
 
@@ -70,7 +56,62 @@ class ExperimentFolder:
         return project, os.path.join(project, f"{experiment_name}_{experiment_timestamp}")
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- base classes of a script's own savers and loaders -----------------------------------------------------------------
+
+
+class AbstractLocalModelLoader(ABC):
+    """Reads models from the local disk, for example as ``custom_local_loader_class`` of a callback."""
+
+    @abstractmethod
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Read an experiment's model."""
+
+
+class AbstractLocalModelSaver(ABC):
+    """Writes models to the local disk."""
+
+    @abstractmethod
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the model; return ``(file name, path)``."""
+
+
+class AbstractModelSaver(ABC):
+    """Writes models to a cloud."""
+
+    @abstractmethod
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the model; return ``(path with the bucket, time stamp, local path)``."""
+
+
+class AbstractLocalResultsSaver(ABC):
+    """Writes results to the local disk."""
+
+    @abstractmethod
+    def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Write all results to one file; return ``[path among the results, local path]`` of each."""
+
+    @abstractmethod
+    def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> Any:
+        """Write each result to a separate file."""
+
+
+class AbstractResultsSaver(ABC):
+    """Writes results to a cloud."""
+
+    @abstractmethod
+    def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Write results; return ``(path of the main file, with the bucket, time stamp)``."""
+
+
+class AbstractExperimentSaver(ABC):
+    """Writes a model and its results."""
+
+    @abstractmethod
+    def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
+        """Write both; return the paths."""
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def model_file_name(
@@ -257,7 +298,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return amp_scaler
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 _ENDINGS = {"pickle": ".p", "json": ".json"}
@@ -418,3 +459,50 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
         save = saver.save_experiment_results_separate_files if separate_files else saver.save_experiment_results
         saved = save(result_package, training_history, *where, save_true_pred_labels=save_true_pred_labels)
         return [model_path, *(path for _, path in saved)]
+
+
+# -- hyperparameters and source ----------------------------------------------------------------------------------------
+
+
+class HyperParamSourceReporter:
+    """Writes ``hyperparams_list.txt``, the script, and the source folders as a zip into the experiment's folder."""
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str,
+        local_model_result_folder_path: str,
+    ) -> None:
+        self.experiment_dir_path = ExperimentFolder.create_base_folder(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        self.file_name = "hyperparams_list.txt"
+        self.local_hyperparams_file_path = os.path.join(self.experiment_dir_path, self.file_name)
+
+    def save_hyperparams_to_text_file(self, hyperparams: Mapping[str, Any], sort_names: bool = False) -> str:
+        """Write one line per hyperparameter."""
+        names = sorted(hyperparams) if sort_names else hyperparams
+        text = "".join(f"{name}:\t{hyperparams[name]}\n" for name in names)
+        write_atomically(self.local_hyperparams_file_path, lambda file: file.write(text.encode()))
+        return self.local_hyperparams_file_path
+
+    def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """Copy the file ``hyperparams['experiment_file_path']``, if it exists."""
+        path = hyperparams.get("experiment_file_path")
+        if not path or not os.path.isfile(path):  # a notebook
+            print(f"experiment_file_path={path!r} in hyperparams is not a file, so it is not copied to the experiment.")
+            return None
+        return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
+
+    def save_experiment_source_files(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """Zip the folders ``hyperparams['source_dirs_paths']``."""
+        folders = hyperparams.get("source_dirs_paths")
+        if not isinstance(folders, (list, tuple)) or not folders:
+            return None
+        copied = os.path.join(self.experiment_dir_path, "source_code")
+        for folder in map(os.path.expanduser, folders):
+            shutil.copytree(folder, os.path.join(copied, os.path.basename(os.path.normpath(folder))))
+        path = shutil.make_archive(copied, "zip", copied)
+        shutil.rmtree(copied)
+        return path
