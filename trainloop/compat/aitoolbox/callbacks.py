@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,21 +10,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainloop.callbacks import abstract
 from trainloop.callbacks import basic as core
 from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage, prepare_package
-from trainloop.compat.aitoolbox.saving import ExperimentFolder
-from trainloop.errors import ConfigurationError
 
 _EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
 _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
-def experiment_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Remove the arguments of :class:`AbstractExperimentCallback` from those of a subclass; return them."""
-    return {name: arguments.pop(name) for name in (*_EXPERIMENT, *_CLOUD) if name in arguments}
+def experiment_arguments(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
+    """Remove a subclass's arguments of :class:`AbstractExperimentCallback`; return them, with the fixed ones."""
+    return {name: arguments.pop(name) for name in (*_EXPERIMENT, *_CLOUD) if name in arguments} | fixed
 
 
 class CompatCallback(AbstractCallback):
@@ -35,12 +33,15 @@ class CompatCallback(AbstractCallback):
     message_service: Any
 
 
-class AbstractExperimentCallback(CompatCallback):
+class AbstractExperimentCallback(abstract.AbstractExperimentCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
     Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take
     these arguments, from ``project_name`` on, after their own: in this order, or by name.
     """
+
+    train_loop_obj: Any
+    message_service: Any
 
     def __init__(
         self,
@@ -54,16 +55,13 @@ class AbstractExperimentCallback(CompatCallback):
         execution_order: int = 0,
         device_idx_execution: int | None = None,
     ) -> None:
-        super().__init__(callback_name, execution_order=execution_order, device_idx_execution=device_idx_execution)
-        path = local_model_result_folder_path
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        self.local_model_result_folder_path = None if path is None else os.path.expanduser(path)
+        experiment = project_name, experiment_name, local_model_result_folder_path
+        super().__init__(callback_name, *experiment, execution_order, device_idx_execution)
         self.cloud_save_mode = cloud_save_mode
         self.bucket_name = bucket_name
         self.cloud_dir_prefix = cloud_dir_prefix
 
-    def try_infer_experiment_details(self, infer_cloud_details: bool) -> None:
+    def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
         """Take missing values from the loop; the cloud's details only if none of them was given.
 
         Raises
@@ -98,10 +96,6 @@ class AbstractExperimentCallback(CompatCallback):
         if bucket is not None:
             for name, path in files:
                 bucket.save_file(path, bucket.experiment_path(*self.experiment_names, name))
-
-    def create_experiment_folder(self) -> str:
-        """Create the experiment's folder if it is missing; return its path."""
-        return ExperimentFolder.create_base_folder(*self.experiment_names, str(self.local_model_result_folder_path))
 
 
 class ListRegisteredCallbacks(CompatCallback):
@@ -245,13 +239,11 @@ class GradientCallbackBase(CompatCallback):
 
 
 class _Clip(GradientCallbackBase):
+    clip: Callable[[Iterable[nn.Parameter]], None]
+
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         if self.train_loop_obj.should_execute_optimizer_update():
             self.clip(self.train_loop_obj.model.parameters())
-
-    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clip the gradients of these parameters."""
-        raise NotImplementedError
 
 
 class GradValueClip(_Clip):
@@ -328,11 +320,13 @@ class DistributedSamplerSetEpoch(CompatCallback):
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-class ModelPerformanceEvaluation(CompatCallback):
+class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
     """Evaluate a result package on the training or validation set after epochs, and at the end of training.
 
     Results are in the history as ``train_<metric>`` and ``val_<metric>``, at the end ``train_end_val_<metric>``.
     """
+
+    train_loop_obj: Any
 
     def __init__(
         self,
@@ -344,54 +338,35 @@ class ModelPerformanceEvaluation(CompatCallback):
         eval_frequency: int | None = None,
         if_available_output_to_project_dir: bool = True,
     ) -> None:
-        super().__init__("Model performance calculator - evaluator")
-        if not on_train_data and not on_val_data:
-            raise ConfigurationError("on_train_data and on_val_data are both False: at least one must be True.")
-        self.result_package = result_package
-        self.args = args
-        self.on_each_epoch = on_each_epoch
-        self.on_train_data = on_train_data
-        self.on_val_data = on_val_data
-        self.eval_frequency = eval_frequency
-        self.if_available_output_to_project_dir = if_available_output_to_project_dir
+        when = on_each_epoch, on_train_data, on_val_data, eval_frequency
+        super().__init__(
+            result_package, args, *when, if_available_output_to_project_dir=if_available_output_to_project_dir
+        )
+        self.callback_name = "Model performance calculator - evaluator"
         if on_train_data:
             self.train_result_package = copy.deepcopy(result_package)
 
     def on_train_loop_registration(self) -> None:
-        loop = self.train_loop_obj
-        names = ("project_name", "experiment_name", "experiment_timestamp", "local_model_result_folder_path")
-        if self.if_available_output_to_project_dir and all(hasattr(loop, name) for name in names):
-            self.result_package.set_experiment_dir_path_for_additional_results(*(getattr(loop, name) for name in names))
+        super().on_train_loop_registration()
         for package in self._torch_packages():
-            package.metric.to(loop.device)
+            package.metric.to(self.train_loop_obj.device)
 
     def on_epoch_end(self) -> None:
-        if self.on_each_epoch:
-            epoch = self.train_loop_obj.epoch
-            if self.eval_frequency is None or epoch % self.eval_frequency == 0:
-                self.evaluate_model_performance()
-            else:
-                print(
-                    f"Skipping performance evaluation on this epoch ({epoch}). "
-                    f"Evaluating every {self.eval_frequency} epochs."
-                )
+        super().on_epoch_end()
         for package in self._torch_packages():
             package.metric_reset()
-
-    def on_train_end(self) -> None:
-        self.evaluate_model_performance(prefix="train_end_")
 
     def evaluate_model_performance(self, prefix: str = "") -> None:
         """Evaluate now; names in the history start with ``prefix``."""
         loop = self.train_loop_obj
         if self.on_train_data:
             package = self.train_result_package
-            self._evaluate(f"{prefix}train_", package, loop.predict_on_train_set, loop.evaluate_loss_on_train_set)
+            self._insert_results(f"{prefix}train_", package, loop.predict_on_train_set, loop.evaluate_loss_on_train_set)
         if self.on_val_data:
             evaluations = loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set
-            self._evaluate(f"{prefix}val_", self.result_package, *evaluations)
+            self._insert_results(f"{prefix}val_", self.result_package, *evaluations)
 
-    def _evaluate(self, prefix: str, package: Any, predict: Callable[..., Any], loss: Callable[..., Any]) -> None:
+    def _insert_results(self, prefix: str, package: Any, predict: Callable[..., Any], loss: Callable[..., Any]) -> None:
         prepare_package(package, self.args, predict, loss)
         for name, value in package.get_results().items():
             self.train_loop_obj.insert_metric_result_into_history(f"{prefix}{name}", value)
@@ -444,18 +419,5 @@ class TrainHistoryFormatter(core_performance.TrainHistoryFormatter):
         return self.train_loop_obj.train_history
 
 
-class MetricHistoryRename(TrainHistoryFormatter):
+class MetricHistoryRename(TrainHistoryFormatter, core_performance.MetricHistoryRename):
     """Store a metric of the history under another name, too."""
-
-    def __init__(
-        self,
-        input_metric_path: str | Callable[[Any], Any],
-        new_metric_name: str,
-        epoch_end: bool = True,
-        train_end: bool = False,
-        strict_metric_extract: bool = True,
-    ) -> None:
-        get = input_metric_path if callable(input_metric_path) else lambda history: history[input_metric_path]
-        super().__init__(
-            get, lambda results: (new_metric_name, results[-1]), epoch_end, train_end, strict_metric_extract
-        )

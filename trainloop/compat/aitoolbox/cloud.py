@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from trainloop.checkpoint.storage import split_file
 from trainloop.compat.aitoolbox.saving import (
     DEFAULT_FOLDER,
-    AbstractExperimentSaver,
     AbstractModelSaver,
     AbstractResultsSaver,
-    ExperimentFolder,
+    FullPyTorchExperimentLocalSaver,
     LocalResultsSaver,
     PyTorchLocalModelLoader,
     PyTorchLocalModelSaver,
-    model_file_name,
     new_timestamp,
 )
 from trainloop.errors import ConfigurationError
@@ -32,14 +30,15 @@ PROTOCOLS = {**dict.fromkeys(s3_available_options, "s3"), **dict.fromkeys(gcs_av
 class Bucket:
     """Files under a prefix in a bucket of S3; subclasses with the name of Google Cloud Storage set its mode."""
 
-    mode: ClassVar[str] = "s3"
+    mode = "s3"
 
     def __init__(
         self, bucket_name: str | None = None, cloud_dir_prefix: str | None = None, cloud_save_mode: str | None = None
     ) -> None:
         self.bucket_name = bucket_name or "model-result"
         self.cloud_dir_prefix = cloud_dir_prefix or ""
-        self.protocol = PROTOCOLS[cloud_save_mode or self.mode]
+        self.mode = cloud_save_mode or self.mode
+        self.protocol = PROTOCOLS[self.mode]
 
     def url(self, cloud_file_path: str) -> str:
         """Return fsspec's URL of a path in the bucket."""
@@ -84,11 +83,6 @@ def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_pr
             f"cloud_save_mode={cloud_save_mode!r}: {error} To use only the local disk, pass cloud_save_mode=None."
         ) from error
     return bucket
-
-
-def in_store(cloud_save_mode: str | None, s3: type[Any], google: type[Any]) -> type[Any]:
-    """Return the class for a mode's store."""
-    return google if cloud_save_mode in gcs_available_options else s3
 
 
 # -- AIToolbox's classes ----------------------------------------------------------------------------------------------
@@ -219,23 +213,9 @@ class PyTorchS3ModelLoader(PyTorchLocalModelLoader):
         super().__init__(local_model_result_folder_path)
         self.bucket = Bucket(bucket_name, cloud_dir_prefix, self.mode)
 
-    def load_model(
-        self,
-        project_name: str,
-        experiment_name: str,
-        experiment_timestamp: str,
-        model_save_dir: str = "checkpoint_model",
-        epoch_num: int | None = None,
-        map_location: Any = None,
-    ) -> dict[str, Any]:
-        where = project_name, experiment_name, experiment_timestamp
-        base = ExperimentFolder.create_base_folder(*where, self.local_model_result_folder_path)
-        name = model_file_name(experiment_name, experiment_timestamp, epoch_num)
-        os.makedirs(os.path.join(base, model_save_dir), exist_ok=True)
-        self.bucket.load_file(
-            self.bucket.experiment_path(*where, model_save_dir, name), os.path.join(base, model_save_dir, name)
-        )
-        return super().load_model(*where, model_save_dir, epoch_num, map_location)
+    def fetch(self, path: str, *in_experiments: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.bucket.load_file(self.bucket.experiment_path(*in_experiments), path)
 
 
 class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
@@ -244,10 +224,10 @@ class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
     mode = "gcs"
 
 
-class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
+class FullPyTorchExperimentS3Saver(FullPyTorchExperimentLocalSaver):
     """Write a model and its results to the local disk, and upload them."""
 
-    mode = "s3"
+    kinds: tuple[type[Any], type[Any]] = (PyTorchS3ModelSaver, S3ResultsSaver)
 
     def __init__(
         self,
@@ -260,29 +240,38 @@ class FullPyTorchExperimentS3Saver(AbstractExperimentSaver):
         self.project_name = project_name
         self.experiment_name = experiment_name
         where = bucket_name, cloud_dir_prefix, local_model_result_folder_path
-        self.model_saver = in_store(self.mode, PyTorchS3ModelSaver, PyTorchGoogleStorageModelSaver)(*where)
-        self.results_saver = in_store(self.mode, S3ResultsSaver, GoogleStorageResultsSaver)(*where)
+        self.model_saver, self.results_saver = (kind(*where) for kind in self.kinds)
 
-    def save_experiment(
-        self,
-        model: Mapping[str, Any],
-        result_package: Any,
-        training_history: Any,
-        experiment_timestamp: str | None = None,
-        save_true_pred_labels: bool = False,
-        separate_files: bool = False,
-        protect_existing_folder: bool = True,
-    ) -> tuple[str, str]:
+    def _save(self, model: tuple[Any, ...], results: tuple[Any, ...], separate: bool) -> tuple[str, str]:
         """Return ``(path of the model, path of the results)`` in the cloud."""
-        where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
-        model_path, _, _ = self.model_saver.save_model(model, *where)
-        results_path, _ = self.results_saver.save_experiment_results(
-            result_package, training_history, *where, save_true_pred_labels, separate_files
-        )
+        model_path, _, _ = self.model_saver.save_model(*model)
+        results_path, _ = self.results_saver.save_experiment_results(*results, separate)
         return model_path, results_path
 
 
 class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):
     """Like the base class, for Google Cloud Storage."""
 
-    mode = "gcs"
+    kinds = (PyTorchGoogleStorageModelSaver, GoogleStorageResultsSaver)
+
+
+# -- the class for a store ---------------------------------------------------------------------------------------------
+
+# For the local disk, S3 and Google Cloud Storage.
+MODEL_SAVERS = PyTorchLocalModelSaver, PyTorchS3ModelSaver, PyTorchGoogleStorageModelSaver
+MODEL_LOADERS = PyTorchLocalModelLoader, PyTorchS3ModelLoader, PyTorchGoogleStorageModelLoader
+RESULTS_SAVERS = LocalResultsSaver, S3ResultsSaver, GoogleStorageResultsSaver
+EXPERIMENT_SAVERS = (
+    FullPyTorchExperimentLocalSaver,
+    FullPyTorchExperimentS3Saver,
+    FullPyTorchExperimentGoogleStorageSaver,
+)
+
+
+def in_store(kinds: tuple[Any, Any, Any], bucket: Bucket | None, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Create the saver or loader for a bucket's store, or for the local disk."""
+    local, s3, google = kinds
+    kind = local if bucket is None else google if bucket.mode in gcs_available_options else s3
+    if bucket is not None:
+        kwargs |= {"bucket_name": bucket.bucket_name, "cloud_dir_prefix": bucket.cloud_dir_prefix}
+    return kind(*args, local_model_result_folder_path=folder, **kwargs)

@@ -15,19 +15,11 @@ from trainloop.errors import ConfigurationError
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
-# execute_x() and the hook that it calls, in AIToolbox's order.
-_HOOKS = {
-    "epoch_begin": "on_epoch_begin",
-    "epoch_end": "on_epoch_end",
-    "train_begin": "on_train_begin",
-    "train_end": "on_train_end",
-    "batch_begin": "on_batch_begin",
-    "batch_end": "on_batch_end",
-    "gradient_update": "on_after_gradient_update",
-    "optimizer_step": "on_after_optimizer_step",
-    "multiprocess_start": "on_multiprocess_start",
-    "after_batch_prediction": "on_after_batch_prediction",
-}
+# Hooks in AIToolbox's order.
+_HOOKS = (
+    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end", "on_batch_begin", "on_batch_end"),
+    *("on_after_gradient_update", "on_after_optimizer_step", "on_multiprocess_start", "on_after_batch_prediction"),
+)
 
 
 class CallbacksHandler:
@@ -81,7 +73,7 @@ class CallbacksHandler:
     @property
     def registered_cbs(self) -> list[list[AbstractCallback]]:
         """The callbacks of each hook: of epochs, training, batches, gradients, steps, processes and predictions."""
-        return [getattr(self, f"cbs_{hook}") for hook in _HOOKS.values()]
+        return [getattr(self, f"cbs_{hook}") for hook in _HOOKS]
 
     def print_registered_callback_names(self) -> None:
         """Print the callbacks of each hook."""
@@ -91,9 +83,9 @@ class CallbacksHandler:
         prefix, _, what = name.partition("_")
         if prefix == "cbs" and what in AbstractCallback.HOOKS:
             return [callback for callback in self.registered if overrides(callback, what)]
-        if prefix != "execute" or what not in _HOOKS:
+        hook = f"on_{what}" if f"on_{what}" in _HOOKS else f"on_after_{what}"
+        if prefix != "execute" or hook not in _HOOKS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        hook = _HOOKS[what]
 
         def execute(*args: Any) -> None:
             for callback in getattr(self, f"cbs_{hook}"):
@@ -103,7 +95,7 @@ class CallbacksHandler:
 
     def __str__(self) -> str:
         lines = ["CALLBACKS"]
-        for hook in _HOOKS.values():
+        for hook in _HOOKS:
             lines.append(f"At {hook}:")
             lines += [
                 f"\t{callback.callback_name}: {type(callback)}, execution_order: {callback.execution_order}"
@@ -142,8 +134,7 @@ class Message:
     def __init__(self, key: str, value: Any, msg_handling_settings: MessageHandling | list[MessageHandling]) -> None:
         self.key = key
         self.value = value
-        settings = msg_handling_settings
-        self.msg_handling_settings = settings if isinstance(settings, list) else [settings]
+        self.msg_handling_settings = MessageService.validate_msg_handling_settings(msg_handling_settings)
 
 
 class MessageService(core.MessageService):
@@ -168,7 +159,7 @@ class MessageService(core.MessageService):
         msg_handling_settings: MessageHandling | list[MessageHandling] = MessageHandling.UNTIL_END_OF_EPOCH,
     ) -> None:
         """Store a value under a key."""
-        message = Message(key, value, self.validate_msg_handling_settings(msg_handling_settings))
+        message = Message(key, value, msg_handling_settings)
         if MessageHandling.OVERWRITE in message.msg_handling_settings:
             self.message_store[key] = [message]
         else:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from trainloop._support.user_line import user_place
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_arguments
 from trainloop.compat.aitoolbox.cloud import (
-    FullPyTorchExperimentGoogleStorageSaver,
-    FullPyTorchExperimentS3Saver,
-    GoogleStorageResultsSaver,
-    PyTorchGoogleStorageModelLoader,
-    PyTorchGoogleStorageModelSaver,
-    PyTorchS3ModelLoader,
-    PyTorchS3ModelSaver,
-    S3ResultsSaver,
+    EXPERIMENT_SAVERS,
+    MODEL_LOADERS,
+    MODEL_SAVERS,
+    RESULTS_SAVERS,
     bucket_of,
     in_store,
 )
-from trainloop.compat.aitoolbox.components import append_predictions, torch_cat_transf
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.optim import OwnOptimizer
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, prepare_package
-from trainloop.compat.aitoolbox.saving import (
-    FullPyTorchExperimentLocalSaver,
-    HyperParamSourceReporter,
-    LocalResultsSaver,
-    LocalSubOptimalModelRemover,
-    PyTorchLocalModelLoader,
-    PyTorchLocalModelSaver,
-)
+from trainloop.compat.aitoolbox.saving import HyperParamSourceReporter, LocalSubOptimalModelRemover
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 
@@ -118,12 +106,8 @@ class ModelCheckpoint(_Saves):
         """Writes the files; created at registration."""
 
     def on_train_loop_registration(self) -> None:
-        folder = self.local_model_result_folder_path
-        if self.cloud_bucket is None:  # a missing s3fs raises an error before training
-            self.model_checkpointer = PyTorchLocalModelSaver(folder, checkpoint_model=True)
-        else:
-            saver = in_store(self.cloud_save_mode, PyTorchS3ModelSaver, PyTorchGoogleStorageModelSaver)
-            self.model_checkpointer = saver(self.bucket_name, self.cloud_dir_prefix, folder, checkpoint_model=True)
+        where = self.cloud_bucket, self.local_model_result_folder_path  # a missing s3fs raises an error before training
+        self.model_checkpointer = in_store(MODEL_SAVERS, *where, checkpoint_model=True)
         super().on_train_loop_registration()
 
     def on_epoch_end(self) -> None:
@@ -173,12 +157,12 @@ class ModelTrainEndSave(_Saves):
         # On all ranks, which predict together; the main process writes.
         super().__init__("Model save at the end of training", *experiment, *cloud, 101)
         self.hyperparams = hyperparams
-        packages = {"val_result_package": val_result_package, "test_result_package": test_result_package}
-        if not any(package is not None for package in packages.values()):
+        packages = [package for package in (val_result_package, test_result_package) if package is not None]
+        if not packages:
             raise ConfigurationError("val_result_package and test_result_package are both None: pass one of them.")
-        for name, package in packages.items():
-            if package is not None and not isinstance(package, AbstractResultPackage):
-                raise TypeError(f"{name}={package!r}: must be an AbstractResultPackage.")
+        for package in packages:
+            if not isinstance(package, AbstractResultPackage):
+                raise TypeError(f"{package!r}: must be an AbstractResultPackage.")
         self.val_result_package = val_result_package
         self.test_result_package = test_result_package
         self.result_package: Any = None
@@ -191,13 +175,8 @@ class ModelTrainEndSave(_Saves):
                 package.set_experiment_dir_path_for_additional_results(
                     *self.experiment_names, self.local_model_result_folder_path
                 )
-        names, folder = self.experiment_names[:2], self.local_model_result_folder_path
-        if self.cloud_bucket is None:  # a missing s3fs raises an error before training
-            self.results_saver = FullPyTorchExperimentLocalSaver(*names, folder)
-        else:
-            kinds = FullPyTorchExperimentS3Saver, FullPyTorchExperimentGoogleStorageSaver
-            saver = in_store(self.cloud_save_mode, *kinds)
-            self.results_saver = saver(*names, self.bucket_name, self.cloud_dir_prefix, folder)
+        where = self.cloud_bucket, self.local_model_result_folder_path  # a missing s3fs raises an error before training
+        self.results_saver = in_store(EXPERIMENT_SAVERS, *where, *self.experiment_names[:2])
         super().on_train_loop_registration()
 
     def on_train_end(self) -> None:
@@ -239,7 +218,7 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         **kwargs: Any,
     ) -> None:
         name = "Model loading and initialization from checkpoint before training"
-        super().__init__(name, *experiment, **(experiment_arguments(kwargs) | {"execution_order": -10}))
+        super().__init__(name, *experiment, **experiment_arguments(kwargs, execution_order=-10))
         self.saved_experiment_timestamp = saved_experiment_timestamp
         self.saved_model_dir = saved_model_dir
         self.epoch_num = epoch_num
@@ -278,183 +257,161 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
 
     def init_model_loader(self) -> None:
         """Create the loader."""
-        folder = str(self.local_model_result_folder_path)
-        if self.cloud_bucket is None:
-            self.model_loader = (self.custom_local_loader_class or PyTorchLocalModelLoader)(folder)
-            return
-        loader = in_store(self.cloud_save_mode, PyTorchS3ModelLoader, PyTorchGoogleStorageModelLoader)
-        self.model_loader = loader(folder, self.bucket_name, self.cloud_dir_prefix)
+        bucket, folder = self.cloud_bucket, self.local_model_result_folder_path
+        if bucket is None and self.custom_local_loader_class is not None:
+            self.model_loader = self.custom_local_loader_class(folder)
+        else:
+            self.model_loader = in_store(MODEL_LOADERS, bucket, folder)
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
+_EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path", "hyperparams")
+_PACKAGES = ("val_result_package", "test_result_package")
+_CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix", "source_dirs")
+_CHECKPOINTS = ("rm_subopt_local_models", "num_best_checkpoints_kept", "iteration_save_freq")
+
+
 class _TrackingLoop(TrainLoop):
-    """Base class of the three loops with an experiment."""
+    """Base class of the three loops with an experiment.
+
+    Parameters
+    ----------
+    model, train_loader, validation_loader, test_loader, optimizer, criterion
+        As in :class:`TrainLoop`.
+    *args, **kwargs
+        The experiment's, by name or in the order of :attr:`arguments`, then the other arguments of :class:`TrainLoop`.
+    """
+
+    arguments: ClassVar[tuple[str, ...]]
+    """Names of the arguments after ``criterion``, in AIToolbox's order."""
+
+    def __init__(
+        self,
+        model: Any,
+        train_loader: Any,
+        validation_loader: Any,
+        test_loader: Any,
+        optimizer: Any,
+        criterion: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        own = dict(zip(self.arguments, args))
+        named = {name: kwargs.pop(name) for name in self.arguments if name in kwargs}
+        parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
+        super().__init__(*parts, *args[len(own) :], **kwargs)
+        self._track(**own, **named)
 
     def _track(
         self,
-        experiment: tuple[str, str, str],
+        project_name: str,
+        experiment_name: str,
+        local_model_result_folder_path: str,
         hyperparams: dict[str, Any],
-        cloud: tuple[str | None, str, str],
-        source_dirs: Sequence[str],
+        cloud_save_mode: str | None = "s3",
+        bucket_name: str = "model-result",
+        cloud_dir_prefix: str = "",
+        source_dirs: Sequence[str] = (),
     ) -> None:
-        self.project_name, self.experiment_name = experiment[:2]
-        self.local_model_result_folder_path = os.path.expanduser(experiment[2])
+        self.project_name, self.experiment_name = project_name, experiment_name
+        self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
         self.hyperparams = hyperparams
-        self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix = cloud
+        self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix = cloud_save_mode, bucket_name, cloud_dir_prefix
         self.source_dirs = source_dirs
         if not isinstance(hyperparams, dict):
             raise ConfigurationError(f"hyperparams={hyperparams!r}: must be a dict.")
-        hyperparams.setdefault("experiment_file_path", _script())
+        hyperparams.setdefault("experiment_file_path", user_place().file)
         hyperparams.setdefault("source_dirs_paths", source_dirs)
 
-    @property
-    def _where(self) -> tuple[Any, ...]:
-        return self.project_name, self.experiment_name, self.local_model_result_folder_path, self.hyperparams
+    def _save(self, kind: Any, *first: Any, **options: Any) -> None:
+        """Register a callback that saves, before all callbacks of ``fit``."""
+        named = {name: getattr(self, name) for name in (*_EXPERIMENT, *_CLOUD[:3])}
+        self.callbacks_handler.register_callbacks([kind(*first, **named, **options)], cache_callbacks=True)
 
-    @property
-    def _cloud(self) -> dict[str, Any]:
-        names = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
-        return {name: getattr(self, name) for name in names}
 
-    def _save_checkpoints(self, rm_subopt_local_models: bool | str, kept: int, iteration_save_freq: int) -> None:
+class TrainLoopCheckpoint(_TrackingLoop):
+    """Save the model after each epoch, or every ``iteration_save_freq`` batches, see :class:`ModelCheckpoint`.
+
+    Parameters
+    ----------
+    model, train_loader, validation_loader, test_loader, optimizer, criterion
+        As in :class:`TrainLoop`.
+    project_name, experiment_name, local_model_result_folder_path : str
+    hyperparams : dict
+    cloud_save_mode : str, optional
+        ``'s3'`` (default), ``'gcs'``, or ``None`` for the local disk only.
+    bucket_name, cloud_dir_prefix : str
+    source_dirs : sequence of str
+    rm_subopt_local_models : bool or str
+    num_best_checkpoints_kept, iteration_save_freq : int
+    *args, **kwargs
+        The other arguments of :class:`TrainLoop`.
+    """
+
+    arguments: ClassVar[tuple[str, ...]] = (*_EXPERIMENT, *_CLOUD, *_CHECKPOINTS)
+
+    def _track(
+        self,
+        *experiment: Any,
+        rm_subopt_local_models: bool | str = False,
+        num_best_checkpoints_kept: int = 2,
+        iteration_save_freq: int = 0,
+        **named: Any,
+    ) -> None:
+        super()._track(*experiment, **named)
         self.rm_subopt_local_models = rm_subopt_local_models
         self.iteration_save_freq = iteration_save_freq
         if iteration_save_freq < 0:
             raise ConfigurationError(f"iteration_save_freq={iteration_save_freq}: must be 0 or more.")
-        best: dict[str, Any] = {"rm_subopt_local_models": rm_subopt_local_models, "num_best_checkpoints_kept": kept}
-        kind: Any = ModelIterationCheckpoint if iteration_save_freq else ModelCheckpoint
         first = (iteration_save_freq,) if iteration_save_freq else ()
-        checkpoint = kind(*first, *self._where, **self._cloud, **best)
-        self.callbacks_handler.register_callbacks([checkpoint], cache_callbacks=True)
-
-    def _save_end(self, val_result_package: Any, test_result_package: Any) -> None:
-        self.val_result_package = val_result_package
-        self.test_result_package = test_result_package
-        self.check_if_result_packages_possible()
-        kind: Any = ModelTrainEndSave
-        end_save = kind(*self._where, val_result_package, test_result_package, **self._cloud)
-        self.callbacks_handler.register_callbacks([end_save], cache_callbacks=True)
-
-    def check_if_result_packages_possible(self) -> None:
-        """Raise an error for a result package whose data set is missing."""
-        for part, loader in (("val", self.validation_loader), ("test", self.test_loader)):
-            if getattr(self, f"{part}_result_package") is not None and loader is None:
-                name = "validation_loader" if part == "val" else "test_loader"
-                raise ConfigurationError(f"{part}_result_package is given, but no {name}: pass one to the loop.")
-
-
-class TrainLoopCheckpoint(_TrackingLoop):
-    """Save the model after each epoch, or every ``iteration_save_freq`` batches, see :class:`ModelCheckpoint`."""
-
-    def __init__(
-        self,
-        model: Any,
-        train_loader: Any,
-        validation_loader: Any,
-        test_loader: Any,
-        optimizer: Any,
-        criterion: Any,
-        project_name: str,
-        experiment_name: str,
-        local_model_result_folder_path: str,
-        hyperparams: dict[str, Any],
-        cloud_save_mode: str | None = "s3",
-        bucket_name: str = "model-result",
-        cloud_dir_prefix: str = "",
-        source_dirs: Sequence[str] = (),
-        rm_subopt_local_models: bool | str = False,
-        num_best_checkpoints_kept: int = 2,
-        iteration_save_freq: int = 0,
-        collate_batch_pred_fn: Any = append_predictions,
-        pred_transform_fn: Any = torch_cat_transf,
-        *loop_args: Any,
-        **loop_kwargs: Any,
-    ) -> None:
-        parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
-        super().__init__(*parts, collate_batch_pred_fn, pred_transform_fn, *loop_args, **loop_kwargs)
-        experiment = project_name, experiment_name, local_model_result_folder_path
-        self._track(experiment, hyperparams, (cloud_save_mode, bucket_name, cloud_dir_prefix), source_dirs)
-        self._save_checkpoints(rm_subopt_local_models, num_best_checkpoints_kept, iteration_save_freq)
+        kind = ModelIterationCheckpoint if iteration_save_freq else ModelCheckpoint
+        kept = num_best_checkpoints_kept
+        self._save(kind, *first, rm_subopt_local_models=rm_subopt_local_models, num_best_checkpoints_kept=kept)
 
 
 class TrainLoopEndSave(_TrackingLoop):
-    """Evaluate result packages at the end of training, and save the model, see :class:`ModelTrainEndSave`."""
+    """Evaluate result packages at the end of training, and save the model, see :class:`ModelTrainEndSave`.
 
-    def __init__(
-        self,
-        model: Any,
-        train_loader: Any,
-        validation_loader: Any,
-        test_loader: Any,
-        optimizer: Any,
-        criterion: Any,
-        project_name: str,
-        experiment_name: str,
-        local_model_result_folder_path: str,
-        hyperparams: dict[str, Any],
-        val_result_package: Any = None,
-        test_result_package: Any = None,
-        cloud_save_mode: str | None = "s3",
-        bucket_name: str = "model-result",
-        cloud_dir_prefix: str = "",
-        source_dirs: Sequence[str] = (),
-        collate_batch_pred_fn: Any = append_predictions,
-        pred_transform_fn: Any = torch_cat_transf,
-        *loop_args: Any,
-        **loop_kwargs: Any,
+    Parameters
+    ----------
+    model, train_loader, validation_loader, test_loader, optimizer, criterion
+        As in :class:`TrainLoop`.
+    project_name, experiment_name, local_model_result_folder_path, hyperparams
+        As in :class:`TrainLoopCheckpoint`.
+    val_result_package, test_result_package : AbstractResultPackage, optional
+    cloud_save_mode, bucket_name, cloud_dir_prefix, source_dirs
+        As in :class:`TrainLoopCheckpoint`.
+    *args, **kwargs
+        The other arguments of :class:`TrainLoop`.
+    """
+
+    arguments: ClassVar[tuple[str, ...]] = (*_EXPERIMENT, *_PACKAGES, *_CLOUD)
+
+    def _track(
+        self, *experiment: Any, val_result_package: Any = None, test_result_package: Any = None, **named: Any
     ) -> None:
-        parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
-        super().__init__(*parts, collate_batch_pred_fn, pred_transform_fn, *loop_args, **loop_kwargs)
-        experiment = project_name, experiment_name, local_model_result_folder_path
-        self._track(experiment, hyperparams, (cloud_save_mode, bucket_name, cloud_dir_prefix), source_dirs)
-        self._save_end(val_result_package, test_result_package)
+        super()._track(*experiment, **named)
+        self.val_result_package = val_result_package
+        self.test_result_package = test_result_package
+        self.check_if_result_packages_possible()
+        self._save(ModelTrainEndSave, val_result_package=val_result_package, test_result_package=test_result_package)
+
+    def check_if_result_packages_possible(self) -> None:
+        """Raise an error for a result package whose data set is missing."""
+        for part, loader in (("val", "validation_loader"), ("test", "test_loader")):
+            if getattr(self, f"{part}_result_package") is not None and getattr(self, loader) is None:
+                raise ConfigurationError(f"{part}_result_package is given, but no {loader}: pass one to the loop.")
 
 
-class TrainLoopCheckpointEndSave(TrainLoopEndSave):
-    """Do both: checkpoints during training, and results and model at the end."""
+class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
+    """Do both: checkpoints during training, and results and model at the end.
 
-    def __init__(
-        self,
-        model: Any,
-        train_loader: Any,
-        validation_loader: Any,
-        test_loader: Any,
-        optimizer: Any,
-        criterion: Any,
-        project_name: str,
-        experiment_name: str,
-        local_model_result_folder_path: str,
-        hyperparams: dict[str, Any],
-        val_result_package: Any = None,
-        test_result_package: Any = None,
-        cloud_save_mode: str | None = "s3",
-        bucket_name: str = "model-result",
-        cloud_dir_prefix: str = "",
-        source_dirs: Sequence[str] = (),
-        rm_subopt_local_models: bool | str = False,
-        num_best_checkpoints_kept: int = 2,
-        iteration_save_freq: int = 0,
-        collate_batch_pred_fn: Any = append_predictions,
-        pred_transform_fn: Any = torch_cat_transf,
-        *loop_args: Any,
-        **loop_kwargs: Any,
-    ) -> None:
-        parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
-        experiment = project_name, experiment_name, local_model_result_folder_path, hyperparams
-        others = val_result_package, test_result_package, cloud_save_mode, bucket_name, cloud_dir_prefix, source_dirs
-        end_save: tuple[Any, ...] = (*experiment, *others, collate_batch_pred_fn, pred_transform_fn)
-        super().__init__(*parts, *end_save, *loop_args, **loop_kwargs)
-        self._save_checkpoints(rm_subopt_local_models, num_best_checkpoints_kept, iteration_save_freq)
+    The arguments are those of :class:`TrainLoopEndSave`, then those of checkpoints, in the order of :attr:`arguments`.
+    """
 
-
-def _script() -> str:
-    """Return the file that created the loop: the first frame outside of this package."""
-    frame = inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trainloop."):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
+    arguments = (*_EXPERIMENT, *_PACKAGES, *_CLOUD, *_CHECKPOINTS)
 
 
 # -- predictor ---------------------------------------------------------------------------------------------------------
@@ -496,10 +453,8 @@ class PyTorchModelPredictor:
         history = TrainingHistory()
         for name, value in package.get_results().items():
             history.insert_single_result_into_history(name, value)
-        saver: Any = LocalResultsSaver(local_model_result_folder_path)
-        if bucket_of(cloud_save_mode, bucket_name, cloud_dir_prefix) is not None:
-            in_cloud = in_store(cloud_save_mode, S3ResultsSaver, GoogleStorageResultsSaver)
-            saver = in_cloud(bucket_name, cloud_dir_prefix, local_model_result_folder_path)
+        bucket = bucket_of(cloud_save_mode, bucket_name, cloud_dir_prefix)
+        saver = in_store(RESULTS_SAVERS, bucket, local_model_result_folder_path)
         saver.save_experiment_results(package, history, *names, save_true_pred_labels=save_true_pred_labels)
 
     def evaluate_result_package(self, result_package: Any, return_result_package: bool = True) -> Any:

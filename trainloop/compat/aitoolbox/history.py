@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainloop._support.distribution import pip_install
+from trainloop.callbacks.history_report import require_matplotlib
 from trainloop.errors import ConfigurationError
 
 
@@ -45,6 +45,8 @@ class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
         """Append a result."""
         self.train_history.setdefault(metric_name, []).append(metric_result)
 
+    __setitem__ = insert_single_result_into_history
+
     def get_train_history(self) -> dict[str, list[Any]]:
         """Return the dict itself."""
         return self.train_history
@@ -80,9 +82,6 @@ class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
 
     def __getitem__(self, item: str) -> list[Any]:
         return self.train_history[item]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.insert_single_result_into_history(key, value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.train_history)
@@ -144,10 +143,9 @@ def _save_figures(figures: Iterable[tuple[str, Any]], folder: str, name: str, fi
 
 
 def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"plots need matplotlib: {pip_install('plot')}.") from error
+    require_matplotlib("A plot")
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(10, 8))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset
 
 from trainloop import model as core
 from trainloop import parallel
@@ -99,22 +99,15 @@ class BasicDataset(Dataset[Any]):
         return self.data[idx]
 
 
-class ListDataset(Dataset[Any]):
+class ListDataset(StackDataset):
     """A ``TensorDataset`` of lists of equal length."""
 
     def __init__(self, *data_lists: Sequence[Any]) -> None:
-        if any(len(data) != len(data_lists[0]) for data in data_lists):
-            raise AssertionError(f"lists of different lengths: {[len(data) for data in data_lists]}")
+        super().__init__(*data_lists)  # type: ignore[arg-type]  # lists serve as datasets
         self.data_lists = data_lists
 
-    def __getitem__(self, index: Any) -> tuple[Any, ...]:
-        return tuple(data[index] for data in self.data_lists)
 
-    def __len__(self) -> int:
-        return len(self.data_lists[0])
-
-
-class Batches:
+class Batches(Sequence[Any]):
     """A list as a loader, with any items: only ``get_loss`` uses the batches.
 
     Parameters
@@ -124,9 +117,6 @@ class Batches:
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
 
     def __len__(self) -> int:
         return len(self.items)

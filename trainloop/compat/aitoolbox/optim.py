@@ -36,6 +36,15 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
 
+def _each(name: str) -> Any:
+    """Return a method of :class:`MultiLoss` that calls this method of each loss."""
+
+    def method(self: MultiLoss, *args: Any, **kwargs: Any) -> MultiLoss:
+        return self.map(lambda loss: getattr(loss, name)(*args, **kwargs))
+
+    return method
+
+
 class MultiLoss(core.MultiLoss):
     """Named losses, each with one optimizer.
 
@@ -89,29 +98,8 @@ class MultiLoss(core.MultiLoss):
             optimizer
         )
 
-    def item(self) -> MultiLoss:  # type: ignore[override]  # AIToolbox's stays a MultiLoss
-        """Return the values as floats."""
-        return self.map(lambda loss: loss.item())
-
-    def detach(self) -> MultiLoss:
-        """Return the losses without graphs."""
-        return self.map(lambda loss: loss.detach())
-
-    def numpy(self) -> MultiLoss:
-        """Return the losses as numpy arrays."""
-        return self.map(lambda loss: loss.numpy())
-
-    def cpu(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Return the losses on the CPU."""
-        return self.map(lambda loss: loss.cpu(*args, **kwargs))
-
-    def cuda(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Return the losses on a GPU."""
-        return self.map(lambda loss: loss.cuda(*args, **kwargs))
-
-    def to(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Apply ``Tensor.to`` to each loss."""
-        return self.map(lambda loss: loss.to(*args, **kwargs))
+    item, detach, numpy = _each("item"), _each("detach"), _each("numpy")
+    cpu, cuda, to = _each("cpu"), _each("cuda"), _each("to")
 
     @property
     def device(self) -> dict[str, torch.device]:
@@ -228,6 +216,21 @@ class MultiOptimizer(core.MultiOptimizer):
 # -- a script's own kinds of optimizers --------------------------------------------------------------------------------
 
 
+def _of_inner(name: str) -> Any:
+    """Return an attribute of :class:`OwnOptimizer` that is the object's, or of the only torch optimizer that it holds.
+
+    It is looked up each time: loading a state creates new ones.
+    """
+
+    def get(self: OwnOptimizer) -> Any:
+        inner = self.__dict__.get("inner")
+        held = [part for part in getattr(inner, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer)]
+        found = getattr(held[0] if len(held) == 1 else inner, name, None)
+        return found if isinstance(found, (dict, list)) else self.__dict__.get(name)
+
+    return property(get, lambda self, value: self.__dict__.update({name: value}))
+
+
 class OwnOptimizer(torch.optim.Optimizer):
     """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. one that wraps another and its rate.
 
@@ -245,29 +248,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": list(parameters)}], {})
         self.inner = inner
 
-    @property  # looked up each time: loading a state creates new ones
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameters, with their learning rates."""
-        return self._of_inner("param_groups")
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
-    @property
-    def state(self) -> Any:
-        """The state of each parameter."""
-        return self._of_inner("state")
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-    def _of_inner(self, name: str) -> Any:
-        inner = self.__dict__.get("inner")
-        held = [part for part in getattr(inner, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer)]
-        found = getattr(held[0] if len(held) == 1 else inner, name, None)
-        return found if isinstance(found, (dict, list)) else self.__dict__.get(name)
+    param_groups = _of_inner("param_groups")
+    state = _of_inner("state")
 
     def step(self, closure: Any = None) -> Any:
         """Call the object's ``step``."""
@@ -361,43 +343,33 @@ class MultiStepLRScheduler(GeneralLRSchedulerCallback):
         super().__init__(lr_scheduler.MultiStepLR, milestones=list(milestones_list), **kwargs)
 
 
-class _Plateau(GeneralLRSchedulerCallback):
-    def __init__(self, monitor: str, **kwargs: Any) -> None:
-        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor=monitor, **kwargs)
-
-    def _value(self) -> Any:
-        raise NotImplementedError
-
-    def on_epoch_end(self) -> None:
-        self._step(float(self._value()))
-
-
-class ReduceLROnPlateauScheduler(_Plateau):
+class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
     """Lower rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
-        super().__init__(monitor="val_loss", **kwargs)
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
         self.main_multi_loss = main_multi_loss
 
-    def _value(self) -> Any:
+    def on_epoch_end(self) -> None:
         loss = self.train_loop_obj.evaluate_loss_on_validation_set(float_dict_format=True)
-        if not isinstance(loss, dict):
-            return loss
-        return sum(loss.values()) / len(loss) if self.main_multi_loss is None else loss[self.main_multi_loss]
+        if isinstance(loss, dict):
+            loss = sum(loss.values()) / len(loss) if self.main_multi_loss is None else loss[self.main_multi_loss]
+        self._step(loss)
 
 
-class ReduceLROnPlateauMetricScheduler(_Plateau):
+class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
     """Lower rates when a metric of the history stops improving."""
 
     def __init__(self, metric_name: str, **kwargs: Any) -> None:
-        super().__init__(monitor="loss", **kwargs)  # not read: the metric is in train_history
+        # The monitor is not read: the metric is in train_history.
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="loss", **kwargs)
         self.metric_name = metric_name
 
-    def _value(self) -> Any:
+    def on_epoch_end(self) -> None:
         history = self.train_loop_obj.train_history
-        if not (history.get(self.metric_name)):
+        if not history.get(self.metric_name):
             raise ConfigurationError(
                 f"ReduceLROnPlateauMetricScheduler: {self.metric_name!r} is not in train_history; there are "
-                f"{', '.join(history.keys())}."
+                f"{', '.join(history)}."
             )
-        return history[self.metric_name][-1]
+        self._step(float(history[self.metric_name][-1]))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from trainloop._support.distribution import pip_install
+from trainloop.callbacks.wandb import AlertConfig, import_wandb
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, CompatCallback, experiment_arguments
 from trainloop.compat.aitoolbox.components import MessageHandling
 from trainloop.compat.aitoolbox.history import GradientPlotter, TrainingHistoryPlotter, TrainingHistoryWriter
-from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver
 from trainloop.errors import ConfigurationError
 
 # -- plots and tables -------------------------------------------------------------------------------------------------
@@ -42,11 +40,6 @@ class _Reports(AbstractExperimentCallback):
     def cloud_results_saver(self) -> Any:
         """The bucket; ``None`` for the local disk only."""
         return self.cloud_bucket
-
-    def _results_folder(self) -> str:
-        return BaseLocalResultsSaver.create_experiment_local_results_folder(
-            *self.experiment_names, str(self.local_model_result_folder_path)
-        )
 
     def _upload(self, files: Iterable[Iterable[str]]) -> None:
         self.upload_to_experiment((os.path.join("results", name), path) for name, path in files)
@@ -107,7 +100,7 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     def _write(self, prefix: str) -> list[Any]:
         loop = self.train_loop_obj
         name = f"{prefix}plots_epoch_{loop.epoch}"
-        plotter = TrainingHistoryPlotter(self._results_folder())
+        plotter = TrainingHistoryPlotter(self.results_folder())
         return plotter.generate_report(loop.train_history, name, self.file_format)
 
 
@@ -125,7 +118,7 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
 
     def _write(self, prefix: str) -> list[Any]:
         loop = self.train_loop_obj
-        self.result_writer.experiment_results_local_path = self._results_folder()
+        self.result_writer.experiment_results_local_path = self.results_folder()
         file_name = f"{prefix}results.{self.file_format}"
         return [
             self.result_writer.generate_report(loop.train_history, loop.epoch, file_name, file_format=self.file_format)
@@ -163,7 +156,7 @@ class GradDistributionPlot(_Reports):
 
     def gradient_plot(self) -> None:
         """Plot and save."""
-        folder = os.path.join(self._results_folder(), self.grad_plots_dir_name)
+        folder = os.path.join(self.results_folder(), self.grad_plots_dir_name)
         os.makedirs(folder, exist_ok=True)
         gradients = [None if g is None else g.reshape(-1).float().cpu().numpy() for g in self._gradients]
         name = f"epoch_{self.train_loop_obj.epoch}"
@@ -211,7 +204,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
         *experiment: Any,
         **kwargs: Any,
     ) -> None:
-        named = {**experiment_arguments(kwargs), "execution_order": 97, "device_idx_execution": 0}
+        named = experiment_arguments(kwargs, execution_order=97, device_idx_execution=0)
         super().__init__(callback_name, *experiment, **named)
         self.log_dir = "tensorboard" if log_dir is None else os.path.expanduser(log_dir)
         self.is_project = is_project
@@ -231,9 +224,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
     def create_log_dir(self) -> str:
         """Create the folder; return its path."""
         names = [name for name in (self.project_name, self.experiment_name) if name is not None]
-        path = self.log_dir
-        if self.is_project:
-            path = os.path.join(self.create_experiment_folder(), path)
+        path = os.path.join(self.experiment_folder(), self.log_dir) if self.is_project else self.log_dir
         self._folder = os.path.join(path, "_".join(names)) if len(names) == 2 else path
         os.makedirs(self._folder, exist_ok=True)
         return self._folder
@@ -242,12 +233,8 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
     def tb_writer(self) -> Any:
         """The writer, created at first use: in the rank."""
         if self._writer is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ConfigurationError(
-                    f"{type(self).__name__} needs TensorBoard: pip install tensorboard."
-                ) from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._writer = SummaryWriter(log_dir=self._folder, **self.tb_writer_kwargs)
         return self._writer
 
@@ -326,16 +313,6 @@ class TensorboardFullTracking(TensorboardTrainBatchLoss):
         self.upload_to_cloud()
 
 
-@dataclass
-class AlertConfig:
-    """A metric, by its logged name, and the value below (or above) which wandb alerts."""
-
-    metric_name: str
-    threshold_value: float
-    objective: str = "maximize"
-    wandb_alert_level: Any = None
-
-
 class WandBTracking(AbstractExperimentCallback):
     """Send the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
 
@@ -350,24 +327,14 @@ class WandBTracking(AbstractExperimentCallback):
         source_dirs: Sequence[str] = (),
         log_dir: str | None = None,
         is_project: bool = True,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
+        *experiment: Any,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            "WeightsAndBiases Experiment Tracking",
-            project_name,
-            experiment_name,
-            local_model_result_folder_path,
-            execution_order=97,
-            device_idx_execution=0,
-        )
+        named = experiment_arguments(kwargs, execution_order=97, device_idx_execution=0)
+        super().__init__("WeightsAndBiases Experiment Tracking", *experiment, **named)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
                 raise TypeError(f"alerts has {alert!r}: each must be an AlertConfig.")
-            if alert.objective not in ("maximize", "minimize"):
-                raise ConfigurationError(f"{alert}: objective must be 'maximize' or 'minimize'.")
         self.metric_names = metric_names
         self.batch_log_frequency = batch_log_frequency
         self.hyperparams = hyperparams
@@ -380,7 +347,7 @@ class WandBTracking(AbstractExperimentCallback):
         self.wandb_params_kwargs = kwargs
 
     def on_train_loop_registration(self) -> None:
-        _wandb()
+        import_wandb()
         self.try_infer_experiment_details(infer_cloud_details=False)
         loop = self.train_loop_obj
         if self.hyperparams is None:
@@ -389,9 +356,9 @@ class WandBTracking(AbstractExperimentCallback):
             self.source_dirs = [loop.hyperparams["experiment_file_path"], *loop.source_dirs]
 
     def on_train_begin(self) -> None:  # in the rank that sends, not where the callback is registered
-        wandb = _wandb()
+        wandb = import_wandb()
         if not self.wandb_pre_initialized:
-            folder = self.create_experiment_folder() if self.is_project else self.log_dir
+            folder = self.experiment_folder() if self.is_project else self.log_dir
             wandb.init(
                 project=self.project_name,
                 name=self.experiment_name,
@@ -407,34 +374,16 @@ class WandBTracking(AbstractExperimentCallback):
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if self.batch_log_frequency is not None and loop.total_iteration_idx % self.batch_log_frequency == 0:
-            _wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
+            import_wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         values = {"epoch": loop.epoch, **_last_results(loop, self.metric_names, "loss_at_epoch_end")}
-        _wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
+        import_wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
         for alert in self.alerts or ():
-            _send_alert(alert, values[alert.metric_name])
-
-
-def _send_alert(alert: AlertConfig, value: Any) -> None:
-    low = alert.objective == "maximize"
-    if (value < alert.threshold_value) if low else (value > alert.threshold_value):
-        which, side = ("low", "below") if low else ("high", "above")
-        _wandb().alert(
-            title=f"{alert.metric_name} is too {which}",
-            text=f"Metric {alert.metric_name} is currently at {value} which is {side} the specified threshold of "
-            f"{alert.threshold_value}.",
-            level=alert.wandb_alert_level,
-        )
-
-
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigurationError(f"WandBTracking needs wandb: {pip_install('wandb')}.") from error
-    return wandb
+            message = alert.message(values[alert.metric_name])
+            if message is not None:
+                import_wandb().alert(*message, level=alert.wandb_alert_level)
 
 
 # -- a log's upload, and mail ------------------------------------------------------------------------------------------

@@ -73,16 +73,13 @@ class AbstractBaseMetric(ABC):
             raise KeyError(item)
         return self.metric_result if item == self.metric_name else self.metric_result[item]
 
-    def __add__(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
-        return self.concat_metric(other)
-
-    __radd__ = __add__
-
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
         """Return both results by their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
             raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts can.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
+
+    __add__ = __radd__ = concat_metric
 
 
 def _number_of(value: Any) -> Any:
@@ -212,7 +209,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         self.y_predicted: Any = None
         self.additional_results: Any = None
         self.additional_results_dump_paths: list[list[str]] | None = None
-        self.results_dict: dict[str, Any] | None = None
+        self.results_dict: Any = None
         self.requires_loss = False
         self.hyperparameters: dict[str, Any] | None = None
         self.package_metadata = kwargs
@@ -263,7 +260,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         """Return the files of :meth:`get_additional_results_dump_paths`; packages that write files override this."""
         return None
 
-    def set_experiment_dir_path_for_additional_results(  # most packages write no files
+    def set_experiment_dir_path_for_additional_results(
         self,
         project_name: str,
         experiment_name: str,
@@ -305,7 +302,6 @@ class AbstractResultPackage(StrictCheck, ABC):
     @property
     def _results(self) -> dict[str, Any]:
         self.warn_if_results_dict_not_defined()
-        assert self.results_dict is not None
         return self.results_dict
 
     def __str__(self) -> str:
