@@ -162,7 +162,7 @@ class ModelTrainEndSave(_Saves):
             raise ConfigurationError("val_result_package and test_result_package are both None: pass one of them.")
         for package in packages:
             if not isinstance(package, AbstractResultPackage):
-                raise TypeError(f"{package!r}: must be an AbstractResultPackage.")
+                raise TypeError(f"result package {package!r}: must be an AbstractResultPackage.")
         self.val_result_package = val_result_package
         self.test_result_package = test_result_package
         self.result_package: Any = None
@@ -302,9 +302,9 @@ class _TrackingLoop(TrainLoop):
         named = {name: kwargs.pop(name) for name in self.arguments if name in kwargs}
         parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
         super().__init__(*parts, *args[len(own) :], **kwargs)
-        self._track(**own, **named)
+        self._set_experiment(**own, **named)
 
-    def _track(
+    def _set_experiment(
         self,
         project_name: str,
         experiment_name: str,
@@ -352,7 +352,7 @@ class TrainLoopCheckpoint(_TrackingLoop):
 
     arguments: ClassVar[tuple[str, ...]] = (*_EXPERIMENT, *_CLOUD, *_CHECKPOINTS)
 
-    def _track(
+    def _set_experiment(
         self,
         *experiment: Any,
         rm_subopt_local_models: bool | str = False,
@@ -360,7 +360,7 @@ class TrainLoopCheckpoint(_TrackingLoop):
         iteration_save_freq: int = 0,
         **named: Any,
     ) -> None:
-        super()._track(*experiment, **named)
+        super()._set_experiment(*experiment, **named)
         self.rm_subopt_local_models = rm_subopt_local_models
         self.iteration_save_freq = iteration_save_freq
         if iteration_save_freq < 0:
@@ -389,10 +389,10 @@ class TrainLoopEndSave(_TrackingLoop):
 
     arguments: ClassVar[tuple[str, ...]] = (*_EXPERIMENT, *_PACKAGES, *_CLOUD)
 
-    def _track(
+    def _set_experiment(
         self, *experiment: Any, val_result_package: Any = None, test_result_package: Any = None, **named: Any
     ) -> None:
-        super()._track(*experiment, **named)
+        super()._set_experiment(*experiment, **named)
         self.val_result_package = val_result_package
         self.test_result_package = test_result_package
         self.check_if_result_packages_possible()
