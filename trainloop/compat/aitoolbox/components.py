@@ -141,7 +141,6 @@ class MessageService(core.MessageService):
     """A board of messages by key."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.message_store: dict[str, list[Message]] = {}
 
     def read_messages(self, key: str) -> list[Any] | None:  # type: ignore[override]  # None for no messages

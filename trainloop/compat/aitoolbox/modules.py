@@ -143,9 +143,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
         return importlib.machinery.ModuleSpec(fullname, self, origin=__package__, is_package=is_package)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return ModuleType(spec.name, f"AIToolbox's ``{spec.name}``, by :mod:`{__package__}`.")
-
     def exec_module(self, module: ModuleType) -> None:
         names = sorted(MODULES.get(module.__name__, "").split())
 
