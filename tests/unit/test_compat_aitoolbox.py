@@ -19,18 +19,27 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox import callbacks as cb
 from trainloop.compat.aitoolbox import cloud, install
-from trainloop.compat.aitoolbox.checkpoints import ModelLoadContinueTraining
-from trainloop.compat.aitoolbox.loop import TrainLoop
-from trainloop.compat.aitoolbox.messages import MessageHandling, MessageService
-from trainloop.compat.aitoolbox.models import AbstractModelFeedDefinition, ModelWrap, TTDataParallel
-from trainloop.compat.aitoolbox.modules import MODULES
-from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
-from trainloop.compat.aitoolbox.performance import (
+from trainloop.compat.aitoolbox.callbacks import (
     MetricHistoryRename,
     ModelPerformanceEvaluation,
     ModelPerformancePrintReport,
 )
-from trainloop.compat.aitoolbox.predictor import PyTorchModelPredictor
+from trainloop.compat.aitoolbox.components import MessageHandling, MessageService
+from trainloop.compat.aitoolbox.experiments import (
+    ModelLoadContinueTraining,
+    PyTorchModelPredictor,
+    TrainLoopCheckpoint,
+    TrainLoopCheckpointEndSave,
+)
+from trainloop.compat.aitoolbox.loop import TrainLoop
+from trainloop.compat.aitoolbox.models import ModelWrap, TTDataParallel
+from trainloop.compat.aitoolbox.modules import MODULES
+from trainloop.compat.aitoolbox.optim import (
+    MultiLoss,
+    MultiOptimizer,
+    ReduceLROnPlateauMetricScheduler,
+    StepLRScheduler,
+)
 from trainloop.compat.aitoolbox.reports import ModelTrainHistoryFileWriter, ModelTrainHistoryPlot
 from trainloop.compat.aitoolbox.results import (
     BinaryClassificationResultPackage,
@@ -38,8 +47,7 @@ from trainloop.compat.aitoolbox.results import (
     RegressionResultPackage,
 )
 from trainloop.compat.aitoolbox.saving import PyTorchLocalModelLoader
-from trainloop.compat.aitoolbox.schedulers import ReduceLROnPlateauMetricScheduler, StepLRScheduler
-from trainloop.compat.aitoolbox.tracking import TrainLoopCheckpoint, TrainLoopCheckpointEndSave
+from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -140,11 +148,10 @@ class Spy(AbstractCallback):
 
 
 def test_every_name_of_aitoolbox_is_there() -> None:
-    for name, homes in MODULES.items():
+    for name, names in MODULES.items():
         module = importlib.import_module(name)
-        for names in homes.values():
-            for public in names.split():
-                assert getattr(module, public) is not None, (name, public)
+        for public in names.split():
+            assert getattr(module, public) is not None, (name, public)
     namespace: dict[str, Any] = {}
     exec("from aitoolbox import *\nimport aitoolbox.torchtrain.train_loop as t", namespace)
     assert namespace["TrainLoop"] is TrainLoop is namespace["t"].TrainLoop

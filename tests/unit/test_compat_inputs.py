@@ -21,15 +21,21 @@ from trainloop.compat.aitoolbox.callbacks import (
     FunctionOnTrainLoop,
     GradientStatsPrint,
     GradNormClip,
+    ModelPerformanceEvaluation,
 )
-from trainloop.compat.aitoolbox.checkpoints import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
 from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
+from trainloop.compat.aitoolbox.components import ModelPredictionStore
+from trainloop.compat.aitoolbox.experiments import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
 from trainloop.compat.aitoolbox.history import TrainingHistory
-from trainloop.compat.aitoolbox.inputs import OwnOptimizer
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.models import TTDataParallel, TTParallelBase
-from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
-from trainloop.compat.aitoolbox.performance import ModelPerformanceEvaluation
+from trainloop.compat.aitoolbox.optim import (
+    MultiLoss,
+    MultiOptimizer,
+    OwnOptimizer,
+    ReduceLROnPlateauMetricScheduler,
+    StepLRScheduler,
+)
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
 from trainloop.compat.aitoolbox.saving import (
     FullPyTorchExperimentLocalSaver,
@@ -37,8 +43,6 @@ from trainloop.compat.aitoolbox.saving import (
     PyTorchLocalModelLoader,
     PyTorchLocalModelSaver,
 )
-from trainloop.compat.aitoolbox.schedulers import ReduceLROnPlateauMetricScheduler, StepLRScheduler
-from trainloop.compat.aitoolbox.store import ModelPredictionStore
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 

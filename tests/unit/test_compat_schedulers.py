@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from small_loop import make_loop
 from trainloop import AbstractCallback
 from trainloop.compat.aitoolbox.callbacks import DistributedSamplerSetEpoch
-from trainloop.compat.aitoolbox.schedulers import (
+from trainloop.compat.aitoolbox.optim import (
     AbstractScheduler,
     GeneralLRSchedulerCallback,
     LambdaLRScheduler,

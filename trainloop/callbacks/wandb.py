@@ -134,7 +134,7 @@ class WandBTracking(AbstractCallback):
         self._epoch_values = EpochValues()
 
     def on_train_loop_registration(self) -> None:
-        _import_wandb()
+        import_wandb()
         loop = self.train_loop_obj
         if loop.global_step == 0:
             self.run_id = None  # another training, another run
@@ -152,7 +152,7 @@ class WandBTracking(AbstractCallback):
         """The run; it starts when the first value is sent: by then the resumed run is known."""
         if self._run is not None:
             return self._run
-        wandb = _import_wandb()
+        wandb = import_wandb()
         if self.wandb_pre_initialized:
             self._run = wandb.run
             if self._run is None:
@@ -246,7 +246,8 @@ class WandBTracking(AbstractCallback):
         self._epoch_values.load_state_dict(state["lengths"])
 
 
-def _import_wandb() -> Any:
+def import_wandb() -> Any:
+    """Import wandb; raise an error that names the extra if it is missing."""
     try:
         import wandb
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""AIToolbox's callbacks for stopping, subsets, functions and gradients."""
+"""AIToolbox's callbacks for stopping, functions, gradients and metrics, and the base of those with an experiment."""
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,56 +10,38 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainloop.callbacks import base
+from trainloop.callbacks import abstract
+from trainloop.callbacks import basic as core
+from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.basic import AllPredictionsSame as CoreAllPredictionsSame
-from trainloop.callbacks.basic import DataSubsetTestRun
-from trainloop.callbacks.basic import FunctionOnTrainLoop as CoreFunctionOnTrainLoop
-from trainloop.callbacks.ddp import InMultiProcessDataLoad
-from trainloop.compat.aitoolbox.optim import MultiOptimizer
-
-__all__ = [
-    "AbstractCallback",
-    "AbstractExperimentCallback",
-    "AllPredictionsSame",
-    "DataSubsetTestRun",
-    "DistributedSamplerSetEpoch",
-    "EarlyStopping",
-    "FunctionOnTrainLoop",
-    "GradNormClip",
-    "GradValueClip",
-    "GradientCallbackBase",
-    "GradientStatsPrint",
-    "InMultiProcessDataLoad",
-    "ListRegisteredCallbacks",
-    "TerminateOnNaN",
-    "ThresholdEarlyStopping",
-]
-
+from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
+from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage, prepare_package
 
 _EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
 _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
-def experiment_in(given: Sequence[Any], arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return an experiment's names and folders, from positional arguments and those removed from ``arguments``."""
-    names = (*_EXPERIMENT, *_CLOUD)
-    if len(given) > len(names):
-        raise TypeError(f"{given[len(names)]!r} comes after {names[-1]}, the last positional one: pass it by keyword.")
-    twice = [name for name in names[: len(given)] if name in arguments]
-    if twice:
-        raise TypeError(f"{', '.join(twice)} passed twice: by position, and by keyword.")
-    later = [arguments.pop(name, None) for name in names[len(given) :]]
-    project, experiment, folder, mode, bucket, prefix = [*given, *later]
-    return project, experiment, folder, mode, bucket, prefix
+def experiment_arguments(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
+    """Remove a subclass's arguments of :class:`AbstractExperimentCallback`; return them, with the fixed ones."""
+    return {name: arguments.pop(name) for name in (*_EXPERIMENT, *_CLOUD) if name in arguments} | fixed
 
 
-class AbstractExperimentCallback(AbstractCallback):
+class CompatCallback(AbstractCallback):
+    """Base class of the callbacks here, whose loop and messages have more attributes than the core's."""
+
+    train_loop_obj: Any
+    message_service: Any
+
+
+class AbstractExperimentCallback(abstract.AbstractExperimentCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
     Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take
-    these arguments, from ``project_name`` on, after their own: ``*experiment`` in this order, or by name.
+    these arguments, from ``project_name`` on, after their own: in this order, or by name.
     """
+
+    train_loop_obj: Any
+    message_service: Any
 
     def __init__(
         self,
@@ -73,16 +55,13 @@ class AbstractExperimentCallback(AbstractCallback):
         execution_order: int = 0,
         device_idx_execution: int | None = None,
     ) -> None:
-        super().__init__(callback_name, execution_order=execution_order, device_idx_execution=device_idx_execution)
-        path = local_model_result_folder_path
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        self.local_model_result_folder_path = None if path is None else os.path.expanduser(path)
+        experiment = project_name, experiment_name, local_model_result_folder_path
+        super().__init__(callback_name, *experiment, execution_order, device_idx_execution)
         self.cloud_save_mode = cloud_save_mode
         self.bucket_name = bucket_name
         self.cloud_dir_prefix = cloud_dir_prefix
 
-    def try_infer_experiment_details(self, infer_cloud_details: bool) -> None:
+    def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
         """Take missing values from the loop; the cloud's details only if none of them was given.
 
         Raises
@@ -101,11 +80,26 @@ class AbstractExperimentCallback(AbstractCallback):
                 )
             setattr(self, name, getattr(self.train_loop_obj, name))
 
+    @property
+    def experiment_names(self) -> tuple[str, str, str]:
+        """The names of project and experiment, and its time stamp."""
+        return str(self.project_name), str(self.experiment_name), self.train_loop_obj.experiment_timestamp
 
-class ListRegisteredCallbacks(AbstractCallback):
+    @property
+    def cloud_bucket(self) -> Bucket | None:
+        """The bucket to save to; ``None`` for the local disk only."""
+        return bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
+
+    def upload_to_experiment(self, files: Iterable[Sequence[str]]) -> None:
+        """Upload files, each ``(path in the experiment, local path)``, if the experiment is in a cloud."""
+        bucket = self.cloud_bucket
+        if bucket is not None:
+            for name, path in files:
+                bucket.save_file(path, bucket.experiment_path(*self.experiment_names, name))
+
+
+class ListRegisteredCallbacks(CompatCallback):
     """Print the registered callbacks."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self) -> None:
         super().__init__("Print the list of registered callbacks")
@@ -118,17 +112,37 @@ def _falls(metric: str) -> bool:
     return "loss" in metric.lower() or "error" in metric.lower()
 
 
-class EarlyStopping(AbstractCallback):
-    """Stop when a metric has not improved for ``patience + 1`` epochs; a loss or an error should fall."""
+class _StopsWithPatience(CompatCallback):
+    in_checkpoints: tuple[str, ...] = ("patience_count",)
 
-    train_loop_obj: Any  # this package's loop, with more attributes
-
-    def __init__(self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0) -> None:
-        super().__init__("EarlyStopping", execution_order=99)
+    def __init__(self, callback_name: str, monitor: str, patience: int) -> None:
+        super().__init__(callback_name, execution_order=99)
         self.monitor = monitor
-        self.min_delta = min_delta
         self.patience = patience
         self.patience_count = patience
+
+    def be_patient(self, better: bool, message: str) -> None:
+        """Count an epoch; stop with this message after too many without an improvement."""
+        self.patience_count = self.patience if better else self.patience_count - 1
+        if self.patience_count < 0:
+            self.train_loop_obj.early_stop = True
+            print(message)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.in_checkpoints}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class EarlyStopping(_StopsWithPatience):
+    """Stop when a metric has not improved for ``patience + 1`` epochs; a loss or an error should fall."""
+
+    in_checkpoints = ("patience_count", "best_performance", "best_epoch")
+
+    def __init__(self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0) -> None:
+        super().__init__("EarlyStopping", monitor, patience)
+        self.min_delta = min_delta
         self.best_performance: Any = None
         self.best_epoch = 0
 
@@ -136,54 +150,28 @@ class EarlyStopping(AbstractCallback):
         loop = self.train_loop_obj
         now, best = loop.train_history[self.monitor][-1], self.best_performance
         sign = -1 if _falls(self.monitor) else 1
-        if best is None or sign * now > sign * best + self.min_delta:
+        better = best is None or sign * now > sign * best + self.min_delta
+        if better:
             self.best_performance, self.best_epoch = now, loop.epoch
-            self.patience_count = self.patience
-            return
-        self.patience_count -= 1
-        if self.patience_count < 0:
-            loop.early_stop = True
-            print(f"Early stopping at epoch: {loop.epoch}. Best recorded epoch: {self.best_epoch}.")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("patience_count", "best_performance", "best_epoch")}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.be_patient(better, f"Early stopping at epoch: {loop.epoch}. Best recorded epoch: {self.best_epoch}.")
 
 
-class ThresholdEarlyStopping(AbstractCallback):
+class ThresholdEarlyStopping(_StopsWithPatience):
     """Stop when a metric has been on the wrong side of a threshold for ``patience + 1`` consecutive epochs."""
 
-    train_loop_obj: Any  # this package's loop, with more attributes
-
     def __init__(self, monitor: str, threshold: float, patience: int = 0) -> None:
-        super().__init__("Threshold early stopping", execution_order=99)
-        self.monitor = monitor
+        super().__init__("Threshold early stopping", monitor, patience)
         self.threshold = threshold
-        self.patience = patience
-        self.patience_count = patience
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         now = loop.train_history[self.monitor][-1]
         wrong = now > self.threshold if _falls(self.monitor) else now < self.threshold
-        self.patience_count = self.patience_count - 1 if wrong else self.patience
-        if self.patience_count < 0:
-            loop.early_stop = True
-            print(f"Threshold performance not reached. Early stopping at epoch: {loop.epoch}.")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"patience_count": self.patience_count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.be_patient(not wrong, f"Threshold performance not reached. Early stopping at epoch: {loop.epoch}.")
 
 
-class TerminateOnNaN(AbstractCallback):
+class TerminateOnNaN(CompatCallback):
     """Stop at the end of an epoch whose metric is not finite."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(self, monitor: str = "loss") -> None:
         super().__init__("TerminateOnNaN", execution_order=98)
@@ -197,7 +185,7 @@ class TerminateOnNaN(AbstractCallback):
             print(f"Terminating on {self.monitor} = {value} at epoch: {loop.epoch}.")
 
 
-class AllPredictionsSame(CoreAllPredictionsSame):
+class AllPredictionsSame(core.AllPredictionsSame):
     """Report, and optionally stop, when all predictions on the validation set have one value."""
 
     def __init__(self, value: float = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
@@ -205,7 +193,7 @@ class AllPredictionsSame(CoreAllPredictionsSame):
         self.callback_name = "All predictions have the same value"
 
 
-class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
+class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
     """Call a function with the loop at some of the hooks; without hooks it does nothing."""
 
     def __init__(
@@ -223,27 +211,16 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
         execution_order: int = 0,
         device_idx_execution: int | None = None,
     ) -> None:
-        where = {
-            "tl_registration": tl_registration,
-            "epoch_begin": epoch_begin,
-            "epoch_end": epoch_end,
-            "train_begin": train_begin,
-            "train_end": train_end,
-            "batch_begin": batch_begin,
-            "batch_end": batch_end,
-            "after_gradient_update": after_gradient_update,
-            "after_optimizer_step": after_optimizer_step,
-        }
-        self._reads_gradients = after_gradient_update or after_optimizer_step
-        if not any(where.values()):  # the core rejects this
-            base.AbstractCallback.__init__(
-                self, "Execute given function as a callback", execution_order, device_idx_execution
-            )
+        hooks = tl_registration, epoch_begin, epoch_end, train_begin, train_end, batch_begin, batch_end
+        reads_gradients = after_gradient_update, after_optimizer_step
+        if any((*hooks, *reads_gradients)):
+            super().__init__(fn_to_execute, *hooks, *reads_gradients, execution_order, device_idx_execution)
+        else:  # the core rejects this
+            name = "Execute given function as a callback"
+            AbstractCallback.__init__(self, name, execution_order, device_idx_execution)
             self.fn_to_execute = fn_to_execute
-            return
-        super().__init__(
-            fn_to_execute, **where, execution_order=execution_order, device_idx_execution=device_idx_execution
-        )
+            self.hooks = []
+        self._reads_gradients = any(reads_gradients)
 
     def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
         if self._reads_gradients:
@@ -251,34 +228,22 @@ class FunctionOnTrainLoop(CoreFunctionOnTrainLoop):
         return super().register_train_loop_object(train_loop_obj)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
-class GradientCallbackBase(AbstractCallback):
+class GradientCallbackBase(CompatCallback):
     """A callback that inspects gradients."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
-
-    def __init__(self, callback_name: str, execution_order: int = 0, device_idx_execution: int | None = None) -> None:
-        super().__init__(callback_name, execution_order, device_idx_execution)
 
     def on_train_loop_registration(self) -> None:
         self.train_loop_obj.grad_cb_used = True
 
 
 class _Clip(GradientCallbackBase):
-    train_loop_obj: Any  # this package's loop, with more attributes
+    clip: Callable[[Iterable[nn.Parameter]], None]
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        loop = self.train_loop_obj
-        if loop.should_execute_optimizer_update():
-            optimizer = loop.optimizer
-            loop.amp_scaler.unscale_(optimizer[optimizer_idx] if isinstance(optimizer, MultiOptimizer) else optimizer)
-            self.clip(loop.model.parameters())
-
-    def clip(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Clip the gradients of these parameters."""
-        raise NotImplementedError
+        if self.train_loop_obj.should_execute_optimizer_update():
+            self.clip(self.train_loop_obj.model.parameters())
 
 
 class GradValueClip(_Clip):
@@ -304,10 +269,8 @@ class GradNormClip(_Clip):
         nn.utils.clip_grad_norm_(parameters, self.max_grad_norm, **self.kwargs)
 
 
-class GradientStatsPrint(AbstractCallback):
+class GradientStatsPrint(CompatCallback):
     """Print mean, deviation and fraction of zeros of layers' weight gradients after each epoch, or each backward."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
@@ -339,7 +302,7 @@ class GradientStatsPrint(AbstractCallback):
             print(f"\tRatio of zero gradients: {(gradient == 0).float().mean().item()}")
 
 
-class DistributedSamplerSetEpoch(AbstractCallback):
+class DistributedSamplerSetEpoch(CompatCallback):
     """Call ``set_epoch`` of samplers before each epoch; those of the loop's loaders need no callback."""
 
     def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
@@ -352,3 +315,112 @@ class DistributedSamplerSetEpoch(AbstractCallback):
         for sampler in (self.train_sampler, self.validation_sampler, self.test_sampler):
             if sampler is not None:
                 sampler.set_epoch(self.train_loop_obj.epoch)
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
+    """Evaluate a result package on the training or validation set after epochs, and at the end of training.
+
+    Results are in the history as ``train_<metric>`` and ``val_<metric>``, at the end ``train_end_val_<metric>``.
+    """
+
+    train_loop_obj: Any
+
+    def __init__(
+        self,
+        result_package: AbstractResultPackage,
+        args: dict[str, Any],
+        on_each_epoch: bool = True,
+        on_train_data: bool = False,
+        on_val_data: bool = True,
+        eval_frequency: int | None = None,
+        if_available_output_to_project_dir: bool = True,
+    ) -> None:
+        when = on_each_epoch, on_train_data, on_val_data, eval_frequency
+        super().__init__(
+            result_package, args, *when, if_available_output_to_project_dir=if_available_output_to_project_dir
+        )
+        self.callback_name = "Model performance calculator - evaluator"
+        if on_train_data:
+            self.train_result_package = copy.deepcopy(result_package)
+
+    def on_train_loop_registration(self) -> None:
+        super().on_train_loop_registration()
+        for package in self._torch_packages():
+            package.metric.to(self.train_loop_obj.device)
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        epoch, every = self.train_loop_obj.epoch, self.eval_frequency or 1
+        if self.on_each_epoch and epoch % every:
+            print(f"Skipping performance evaluation on this epoch ({epoch}). Evaluating every {every} epochs.")
+        for package in self._torch_packages():
+            package.metric_reset()
+
+    def evaluate_model_performance(self, prefix: str = "") -> None:
+        """Evaluate now; names in the history start with ``prefix``."""
+        loop = self.train_loop_obj
+        if self.on_train_data:
+            package = self.train_result_package
+            self._insert_results(f"{prefix}train_", package, loop.predict_on_train_set, loop.evaluate_loss_on_train_set)
+        if self.on_val_data:
+            evaluations = loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set
+            self._insert_results(f"{prefix}val_", self.result_package, *evaluations)
+
+    def _insert_results(self, prefix: str, package: Any, predict: Callable[..., Any], loss: Callable[..., Any]) -> None:
+        prepare_package(package, self.args, predict, loss)
+        for name, value in package.get_results().items():
+            self.train_loop_obj.insert_metric_result_into_history(f"{prefix}{name}", value)
+
+    def _torch_packages(self) -> list[TorchMetricsPackage]:
+        packages = [getattr(self, "train_result_package", None), self.result_package if self.on_val_data else None]
+        return [package for package in packages if isinstance(package, TorchMetricsPackage)]
+
+
+class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
+    """Print metrics of the history after epochs, and at the end of training, in AIToolbox's format."""
+
+    train_loop_obj: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callback_name = "Model performance print reporter"  # callbacks_handler finds callbacks by their names
+
+    def on_epoch_end(self) -> None:
+        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
+            print("------------------  End of epoch performance report  -------------------")
+            self.print_performance_report()
+
+    def on_train_end(self) -> None:
+        print("-----------------  End of training performance report  -----------------")
+        self.print_performance_report(prefix="train_end_")
+
+    def print_performance_report(self, prefix: str = "") -> None:
+        """Print each metric's last result unchanged; at the end of training only those of the end."""
+        history = self.train_loop_obj.train_history
+        if self.list_tracked_metrics:
+            print(list(history.keys()))
+        for name in (prefix + metric for metric in self.metrics):
+            if history.get(name):
+                print(f"{name}: {history[name][-1]}")
+            else:
+                self._report_missing(name, history.keys())
+
+
+class TrainHistoryFormatter(core_performance.TrainHistoryFormatter):
+    """Compute a metric of AIToolbox's history from others, after each epoch or at the end of training."""
+
+    train_loop_obj: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callback_name = "Train history general formatter engine"
+
+    def read_history(self) -> Any:
+        return self.train_loop_obj.train_history
+
+
+class MetricHistoryRename(TrainHistoryFormatter, core_performance.MetricHistoryRename):
+    """Store a metric of the history under another name, too."""

@@ -15,17 +15,19 @@ from trainloop import train_loop as core
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.train_schedule import AbstractScheduler
-from trainloop.compat.aitoolbox.handler import CallbacksHandler
+from trainloop.compat.aitoolbox.components import (
+    CallbacksHandler,
+    MessageService,
+    ModelPredictionStore,
+    append_predictions,
+    torch_cat_transf,
+)
 from trainloop.compat.aitoolbox.history import TrainingHistory
-from trainloop.compat.aitoolbox.inputs import as_loader, as_optimizer
-from trainloop.compat.aitoolbox.messages import MessageService
-from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer
-from trainloop.compat.aitoolbox.store import ModelPredictionStore, append_predictions, torch_cat_transf
+from trainloop.compat.aitoolbox.models import as_loader
+from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer, as_optimizer
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 from trainloop.train_loop.kinds import Amp, GpuMode
-
-__all__ = ["TrainLoop"]
 
 _FIRST, _LAST = -(10**9), 10**9  # before and after all callbacks of a script
 

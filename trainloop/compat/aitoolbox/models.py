@@ -1,4 +1,4 @@
-"""AIToolbox's models, wrappers and data sets."""
+"""AIToolbox's models, their wrappers, and data sets; lists of batches as loaders."""
 
 from __future__ import annotations
 
@@ -7,27 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset
 
 from trainloop import model as core
 from trainloop import parallel
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.model import TTBasicModel, TTModel
 from trainloop.parallel.transparent import Transparent
-
-__all__ = [
-    "AbstractModelFeedDefinition",
-    "BasicDataset",
-    "ListDataset",
-    "ModelWrap",
-    "MultiGPUModelWrap",
-    "TTBasicModel",
-    "TTBasicMultiGPUModel",
-    "TTDataParallel",
-    "TTDistributedDataParallel",
-    "TTModel",
-    "TTParallelBase",
-]
 
 
 class TTBasicMultiGPUModel(TTBasicModel):
@@ -113,16 +99,32 @@ class BasicDataset(Dataset[Any]):
         return self.data[idx]
 
 
-class ListDataset(Dataset[Any]):
+class ListDataset(StackDataset):
     """A ``TensorDataset`` of lists of equal length."""
 
     def __init__(self, *data_lists: Sequence[Any]) -> None:
-        if any(len(data) != len(data_lists[0]) for data in data_lists):
-            raise AssertionError(f"lists of different lengths: {[len(data) for data in data_lists]}")
+        super().__init__(*data_lists)  # type: ignore[arg-type]  # lists serve as datasets
         self.data_lists = data_lists
 
-    def __getitem__(self, index: Any) -> tuple[Any, ...]:
-        return tuple(data[index] for data in self.data_lists)
+
+class Batches(Sequence[Any]):
+    """A list as a loader, with any items: only ``get_loss`` uses the batches.
+
+    Parameters
+    ----------
+    items : sequence
+    """
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
 
     def __len__(self) -> int:
-        return len(self.data_lists[0])
+        return len(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[index]
+
+
+def as_loader(loader: Any) -> Any:
+    """Return a list or tuple of batches as a loader; any other object unchanged."""
+    return Batches(loader) if isinstance(loader, (list, tuple)) else loader

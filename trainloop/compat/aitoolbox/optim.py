@@ -1,6 +1,7 @@
-"""AIToolbox's multiple losses and optimizers, whose ``backward``, ``step`` and ``zero_grad`` a script may override.
+"""AIToolbox's losses, optimizers and schedulers, and a script's own kinds of optimizers.
 
-They work as in AIToolbox, one optimizer after the other::
+A script may override ``backward``, ``step`` and ``zero_grad`` of several losses and optimizers. They work as in
+AIToolbox, one optimizer after the other::
 
     for each micro-batch
         losses = get_loss(...)
@@ -16,14 +17,15 @@ So a loss also leaves gradients in parameters of other optimizers, unlike in :cl
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
 
 from trainloop import optim as core
-from trainloop.callbacks.train_schedule import AbstractScheduler
-from trainloop.compat.aitoolbox.inputs import as_optimizer
+from trainloop.callbacks.train_schedule import AbstractScheduler, LRScheduler
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
@@ -33,7 +35,14 @@ from trainloop.train_loop.training import Training
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["MultiLoss", "MultiOptimizer"]
+
+def _each(name: str) -> Any:
+    """Return a method of :class:`MultiLoss` that calls this method of each loss."""
+
+    def method(self: MultiLoss, *args: Any, **kwargs: Any) -> MultiLoss:
+        return self.map(lambda loss: getattr(loss, name)(*args, **kwargs))
+
+    return method
 
 
 class MultiLoss(core.MultiLoss):
@@ -89,29 +98,8 @@ class MultiLoss(core.MultiLoss):
             optimizer
         )
 
-    def item(self) -> MultiLoss:  # type: ignore[override]  # AIToolbox's stays a MultiLoss
-        """Return the values as floats."""
-        return self.map(lambda loss: loss.item())
-
-    def detach(self) -> MultiLoss:
-        """Return the losses without graphs."""
-        return self.map(lambda loss: loss.detach())
-
-    def numpy(self) -> MultiLoss:
-        """Return the losses as numpy arrays."""
-        return self.map(lambda loss: loss.numpy())
-
-    def cpu(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Return the losses on the CPU."""
-        return self.map(lambda loss: loss.cpu(*args, **kwargs))
-
-    def cuda(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Return the losses on a GPU."""
-        return self.map(lambda loss: loss.cuda(*args, **kwargs))
-
-    def to(self, *args: Any, **kwargs: Any) -> MultiLoss:
-        """Apply ``Tensor.to`` to each loss."""
-        return self.map(lambda loss: loss.to(*args, **kwargs))
+    item, detach, numpy = _each("item"), _each("detach"), _each("numpy")
+    cpu, cuda, to = _each("cpu"), _each("cuda"), _each("to")
 
     @property
     def device(self) -> dict[str, torch.device]:
@@ -223,3 +211,165 @@ class MultiOptimizer(core.MultiOptimizer):
         if not isinstance(state_dict_list, list):
             raise TypeError(f"state_dict_list is a {type(state_dict_list).__name__}: must be a list of state dicts.")
         super().load_state_dict(state_dict_list)
+
+
+# -- a script's own kinds of optimizers --------------------------------------------------------------------------------
+
+
+def _of_inner(name: str) -> Any:
+    """Return an attribute of :class:`OwnOptimizer` that is the object's, or of the only torch optimizer that it holds.
+
+    It is looked up each time: loading a state creates new ones.
+    """
+
+    def get(self: OwnOptimizer) -> Any:
+        inner = self.__dict__.get("inner")
+        held = [part for part in getattr(inner, "__dict__", {}).values() if isinstance(part, torch.optim.Optimizer)]
+        found = getattr(held[0] if len(held) == 1 else inner, name, None)
+        return found if isinstance(found, (dict, list)) else self.__dict__.get(name)
+
+    return property(get, lambda self, value: self.__dict__.update({name: value}))
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. one that wraps another and its rate.
+
+    It has every attribute of the object and calls it. Its groups and its state are the object's own, or
+    those of the only torch optimizer that the object holds.
+
+    Parameters
+    ----------
+    inner : object
+    parameters : iterable of Tensor
+        Parameters that it steps, if neither has groups.
+    """
+
+    def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__([{"params": list(parameters)}], {})
+        self.inner = inner
+
+    param_groups = _of_inner("param_groups")
+    state = _of_inner("state")
+
+    def step(self, closure: Any = None) -> Any:
+        """Call the object's ``step``."""
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Call the object's ``zero_grad``."""
+        self.inner.zero_grad()
+
+    def state_dict(self) -> Any:
+        """Return the object's state; empty if it has none."""
+        return self.inner.state_dict() if hasattr(self.inner, "state_dict") else {}
+
+    def check_state(self) -> None:
+        """Raise an ``AttributeError``, as in AIToolbox, if the object has no state to save."""
+        if not hasattr(self.inner, "state_dict"):
+            raise AttributeError(
+                f"the optimizer, a {type(self.inner).__name__}, has no state_dict(). Write one, so that checkpoints "
+                "can contain it."
+            )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the result of :meth:`state_dict`."""
+        if hasattr(self.inner, "load_state_dict"):
+            self.inner.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "inner" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
+        return {**own, "inner": self.inner}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
+    """Return an object that can step and clear gradients as a torch optimizer; any other object unchanged."""
+    if isinstance(optimizer, (torch.optim.Optimizer, core.MultiOptimizer, type)):
+        return optimizer
+    if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+        return OwnOptimizer(optimizer, parameters)
+    return optimizer
+
+
+# -- schedulers --------------------------------------------------------------------------------------------------------
+
+
+class GeneralLRSchedulerCallback(LRScheduler):
+    """A torch scheduler class, stepped once per epoch."""
+
+    train_loop_obj: Any  # this package's loop, with more attributes
+
+    def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
+        super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)
+
+
+class LambdaLRScheduler(GeneralLRSchedulerCallback):
+    """Multiply the initial rates by a function of the number of epochs, or of steps."""
+
+    def __init__(
+        self,
+        lr_lambda: Callable[[int], float] | Sequence[Callable[[int], float]],
+        execute_epoch_end: bool = True,
+        execute_batch_end: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if bool(execute_epoch_end) == bool(execute_batch_end):
+            raise ConfigurationError(
+                f"{type(self).__name__}: execute_epoch_end={execute_epoch_end}, execute_batch_end={execute_batch_end}: "
+                "exactly one must be True."
+            )
+        interval = "step" if execute_batch_end else "epoch"
+        super().__init__(lr_scheduler.LambdaLR, interval=interval, lr_lambda=lr_lambda, **kwargs)
+
+
+class StepLRScheduler(GeneralLRSchedulerCallback):
+    """Multiply rates by ``gamma`` every ``step_size`` epochs."""
+
+    def __init__(self, step_size: int, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.StepLR, step_size=step_size, **kwargs)
+
+
+class MultiStepLRScheduler(GeneralLRSchedulerCallback):
+    """Multiply rates by ``gamma`` at given epochs."""
+
+    def __init__(self, milestones_list: Sequence[int], **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.MultiStepLR, milestones=list(milestones_list), **kwargs)
+
+
+class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
+    """Lower rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
+
+    def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
+        self.main_multi_loss = main_multi_loss
+
+    def on_epoch_end(self) -> None:
+        loss = self.train_loop_obj.evaluate_loss_on_validation_set(float_dict_format=True)
+        if isinstance(loss, dict):
+            loss = sum(loss.values()) / len(loss) if self.main_multi_loss is None else loss[self.main_multi_loss]
+        self._step(loss)
+
+
+class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
+    """Lower rates when a metric of the history stops improving."""
+
+    def __init__(self, metric_name: str, **kwargs: Any) -> None:
+        # The monitor is not read: the metric is in train_history.
+        super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="loss", **kwargs)
+        self.metric_name = metric_name
+
+    def on_epoch_end(self) -> None:
+        history = self.train_loop_obj.train_history
+        if not history.get(self.metric_name):
+            raise ConfigurationError(
+                f"ReduceLROnPlateauMetricScheduler: {self.metric_name!r} is not in train_history; there are "
+                f"{', '.join(history)}."
+            )
+        self._step(float(history[self.metric_name][-1]))

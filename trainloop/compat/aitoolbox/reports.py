@@ -1,34 +1,31 @@
-"""AIToolbox's callbacks that plot and write the history, and plot gradients, into an experiment's folder."""
+"""AIToolbox's callbacks that report: plots and tables, TensorBoard, Weights & Biases, mail, and a log's upload."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_in
-from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
-from trainloop.compat.aitoolbox.messages import MessageHandling
-from trainloop.compat.aitoolbox.plots import GradientPlotter, TrainingHistoryPlotter, TrainingHistoryWriter
-from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver
+from trainloop.callbacks.wandb import AlertConfig, import_wandb
+from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, CompatCallback, experiment_arguments
+from trainloop.compat.aitoolbox.components import MessageHandling
+from trainloop.compat.aitoolbox.history import GradientPlotter, TrainingHistoryPlotter, TrainingHistoryWriter
 from trainloop.errors import ConfigurationError
 
-__all__ = ["GradDistributionPlot", "ModelTrainHistoryBaseCB", "ModelTrainHistoryFileWriter", "ModelTrainHistoryPlot"]
+# -- plots and tables -------------------------------------------------------------------------------------------------
 
 
 class _Reports(AbstractExperimentCallback):
     """Writes files among an experiment's results, on the local disk and optionally in a cloud; only on rank 0."""
 
-    train_loop_obj: Any  # this package's loop, with more attributes
-    message_service: Any  # AIToolbox's, in which a message has a lifetime
-
     formats: tuple[str, ...] = ()
-    file_format = ""
 
-    def _check_format(self) -> None:
-        if self.formats and self.file_format not in self.formats:
+    def __init__(self, callback_name: str, file_format: str, *experiment: Any, **named: Any) -> None:
+        super().__init__(callback_name, *experiment, **(named | {"device_idx_execution": 0}))
+        self.file_format = file_format
+        if self.formats and file_format not in self.formats:
             raise ConfigurationError(
-                f"{type(self).__name__}: file_format={self.file_format!r}: must be one of {', '.join(self.formats)}."
+                f"{type(self).__name__}: file_format={file_format!r}: must be one of {', '.join(self.formats)}."
             )
 
     def on_train_loop_registration(self) -> None:
@@ -37,31 +34,19 @@ class _Reports(AbstractExperimentCallback):
 
     def prepare_results_saver(self) -> None:
         """Check the destination of files."""
-        bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
+        _ = self.cloud_bucket
 
     @property
-    def cloud_results_saver(self) -> Bucket | None:
+    def cloud_results_saver(self) -> Any:
         """The bucket; ``None`` for the local disk only."""
-        return bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
-
-    def _results_folder(self) -> str:
-        return BaseLocalResultsSaver.create_experiment_local_results_folder(
-            str(self.project_name),
-            str(self.experiment_name),
-            self.train_loop_obj.experiment_timestamp,
-            str(self.local_model_result_folder_path),
-        )
+        return self.cloud_bucket
 
     def _upload(self, files: Iterable[Iterable[str]]) -> None:
-        bucket = self.cloud_results_saver
-        if bucket is not None:
-            bucket.save_among_results(self.train_loop_obj, self, files)
+        self.upload_to_experiment((os.path.join("results", name), path) for name, path in files)
 
 
 class ModelTrainHistoryBaseCB(_Reports):
     """Report the history, after epochs and at the end of training."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
 
     def __init__(
         self,
@@ -73,19 +58,11 @@ class ModelTrainHistoryBaseCB(_Reports):
         *experiment: Any,
         **named: Any,
     ) -> None:
-        super().__init__(
-            callback_name,
-            *experiment_in(experiment, named),
-            execution_order=execution_order,
-            device_idx_execution=0,
-            **named,
-        )
+        super().__init__(callback_name, file_format, *experiment, execution_order=execution_order, **named)
         if epoch_end is False and train_end is False:
             raise ConfigurationError("epoch_end and train_end are both False: at least one must be True.")
         self.epoch_end = epoch_end
         self.train_end = train_end
-        self.file_format = file_format
-        self._check_format()
 
     def on_epoch_end(self) -> None:
         if self.epoch_end:
@@ -113,8 +90,6 @@ class ModelTrainHistoryBaseCB(_Reports):
 class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     """Plot each metric, in ``results/plots_epoch_<n>``."""
 
-    train_loop_obj: Any  # this package's loop, with more attributes
-
     formats = ("png", "pdf")
 
     def __init__(
@@ -125,14 +100,12 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     def _write(self, prefix: str) -> list[Any]:
         loop = self.train_loop_obj
         name = f"{prefix}plots_epoch_{loop.epoch}"
-        plotter = TrainingHistoryPlotter(self._results_folder())
+        plotter = TrainingHistoryPlotter(self.results_folder())
         return plotter.generate_report(loop.train_history, name, self.file_format)
 
 
 class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     """Append the last results of all metrics to ``results/results.<format>``."""
-
-    train_loop_obj: Any  # this package's loop, with more attributes
 
     formats = ("txt", "tsv", "csv")
 
@@ -145,7 +118,7 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
 
     def _write(self, prefix: str) -> list[Any]:
         loop = self.train_loop_obj
-        self.result_writer.experiment_results_local_path = self._results_folder()
+        self.result_writer.experiment_results_local_path = self.results_folder()
         file_name = f"{prefix}results.{self.file_format}"
         return [
             self.result_writer.generate_report(loop.train_history, loop.epoch, file_name, file_format=self.file_format)
@@ -168,16 +141,9 @@ class GradDistributionPlot(_Reports):
         *experiment: Any,
         **named: Any,
     ) -> None:
-        super().__init__(
-            "Gradient distribution plotter",
-            *experiment_in(experiment, named),
-            device_idx_execution=0,
-            **named,
-        )
+        super().__init__("Gradient distribution plotter", file_format, *experiment, **named)
         self.model_layers_extract_def = model_layers_extract_def
         self.grad_plots_dir_name = grad_plots_dir_name
-        self.file_format = file_format
-        self._check_format()
         self._gradients: list[Any] = []
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
@@ -190,7 +156,7 @@ class GradDistributionPlot(_Reports):
 
     def gradient_plot(self) -> None:
         """Plot and save."""
-        folder = os.path.join(self._results_folder(), self.grad_plots_dir_name)
+        folder = os.path.join(self.results_folder(), self.grad_plots_dir_name)
         os.makedirs(folder, exist_ok=True)
         gradients = [None if g is None else g.reshape(-1).float().cpu().numpy() for g in self._gradients]
         name = f"epoch_{self.train_loop_obj.epoch}"
@@ -199,3 +165,325 @@ class GradDistributionPlot(_Reports):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": []}
+
+
+# -- TensorBoard and Weights & Biases ----------------------------------------------------------------------------------
+
+
+def _batch_losses(loop: Any) -> dict[str, float]:
+    """Return ``train_loss/last_batch_<loss>`` and the epoch's mean so far, ``train_loss/accumulated_batch_<loss>``."""
+    values = {}
+    for kind, losses in (("last", loop.loss_batch_accum[-1:]), ("accumulated", loop.loss_batch_accum)):
+        loss = loop.parse_loss(losses)
+        for name, value in (loss if isinstance(loss, Mapping) else {"loss": loss}).items():
+            values[f"train_loss/{kind}_batch_{name}"] = float(value)
+    return values
+
+
+def _last_results(loop: Any, metric_names: Iterable[str] | None, loss_prefix: str) -> dict[str, Any]:
+    """Return the last result of each metric, ``<loss_prefix>/<name>`` or ``metrics/<name>``."""
+    history = loop.train_history
+    return {
+        f"{loss_prefix if 'loss' in name else 'metrics'}/{name}": history[name][-1]
+        for name in (history.keys() if metric_names is None else metric_names)
+        if history[name]
+    }
+
+
+class TensorboardReporterBaseCB(AbstractExperimentCallback):
+    """Write TensorBoard files, on rank 0, into an experiment's folder, or with ``is_project=False`` into ``log_dir``.
+
+    Further arguments go to ``SummaryWriter``.
+    """
+
+    def __init__(
+        self,
+        callback_name: str,
+        log_dir: str | None = None,
+        is_project: bool = True,
+        *experiment: Any,
+        **kwargs: Any,
+    ) -> None:
+        named = experiment_arguments(kwargs, execution_order=97, device_idx_execution=0)
+        super().__init__(callback_name, *experiment, **named)
+        self.log_dir = "tensorboard" if log_dir is None else os.path.expanduser(log_dir)
+        self.is_project = is_project
+        self.tb_writer_kwargs = kwargs
+        self.global_step = 0
+        self._writer: Any = None
+        self._folder: str | None = None
+
+    def on_train_loop_registration(self) -> None:
+        if self.is_project:
+            self.try_infer_experiment_details(infer_cloud_details=True)
+            _ = self.cloud_bucket  # a missing file system raises an error before training
+        else:
+            self.tb_writer_kwargs.setdefault("filename_suffix", f"_{self.train_loop_obj.experiment_timestamp}")
+        self.create_log_dir()
+
+    def create_log_dir(self) -> str:
+        """Create the folder; return its path."""
+        names = [name for name in (self.project_name, self.experiment_name) if name is not None]
+        path = os.path.join(self.experiment_folder(), self.log_dir) if self.is_project else self.log_dir
+        self._folder = os.path.join(path, "_".join(names)) if len(names) == 2 else path
+        os.makedirs(self._folder, exist_ok=True)
+        return self._folder
+
+    @property
+    def tb_writer(self) -> Any:
+        """The writer, created at first use: in the rank."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=self._folder, **self.tb_writer_kwargs)
+        return self._writer
+
+    def log_mid_train_loss(self) -> None:
+        """Write the batch's losses."""
+        for name, value in _batch_losses(self.train_loop_obj).items():
+            self.tb_writer.add_scalar(name, value, self.global_step)
+
+    def log_train_history_metrics(self, metric_names: Iterable[str] | None) -> None:
+        """Write metrics' last results, at the epoch."""
+        for name, value in _last_results(self.train_loop_obj, metric_names, "loss").items():
+            self.tb_writer.add_scalar(name, value, self.train_loop_obj.epoch)
+        self.tb_writer.flush()
+
+    def on_train_end(self) -> None:
+        self.tb_writer.close()
+        self._writer = None
+        self.upload_to_cloud()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def upload_to_cloud(self) -> None:
+        """Upload the files, if the experiment is in a cloud."""
+        if self.is_project and self._folder is not None:
+            base = os.path.dirname(os.path.dirname(self._folder))
+            paths = (os.path.join(folder, file) for folder, _, files in os.walk(self._folder) for file in files)
+            self.upload_to_experiment((os.path.relpath(path, base), path) for path in paths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_writer": None}
+
+
+class TensorboardTrainBatchLoss(TensorboardReporterBaseCB):
+    """Write batches' losses."""
+
+    def __init__(self, batch_log_frequency: int = 1, *args: Any, **kwargs: Any) -> None:
+        super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
+        self.batch_log_frequency = batch_log_frequency
+
+    def on_batch_end(self) -> None:
+        if self.global_step % self.batch_log_frequency == 0:
+            self.log_mid_train_loss()
+        self.global_step += 1
+
+    def on_epoch_end(self) -> None:
+        self.upload_to_cloud()
+
+
+class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
+    """Write metrics of the history."""
+
+    def __init__(self, metric_names: Sequence[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
+        self.metric_names = metric_names
+
+    def on_epoch_end(self) -> None:
+        self.log_train_history_metrics(self.metric_names)
+        self.upload_to_cloud()
+
+
+class TensorboardFullTracking(TensorboardTrainBatchLoss):
+    """Write batches' losses and metrics of the history."""
+
+    def __init__(
+        self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(batch_log_frequency, *args, **kwargs)
+        self.callback_name = "Tensorboard full tracking"
+        self.metric_names = metric_names
+
+    def on_epoch_end(self) -> None:
+        self.log_train_history_metrics(self.metric_names)
+        self.upload_to_cloud()
+
+
+class WandBTracking(AbstractExperimentCallback):
+    """Send the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
+
+    def __init__(
+        self,
+        metric_names: Sequence[str] | None = None,
+        batch_log_frequency: int | None = None,
+        hyperparams: dict[str, Any] | None = None,
+        tags: Sequence[str] | None = None,
+        alerts: Sequence[AlertConfig] | None = None,
+        wandb_pre_initialized: bool = False,
+        source_dirs: Sequence[str] = (),
+        log_dir: str | None = None,
+        is_project: bool = True,
+        *experiment: Any,
+        **kwargs: Any,
+    ) -> None:
+        named = experiment_arguments(kwargs, execution_order=97, device_idx_execution=0)
+        super().__init__("WeightsAndBiases Experiment Tracking", *experiment, **named)
+        for alert in alerts or ():
+            if not isinstance(alert, AlertConfig):
+                raise TypeError(f"alerts has {alert!r}: each must be an AlertConfig.")
+        self.metric_names = metric_names
+        self.batch_log_frequency = batch_log_frequency
+        self.hyperparams = hyperparams
+        self.tags = tags
+        self.alerts = alerts
+        self.wandb_pre_initialized = wandb_pre_initialized
+        self.source_dirs = source_dirs
+        self.log_dir = None if log_dir is None else os.path.expanduser(log_dir)
+        self.is_project = is_project
+        self.wandb_params_kwargs = kwargs
+
+    def on_train_loop_registration(self) -> None:
+        import_wandb()
+        self.try_infer_experiment_details(infer_cloud_details=False)
+        loop = self.train_loop_obj
+        if self.hyperparams is None:
+            self.hyperparams = getattr(loop, "hyperparams", None)
+        if self.is_project and not self.source_dirs and hasattr(loop, "source_dirs"):
+            self.source_dirs = [loop.hyperparams["experiment_file_path"], *loop.source_dirs]
+
+    def on_train_begin(self) -> None:  # in the rank that sends, not where the callback is registered
+        wandb = import_wandb()
+        if not self.wandb_pre_initialized:
+            folder = self.experiment_folder() if self.is_project else self.log_dir
+            wandb.init(
+                project=self.project_name,
+                name=self.experiment_name,
+                config=self.hyperparams,
+                tags=self.tags,
+                save_code=True,
+                dir=folder,
+                **self.wandb_params_kwargs,
+            )
+        for path in self.source_dirs:
+            wandb.run.log_code(path, name=os.path.basename(path), include_fn=lambda _: True)
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if self.batch_log_frequency is not None and loop.total_iteration_idx % self.batch_log_frequency == 0:
+            import_wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        values = {"epoch": loop.epoch, **_last_results(loop, self.metric_names, "loss_at_epoch_end")}
+        import_wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
+        for alert in self.alerts or ():
+            message = alert.message(values[alert.metric_name])
+            if message is not None:
+                import_wandb().alert(*message, level=alert.wandb_alert_level)
+
+
+# -- a log's upload, and mail ------------------------------------------------------------------------------------------
+
+
+class LogUpload(AbstractExperimentCallback):
+    """Upload a log file after each epoch."""
+
+    def __init__(
+        self,
+        log_file_path: str = "~/project/training.log",
+        fail_if_cloud_missing: bool = True,
+        *experiment: Any,
+        **named: Any,
+    ) -> None:
+        named |= {"execution_order": 1500, "device_idx_execution": 0}
+        super().__init__("Upload Tmux logging file to cloud", *experiment, **named)
+        self.log_file_path = os.path.expanduser(log_file_path)
+        self.fail_if_cloud_missing = fail_if_cloud_missing
+
+    def on_train_loop_registration(self) -> None:
+        self.try_infer_experiment_details(infer_cloud_details=True)
+        if self.cloud_bucket is None:
+            if self.fail_if_cloud_missing:
+                raise ConfigurationError(
+                    f"LogUpload: cloud_save_mode={self.cloud_save_mode!r} is not a cloud: must be 's3' or 'gcs'."
+                )
+            print("Cloud saving not supported. Produced logs can potentially get lost.")
+
+    def on_epoch_end(self) -> None:
+        self.upload_log_file()
+
+    def on_train_end(self) -> None:
+        self.upload_log_file()
+
+    def upload_log_file(self) -> None:
+        """Upload the file in its current state."""
+        self.upload_to_experiment([(os.path.basename(self.log_file_path), self.log_file_path)])
+
+
+class EmailNotification(CompatCallback):
+    """Mail the last results after each epoch and at the end of training, by Amazon's SES."""
+
+    def __init__(
+        self,
+        sender_name: str,
+        sender_email: str,
+        recipient_email: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        aws_region: str = "eu-west-1",
+    ) -> None:
+        super().__init__("Send email to notify about the state of training", 98, device_idx_execution=0)
+        self.sender_name = sender_name
+        self.sender_email = sender_email
+        self.recipient_email = recipient_email
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        self.aws_region = aws_region
+
+    def on_train_loop_registration(self) -> None:
+        try:
+            import boto3  # noqa: F401  # a missing package raises an error before training
+        except ImportError as error:
+            raise ConfigurationError("EmailNotification needs boto3: pip install boto3.") from error
+        for name in ("project_name", "experiment_name"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(self.train_loop_obj, name))
+
+    def on_epoch_end(self) -> None:
+        epoch = self.train_loop_obj.epoch
+        self._send(f"End of epoch {epoch} report", f"<h2>End of epoch {epoch}</h2>{self.get_metric_list_html()}")
+
+    def on_train_end(self) -> None:
+        heading = f"<h2>End of training at epoch {self.train_loop_obj.epoch}</h2>"
+        hyperparams = f"<h3>Used hyper parameters:</h3>{self.get_hyperparams_html()}"
+        self._send("End of training", f"{heading}{self.get_metric_list_html()}{hyperparams}")
+
+    def get_metric_list_html(self) -> str:
+        """Return the last result of each metric as HTML."""
+        history = self.train_loop_obj.train_history
+        return _html_list({name: results[-1] for name, results in history.items() if results})
+
+    def get_hyperparams_html(self) -> str:
+        """Return a tracking loop's hyperparameters as HTML."""
+        hyperparams = getattr(self.train_loop_obj, "hyperparams", None)
+        return "Not given" if hyperparams is None else _html_list(hyperparams)
+
+    def _send(self, subject: str, body: str) -> None:
+        import boto3
+
+        boto3.client("ses", region_name=self.aws_region).send_email(
+            Source=f"{self.sender_name} <{self.sender_email}>",
+            Destination={"ToAddresses": [self.recipient_email]},
+            Message={
+                "Subject": {"Data": f"{subject}: {self.project_name}: {self.experiment_name}"},
+                "Body": {"Html": {"Data": body}},
+            },
+        )
+
+
+def _html_list(items: Mapping[str, Any]) -> str:
+    return "<ul>" + "\n".join(f"<li><p>{name}: {value}</p></li>" for name, value in items.items()) + "</ul>"

@@ -1,39 +1,187 @@
-"""AIToolbox's result packages."""
+"""AIToolbox's metrics, computed by scikit-learn, and its result packages."""
 
 from __future__ import annotations
 
 import copy
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainloop.compat.aitoolbox.core_metrics import (
-    AccuracyMetric,
-    F1ScoreMetric,
-    MeanAbsoluteErrorMetric,
-    MeanSquaredErrorMetric,
-    PrecisionRecallCurveAUCMetric,
-    ROCAUCMetric,
-    as_array,
-)
-from trainloop.compat.aitoolbox.history import TrainingHistory
+import numpy as np
+from torch import Tensor
+
+from trainloop.compat.aitoolbox.history import StrictCheck, TrainingHistory
 from trainloop.errors import ConfigurationError
+from trainloop.result_package import scikit_learn
 
-__all__ = [
-    "AbstractResultPackage",
-    "BinaryClassificationResultPackage",
-    "ClassificationResultPackage",
-    "GeneralResultPackage",
-    "HFEvaluateResultPackage",
-    "MultipleResultPackageWrapper",
-    "PreCalculatedResultPackage",
-    "RegressionResultPackage",
-    "TorchMetricsPackage",
-]
+# -- metrics ----------------------------------------------------------------------------------------------------------
 
 
-class AbstractResultPackage(ABC):
+def as_array(rows: Any) -> Any:
+    """Return targets or predictions as a new numpy array."""
+    return np.array(rows.detach().cpu().numpy() if isinstance(rows, Tensor) else rows)
+
+
+class AbstractBaseMetric(ABC):
+    """A metric of targets and predictions, computed at construction; ``+`` joins metrics to a dict of results."""
+
+    def __init__(self, y_true: Any, y_predicted: Any, metric_name: str, np_array: bool = True) -> None:
+        self.y_true = as_array(y_true) if np_array else y_true
+        self.y_predicted = as_array(y_predicted) if np_array else y_predicted
+        self.metric_name = metric_name
+        self.metric_result: Any = None
+        self.metric_result = self.calculate_metric()
+
+    @abstractmethod
+    def calculate_metric(self) -> Any:
+        """Return the result: a number, a list or a dict."""
+
+    def get_metric(self) -> Any:
+        """Return the result."""
+        return self.metric_result
+
+    def get_metric_dict(self) -> dict[str, Any]:
+        """Return the result by its name."""
+        return {self.metric_name: self.metric_result}
+
+    def __str__(self) -> str:
+        return f"{self.metric_name}: {self.metric_result}"
+
+    def __len__(self) -> int:
+        if self.metric_result is None:
+            return 0
+        return len(self.metric_result) if isinstance(self.metric_result, (list, dict)) else 1
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(_number_of(self) < _number_of(other))
+
+    def __le__(self, other: Any) -> bool:
+        return bool(_number_of(self) <= _number_of(other))
+
+    def __gt__(self, other: Any) -> bool:
+        return bool(_number_of(self) > _number_of(other))
+
+    def __ge__(self, other: Any) -> bool:
+        return bool(_number_of(self) >= _number_of(other))
+
+    def __contains__(self, item: object) -> bool:
+        return item == self.metric_name or (isinstance(self.metric_result, dict) and item in self.metric_result)
+
+    def __getitem__(self, item: str) -> Any:
+        if item not in self:
+            raise KeyError(item)
+        return self.metric_result if item == self.metric_name else self.metric_result[item]
+
+    def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
+        """Return both results by their names."""
+        if not isinstance(other, (AbstractBaseMetric, dict)):
+            raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts can.")
+        return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
+
+    __add__ = __radd__ = concat_metric
+
+
+def _number_of(value: Any) -> Any:
+    value = value.metric_result if isinstance(value, AbstractBaseMetric) else value
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        raise ConfigurationError(f"{value!r}: only metrics whose result is a number can be compared.")
+    return value
+
+
+class AccuracyMetric(AbstractBaseMetric):
+    """``Accuracy``; rows of scores count as the class with the highest, single scores are compared with a threshold."""
+
+    def __init__(self, y_true: Any, y_predicted: Any, positive_class_thresh: float | None = 0.5) -> None:
+        self.positive_class_thresh = positive_class_thresh
+        super().__init__(y_true, y_predicted, "Accuracy")
+
+    def calculate_metric(self) -> float:
+        if self.y_predicted.ndim > 1 and self.y_predicted.shape[1] > 1:
+            self.y_predicted = np.argmax(self.y_predicted, axis=1)
+        elif self.positive_class_thresh is not None:
+            if self.y_predicted.min() >= 0 and self.y_predicted.max() <= 1:
+                self.y_predicted = self.y_predicted >= self.positive_class_thresh
+            else:
+                print("Accuracy: predictions are not between 0 and 1. The threshold has not been applied.")
+        if self.y_true.ndim > 1 and self.y_true.shape[1] > 1:
+            self.y_true = np.argmax(self.y_true, axis=1)
+        return float(scikit_learn().accuracy_score(self.y_true, self.y_predicted))
+
+
+class _Scored(AbstractBaseMetric):
+    name, function = "", ""
+
+    def __init__(self, y_true: Any, y_predicted: Any) -> None:
+        super().__init__(y_true, y_predicted, self.name)
+
+    def calculate_metric(self) -> float:
+        return float(getattr(scikit_learn(), self.function)(self.y_true, self.predictions()))
+
+    def predictions(self) -> Any:
+        """Return the predictions in the form that the function expects."""
+        return self.y_predicted
+
+
+class ROCAUCMetric(_Scored):
+    """``ROC_AUC``."""
+
+    name, function = "ROC_AUC", "roc_auc_score"
+
+
+class PrecisionRecallCurveAUCMetric(_Scored):
+    """``PrecisionRecall_AUC``: the area under the curve, by trapezoids."""
+
+    name = "PrecisionRecall_AUC"
+
+    def calculate_metric(self) -> float:
+        precision, recall, _ = scikit_learn().precision_recall_curve(self.y_true, self.y_predicted)
+        return float(scikit_learn().auc(recall, precision))
+
+
+class _Thresholded(_Scored):
+    def __init__(self, y_true: Any, y_predicted: Any, positive_class_thresh: float = 0.5) -> None:
+        self.positive_class_thresh = positive_class_thresh
+        super().__init__(y_true, y_predicted)
+
+    def predictions(self) -> Any:
+        return np.where(self.y_predicted > self.positive_class_thresh, 1, 0)
+
+
+class F1ScoreMetric(_Thresholded):
+    """``F1_score``."""
+
+    name, function = "F1_score", "f1_score"
+
+
+class PrecisionMetric(_Thresholded):
+    """``Precision``."""
+
+    name, function = "Precision", "precision_score"
+
+
+class RecallMetric(_Thresholded):
+    """``Recall``."""
+
+    name, function = "Recall", "recall_score"
+
+
+class MeanSquaredErrorMetric(_Scored):
+    """``Mean_squared_error``."""
+
+    name, function = "Mean_squared_error", "mean_squared_error"
+
+
+class MeanAbsoluteErrorMetric(_Scored):
+    """``Mean_absolute_error``."""
+
+    name, function = "Mean_absolute_error", "mean_absolute_error"
+
+
+# -- result packages --------------------------------------------------------------------------------------------------
+
+
+class AbstractResultPackage(StrictCheck, ABC):
     """Results computed from targets and predictions; implement :meth:`prepare_results_dict`.
 
     Parameters
@@ -61,7 +209,7 @@ class AbstractResultPackage(ABC):
         self.y_predicted: Any = None
         self.additional_results: Any = None
         self.additional_results_dump_paths: list[list[str]] | None = None
-        self.results_dict: dict[str, Any] | None = None
+        self.results_dict: Any = None
         self.requires_loss = False
         self.hyperparameters: dict[str, Any] | None = None
         self.package_metadata = kwargs
@@ -112,7 +260,7 @@ class AbstractResultPackage(ABC):
         """Return the files of :meth:`get_additional_results_dump_paths`; packages that write files override this."""
         return None
 
-    def set_experiment_dir_path_for_additional_results(  # noqa: B027  # most packages write no files
+    def set_experiment_dir_path_for_additional_results(
         self,
         project_name: str,
         experiment_name: str,
@@ -141,12 +289,6 @@ class AbstractResultPackage(ABC):
                 "[path among the results, local path], or None."
             )
 
-    def warn_about_result_data_problem(self, msg: str) -> None:
-        """Print the message; raise it if the check is strict."""
-        if self.strict_content_check:
-            raise ConfigurationError(msg)
-        print(msg)
-
     @staticmethod
     def zip_additional_results_dump(source_dir_path: str, zip_path: str) -> str:
         """Zip a folder."""
@@ -160,7 +302,6 @@ class AbstractResultPackage(ABC):
     @property
     def _results(self) -> dict[str, Any]:
         self.warn_if_results_dict_not_defined()
-        assert self.results_dict is not None
         return self.results_dict
 
     def __str__(self) -> str:
@@ -359,3 +500,11 @@ class HFEvaluateResultPackage(AbstractResultPackage):
         extra = {**self.package_metadata, **(given if self.use_models_additional_results else {})}
         result = self.metric.compute(references=self.y_true, predictions=self.y_predicted, **extra)
         return {f"{name}_HFEvaluate": value for name, value in (result or {}).items()}
+
+
+def prepare_package(package: Any, hyperparameters: dict[str, Any], predict: Any, evaluate_loss: Any) -> None:
+    """Compute a package's results from a loop's predictions, and its loss if the package needs it."""
+    y_pred, y_true, metadata = predict()
+    if package.requires_loss:
+        metadata = {**metadata, "loss": evaluate_loss(float_dict_format=True)}
+    package.prepare_result_package(y_true, y_pred, hyperparameters=hyperparameters, additional_results=metadata)

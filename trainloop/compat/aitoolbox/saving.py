@@ -6,32 +6,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.checkpoint.storage import split_file
-from trainloop.compat.aitoolbox.bases import (
-    AbstractExperimentSaver,
-    AbstractLocalModelLoader,
-    AbstractLocalModelSaver,
-    AbstractLocalResultsSaver,
-)
-from trainloop.compat.aitoolbox.plots import TrainingHistoryPlotter
+from trainloop.compat.aitoolbox.history import TrainingHistoryPlotter
 from trainloop.errors import CheckpointError, ConfigurationError
-
-__all__ = [
-    "BaseLocalResultsSaver",
-    "ExperimentFolder",
-    "FullPyTorchExperimentLocalSaver",
-    "LocalResultsSaver",
-    "LocalSubOptimalModelRemover",
-    "PyTorchLocalModelLoader",
-    "PyTorchLocalModelSaver",
-]
 
 DEFAULT_FOLDER = "~/project/model_result"
 
@@ -70,7 +55,57 @@ class ExperimentFolder:
         return project, os.path.join(project, f"{experiment_name}_{experiment_timestamp}")
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
+# -- base classes of a script's own savers and loaders -----------------------------------------------------------------
+
+
+class AbstractLocalModelLoader(ABC):
+    """Reads models from the local disk, for example as ``custom_local_loader_class`` of a callback."""
+
+    @abstractmethod
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Read an experiment's model."""
+
+
+class AbstractModelSaver(ABC):
+    """Writes models to a cloud."""
+
+    @abstractmethod
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Write the model; return ``(path with the bucket, time stamp, local path)``, locally ``(file name, path)``."""
+
+
+class AbstractLocalModelSaver(AbstractModelSaver):
+    """Writes models to the local disk."""
+
+
+class AbstractResultsSaver(ABC):
+    """Writes results to a cloud."""
+
+    @abstractmethod
+    def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
+        """Write results; return ``(path of the main file, with the bucket, time stamp)``.
+
+        Locally return ``[path among the results, local path]`` of each file.
+        """
+
+
+class AbstractLocalResultsSaver(AbstractResultsSaver):
+    """Writes results to the local disk."""
+
+    @abstractmethod
+    def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> Any:
+        """Write each result to a separate file."""
+
+
+class AbstractExperimentSaver(ABC):
+    """Writes a model and its results."""
+
+    @abstractmethod
+    def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
+        """Write both; return the paths."""
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def model_file_name(
@@ -88,11 +123,6 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
         self.checkpoint_model = checkpoint_model
 
-    @property
-    def folder_name(self) -> str:
-        """Name of the folder within the experiment's."""
-        return "checkpoint_model" if self.checkpoint_model else "model"
-
     def create_experiment_local_models_folder(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
     ) -> str:
@@ -100,7 +130,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         base = ExperimentFolder.create_base_folder(
             project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
         )
-        path = os.path.join(base, self.folder_name)
+        path = os.path.join(base, "checkpoint_model" if self.checkpoint_model else "model")
         os.makedirs(path, exist_ok=True)
         return path
 
@@ -119,11 +149,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         stamp = experiment_timestamp or new_timestamp()
         name = model_file_name(experiment_name, stamp, epoch, iteration_idx)
         path = os.path.join(self.create_experiment_local_models_folder(project_name, experiment_name, stamp), name)
-
-        def write(file: BinaryIO) -> None:
-            torch.save(model, file)
-
-        write_atomically(path, write)
+        write_atomically(path, lambda file: torch.save(model, file))
         return name, path
 
     @staticmethod
@@ -188,11 +214,15 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         map_location: Any = None,
     ) -> dict[str, Any]:
         """Read an experiment's model, of a certain epoch if given."""
-        _, folder = ExperimentFolder.get_base_folder_paths(
-            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
-        )
+        where = project_name, experiment_name, experiment_timestamp
+        _, folder = ExperimentFolder.get_base_folder_paths(*where, self.local_model_result_folder_path)
         name = model_file_name(experiment_name, experiment_timestamp, epoch_num)
-        return self.load_model_from_path(os.path.join(folder, model_save_dir, name), map_location)
+        path = os.path.join(folder, model_save_dir, name)
+        self.fetch(path, *where, model_save_dir, name)
+        return self.load_model_from_path(path, map_location)
+
+    def fetch(self, path: str, *in_experiments: str) -> None:
+        """Get the file if it is not on the local disk; loaders from a cloud override this."""
 
     def load_model_from_path(self, model_path: str, map_location: Any = None) -> dict[str, Any]:
         """Read a file."""
@@ -246,8 +276,6 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
                 "same, or pass ignore_saved_schedulers=True or ignore_missing_saved_schedulers=True."
             )
         for scheduler, state in zip(given, saved, strict=True):
-            if not isinstance(scheduler, AbstractScheduler):
-                raise TypeError(f"{scheduler!r} does not inherit from AbstractScheduler.")
             scheduler.load_state_dict(state)
         return given
 
@@ -257,7 +285,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return amp_scaler
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 _ENDINGS = {"pickle": ".p", "json": ".json"}
@@ -313,11 +341,6 @@ class BaseLocalResultsSaver:
         return file_name_w_type + ending, file_local_path_w_type + ending
 
 
-# Entries of result files, in addition to the results.
-_LABELS = ("y_true", "y_predicted")
-_PLACE = ("experiment_name", "experiment_results_local_path")
-
-
 class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
     """Writes a result package, hyperparameters and the history, with plots of it."""
 
@@ -332,13 +355,8 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         protect_existing_folder: bool = True,
     ) -> list[list[str]]:
         """Write all to one file; return ``[path among the results, local path]`` of each file."""
-        return self._save(
-            result_package,
-            training_history,
-            (project_name, experiment_name, experiment_timestamp or new_timestamp()),
-            save_true_pred_labels,
-            {"results_hyperParams_hist": (*_LABELS, *_PLACE, "results", "hyperparameters", "training_history")},
-        )
+        where = project_name, experiment_name, experiment_timestamp or new_timestamp()
+        return self._save(result_package, training_history, where, save_true_pred_labels, separate=False)
 
     def save_experiment_results_separate_files(
         self,
@@ -351,42 +369,35 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         protect_existing_folder: bool = True,
     ) -> list[list[str]]:
         """Write each to a separate file; return paths as :meth:`save_experiment_results` does."""
-        files: dict[str, tuple[str, ...]] = {
-            "results": (*_PLACE, "results"),
-            "hyperparams": (*_PLACE, "hyperparameters"),
-            "train_history": (*_PLACE, "training_history"),
-        }
-        if save_true_pred_labels:
-            files["true_pred_labels"] = _LABELS
         where = project_name, experiment_name, experiment_timestamp or new_timestamp()
-        return self._save(result_package, training_history, where, save_true_pred_labels, files)
+        return self._save(result_package, training_history, where, save_true_pred_labels, separate=True)
 
     def _save(
-        self,
-        package: Any,
-        history: Any,
-        where: tuple[str, str, str],
-        labels: bool,
-        files: Mapping[str, tuple[str, ...]],
+        self, package: Any, history: Any, where: tuple[str, str, str], labels: bool, separate: bool
     ) -> list[list[str]]:
         folder = self.create_experiment_local_folder_structure(*where)
         _, experiment, stamp = where
-        everything = {
-            "experiment_name": experiment,
-            "experiment_results_local_path": folder,
-            "results": package.get_results(),
-            "hyperparameters": package.get_hyperparameters(),
-            "training_history": history.get_train_history(),
+        place = {"experiment_name": experiment, "experiment_results_local_path": folder}
+        true_and_predicted = {"y_true": package.y_true, "y_predicted": package.y_predicted} if labels else {}
+        results = {"results": package.get_results()}
+        hyperparams = {"hyperparameters": package.get_hyperparameters()}
+        train_history = {"training_history": history.get_train_history()}
+        files = {
+            "results": {**place, **results},
+            "hyperparams": {**place, **hyperparams},
+            "train_history": {**place, **train_history},
+            "true_pred_labels": true_and_predicted,
         }
-        if labels:
-            everything.update(y_true=package.y_true, y_predicted=package.y_predicted)
+        if not separate:
+            everything = {**true_and_predicted, **place, **results, **hyperparams, **train_history}
+            files = {"results_hyperParams_hist": everything}
         further = package.get_additional_results_dump_paths() or []
         plots = TrainingHistoryPlotter(folder).generate_report(history, plots_folder_name="plots")
         saved = []
-        for kind, keys in files.items():
-            content = {key: everything[key] for key in keys if key in everything}
-            name = f"{kind}_{experiment}_{stamp}"
-            saved.append(list(self.save_file(content, name, os.path.join(folder, name))))
+        for kind, content in files.items():
+            if content:
+                name = f"{kind}_{experiment}_{stamp}"
+                saved.append(list(self.save_file(content, name, os.path.join(folder, name))))
         return saved + list(further) + plots
 
 
@@ -410,11 +421,61 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
         save_true_pred_labels: bool = False,
         separate_files: bool = False,
         protect_existing_folder: bool = True,
-    ) -> list[str]:
+    ) -> Sequence[str]:
         """Write both; return the paths."""
         where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
-        _, model_path = self.model_saver.save_model(model, *where)
+        results = result_package, training_history, *where, save_true_pred_labels
+        return self._save((model, *where), results, separate_files)
+
+    def _save(self, model: tuple[Any, ...], results: tuple[Any, ...], separate: bool) -> Sequence[str]:
         saver = self.results_saver
-        save = saver.save_experiment_results_separate_files if separate_files else saver.save_experiment_results
-        saved = save(result_package, training_history, *where, save_true_pred_labels=save_true_pred_labels)
-        return [model_path, *(path for _, path in saved)]
+        save = saver.save_experiment_results_separate_files if separate else saver.save_experiment_results
+        _, model_path = self.model_saver.save_model(*model)
+        return [model_path, *(path for _, path in save(*results))]
+
+
+# -- hyperparameters and source ----------------------------------------------------------------------------------------
+
+
+class HyperParamSourceReporter:
+    """Writes ``hyperparams_list.txt``, the script, and the source folders as a zip into the experiment's folder."""
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        experiment_timestamp: str,
+        local_model_result_folder_path: str,
+    ) -> None:
+        self.experiment_dir_path = ExperimentFolder.create_base_folder(
+            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
+        )
+        self.file_name = "hyperparams_list.txt"
+        self.local_hyperparams_file_path = os.path.join(self.experiment_dir_path, self.file_name)
+
+    def save_hyperparams_to_text_file(self, hyperparams: Mapping[str, Any], sort_names: bool = False) -> str:
+        """Write one line per hyperparameter."""
+        names = sorted(hyperparams) if sort_names else hyperparams
+        text = "".join(f"{name}:\t{hyperparams[name]}\n" for name in names)
+        write_atomically(self.local_hyperparams_file_path, lambda file: file.write(text.encode()))
+        return self.local_hyperparams_file_path
+
+    def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """Copy the file ``hyperparams['experiment_file_path']``, if it exists."""
+        path = hyperparams.get("experiment_file_path")
+        if not path or not os.path.isfile(path):  # a notebook
+            print(f"experiment_file_path={path!r} in hyperparams is not a file, so it is not copied to the experiment.")
+            return None
+        return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
+
+    def save_experiment_source_files(self, hyperparams: Mapping[str, Any]) -> str | None:
+        """Zip the folders ``hyperparams['source_dirs_paths']``."""
+        folders = hyperparams.get("source_dirs_paths")
+        if not isinstance(folders, (list, tuple)) or not folders:
+            return None
+        copied = os.path.join(self.experiment_dir_path, "source_code")
+        for folder in map(os.path.expanduser, folders):
+            shutil.copytree(folder, os.path.join(copied, os.path.basename(os.path.normpath(folder))))
+        path = shutil.make_archive(copied, "zip", copied)
+        shutil.rmtree(copied)
+        return path
