@@ -26,6 +26,7 @@ from checkpoints import same
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.callbacks.base import Saver
 from trainloop.errors import CheckpointError, ConfigurationError
 
 
@@ -46,7 +47,7 @@ class Net(TTModel):
         return self.layers(x), y, {}
 
 
-class StopAfter(AbstractCallback):
+class StopAfter(Saver):
     """Raise after so many optimizer steps, after ModelCheckpoint's turn: the nearest to a kill in one process."""
 
     def __init__(self, steps: int) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainloop.callbacks.messages import MessageService
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["AbstractCallback", "HookTable", "logs_nothing", "overrides"]
+__all__ = ["AbstractCallback", "HookTable", "Saver", "logs_nothing", "overrides"]
 
 Hook = Callable[..., Any]
 HookT = TypeVar("HookT", bound=Hook)
@@ -266,6 +266,19 @@ class AbstractCallback:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(execution_order={self.execution_order})"
+
+
+class Saver(AbstractCallback):
+    """Base of callbacks that write checkpoints between steps; the loop calls these methods on all ranks."""
+
+    def save_due(self) -> None:
+        """Write a checkpoint if one is due; called after the last hook of a step."""
+
+    def save_now(self, reason: str) -> None:
+        """Write a checkpoint before training is ended from outside."""
+
+    def save_finished(self) -> None:
+        """Write a checkpoint at the end of training, after all other callbacks' last hooks."""
 
 
 class HookTable:

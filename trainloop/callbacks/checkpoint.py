@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import Saver, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
@@ -33,7 +33,7 @@ _ASKS_PER_INTERVAL = 20
 _OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an exception
 
 
-class ModelCheckpoint(AbstractCallback):
+class ModelCheckpoint(Saver):
     """Write checkpoints by epoch, by optimizer step, by time and when a metric improves; keep the last and the best.
 
     ``fit(resume_from='last')`` resumes from the newest complete one. Another one is written at the end of training, and

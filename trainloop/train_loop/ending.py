@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainloop.callbacks.base import AbstractCallback, overrides
+from trainloop.callbacks.base import AbstractCallback, Saver, overrides
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -85,8 +85,4 @@ def has_work_at_end(loop: TrainLoop[Any]) -> bool:
     """Return True if work follows the last epoch: a test, or hooks of callbacks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True
-    return any(overrides(callback, "on_train_end") and not _only_saves(callback) for callback in loop.callbacks)
-
-
-def _only_saves(callback: AbstractCallback) -> bool:
-    return callable(getattr(callback, "save_finished", None))
+    return any(overrides(callback, "on_train_end") and not isinstance(callback, Saver) for callback in loop.callbacks)

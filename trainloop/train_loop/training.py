@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +32,7 @@ from trainloop._support.reduction import divisor_of
 from trainloop._support.signals import status_of
 from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop._support.user_line import warn
+from trainloop.callbacks.base import Saver
 from trainloop.data import StepBatches, train_feed
 from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
@@ -108,8 +109,8 @@ class Training(Run):
         """Flags of parameters and modules when training began."""
         self.restarts: RestartCheckpoints | None = None
         """Checkpoints of a run that restarts after failures, else ``None``."""
-        self.savers: tuple[Callable[[], None], ...] = ()
-        """The ``save_due`` of callbacks, which write checkpoints of steps; called after a step's last hook."""
+        self.savers: list[Saver] = []
+        """The callbacks that write checkpoints of steps, on all ranks."""
         self.watch: Watch | None = None
         self.step_in_work: StepBatches | None = None
         """The step's batches, from their arrival until its last hook has run."""
@@ -138,8 +139,8 @@ class Training(Run):
                         self.forward_backward(batches)
                         self.step()
                         self.step_in_work = None
-                        for save in self.savers:
-                            save()
+                        for saver in self.savers:
+                            saver.save_due()
                         clock.steps += 1
                         clock.samples += batches.total
                         if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
@@ -201,7 +202,7 @@ class Training(Run):
             self.progress.write(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
         for hook in self.hooks.on_train_begin:
             hook()
-        self.savers = _methods(loop.callbacks, "save_due")
+        self.savers = [callback for callback in loop.callbacks if isinstance(callback, Saver)]
         if resume is not None:
             run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
         if restarts is not None:
@@ -235,15 +236,15 @@ class Training(Run):
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
             self.finished = True
-            for save in _methods(loop.callbacks, "save_finished") if has_work_at_end(loop) else ():
-                save()
+            for saver in self.savers if has_work_at_end(loop) else ():
+                saver.save_finished()
             self._share_attributes()
             return
         if self.clock.steps:  # in the middle of an epoch
             self.clock.end_epoch()
         if ended_by & (TERMINATE | CHECKPOINT):
-            for save in _methods(loop.callbacks, "save_now"):
-                save("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
+            for saver in self.savers:
+                saver.save_now("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
         self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _print_end(self) -> None:
@@ -504,12 +505,6 @@ class Training(Run):
         last_loss = self.loop.last_loss
         loss = {} if last_loss is None else {"loss": float(last_loss)}
         return {**loss, **self.recorder.bar_values()}
-
-
-def _methods(callbacks: Sequence[Any], name: str) -> tuple[Callable[..., None], ...]:
-    """Return the callbacks' methods of this name; an attribute of a user's callback may have the name, too."""
-    found = (getattr(callback, name, None) for callback in callbacks)
-    return tuple(method for method in found if callable(method))
 
 
 def _warn(text: str) -> None:
