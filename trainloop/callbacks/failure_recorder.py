@@ -359,7 +359,7 @@ class FailureRecorder(AbstractCallback):
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
         # DDP has averaged gradients during a step's last backward, unless they are averaged afterwards.
-        own = loop.world_size == 1 or run.gradients.apart or self._ended < len(step.batches)
+        own = loop.world_size == 1 or run.gradients.reduced_later or self._ended < len(step.batches)
         compares = (stage == "backward" and own and self._ended == len(self._states)) or (
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
         )

@@ -57,7 +57,7 @@ class AlternatingTraining(Training):
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
-        # In ddp without the wrapper: DDP's reducer expects one backward per forward, so gradients are reduced later.
+        # In ddp without the wrapper: DDP's reducer expects one backward per forward.
         batches = step.batches
         if counts and place.collective:  # every rank must run the same number
             borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
@@ -67,6 +67,7 @@ class AlternatingTraining(Training):
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         self.losses_stepped = 0
+        gradients.reduced_later, gradients.ragged = True, step.ragged
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
@@ -99,14 +100,13 @@ class AlternatingTraining(Training):
         """Run backward of each generator's next loss; return the index of the optimizer, None once all have ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
-        self.gradients.apart, self.gradients.ragged = True, step.ragged
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
-                with self.place.alone(counts, i), self.idle.without_side_effects():
+                with self.place.batchnorm_ranks(counts, i), self.idle.without_side_effects():
                     self._zero_backward(generator)
                 continue
             self.recorder.batch_size = step.sizes[i]
-            with self.place.alone(counts, i):
+            with self.place.batchnorm_ranks(counts, i):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
                 with self.place.autocast:
@@ -130,7 +130,7 @@ class AlternatingTraining(Training):
         # collective.
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}
-        if self.gather is not None:
+        if self.parallel:
             everyone = {index for (index,) in distributed.exchange_ints([mine])}
         everyone.discard(_NONE)
         if len(everyone) > 1 or everyone == {_DIFFER}:

@@ -51,9 +51,9 @@ class Gradients:
 
     Attributes
     ----------
-    apart, ragged : bool
-        Set for each step. ``apart``: gradients are reduced after backward. ``ragged``: ranks have different numbers of
-        micro-batches.
+    reduced_later, ragged : bool
+        Of the current step. ``reduced_later``: gradients are averaged over ranks after backward, not by DDP during it.
+        ``ragged``: ranks have different numbers of micro-batches.
     given : list of bool
         For each micro-batch of the step, True if ``get_loss`` returned a weight.
     sums : SumRule or None
@@ -67,8 +67,6 @@ class Gradients:
         In ``ddp``: watches for parameters that are frozen or unfrozen.
     ranks : int
         Number of ranks whose gradients are averaged.
-    shares_buffers : bool
-        True if rank 0's buffers are sent to all ranks before each step, as DDP's forward does by itself.
     """
 
     def __init__(self, training: Training) -> None:
@@ -77,18 +75,18 @@ class Gradients:
         self._place = place = training.place
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
-        self.ranks = 1 if training.gather is None else loop.world_size
+        self.ranks = loop.world_size if training.parallel else 1
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
-        self.apart = self.ragged = False
+        self.reduced_later = self.ragged = False
         self.given: list[bool] = []
         # Sums over the step's micro-batches so far.
         self._weighted, self._weight, self._uneven = False, 0.0, 0.0
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
-        # Several optimizers need several backward passes.
-        self.several = self.ranks > 1 and len(self.optimizers) > 1
-        self.shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
+        # DDP's reducer expects one backward per forward; several optimizers need several.
+        self._always_later = self.ranks > 1 and len(self.optimizers) > 1
+        self._shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
         if place.collective:  # until the second step: before it a copy of a network equals the original
@@ -127,6 +125,13 @@ class Gradients:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
             self.trained.check_same_weights(self._place.wrapper)
+
+    def begin_step(self, ragged: bool) -> None:
+        """Prepare for a step; ``ragged`` if ranks have different numbers of micro-batches. Collective."""
+        self.ragged = ragged
+        self.reduced_later = (ragged or self._always_later) and not self._place.collective
+        if self.reduced_later or self._shares_buffers:  # as DDP's forward does by itself
+            self._place.share_buffers()
 
     # -- of one micro-batch ------------------------------------------------------------------------------------------
 
@@ -182,7 +187,7 @@ class Gradients:
     def _carrier(self) -> WeighingDataParallel | None:
         """Return the wrapper that averages the step's weight along with the gradients."""
         wrapper = self._place.wrapper
-        return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.apart else None
+        return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.reduced_later else None
 
     def _numbers(self, weight: Any, uneven: float) -> Tensor:
         """Return the two numbers that ranks average, on the device."""
@@ -208,8 +213,8 @@ class Gradients:
             factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
             return _times(losses, dict(zip(weights, factors)))
         if not self.ragged and self.ranks > 1 and not self._place.collective:
-            # DDP's reducer would reduce the sum of these gradients: from now on they are reduced after backward.
-            self.several = self.apart = True
+            # DDP's reducer would reduce the sum of these gradients.
+            self._always_later = self.reduced_later = True
         units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
         for name, weight in units.items():
             part = self._parts.setdefault(name, _Part())
@@ -323,7 +328,7 @@ class Gradients:
             self._join_parts()
         if self._place.collective:
             reduce_gradients([p for p in parameters if id(p) in self._beside])
-        elif self.apart:
+        elif self.reduced_later:
             reduce_gradients(parameters)
         elif isinstance(self._place.wrapper, TTDistributedDataParallel):
             self._place.wrapper.check_reduced()

@@ -71,19 +71,17 @@ class Placement:
             return _NOTHING
         return self.wrapper.no_sync()
 
-    def alone(self, counts: list[int] | None, i: int) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward of a micro-batch whose gradients are reduced afterwards.
+    def batchnorm_ranks(self, counts: list[int] | None, i: int) -> AbstractContextManager[Any]:
+        """Return a context in which synchronised BatchNorm is over the ranks that have the step's ``i``-th micro-batch.
 
         Parameters
         ----------
         counts : list of int or None
             Number of micro-batches of each rank in this step, if they differ.
         i : int
-            Index of the micro-batch: synchronised BatchNorm is over the ranks that have it.
         """
         if counts is None or not self.syncs_batchnorm:
             return _NOTHING
-
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
     def share_buffers(self) -> None:

@@ -69,16 +69,15 @@ class Run:
     trains = False
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
-        # ddp under a launcher with one process has a group of one: no exchange is needed.
-        parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
+        self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
+        """True if other ranks do the same; ``ddp`` under a launcher with one process has a group of one."""
         self.loop = loop
         self.place = place
         self.stop = stop
         self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
         # Ranks must agree on an order even if the user gave no seed; the caller's RNG is not changed.
-        self.seed = loop.seed if loop.seed is not None or not parallel else loop.drawn_seed
-        self.gather: Callable[[Any], list[Any]] | None = distributed.gather_object if parallel else None
-        self.exchange = exchange_of(distributed, loop.world_size if parallel else 1)
+        self.seed = loop.seed if loop.seed is not None or not self.parallel else loop.drawn_seed
+        self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
         """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
         # Only rank 0 has a bar: bars of several ranks would overwrite each other on one terminal.
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
@@ -118,7 +117,7 @@ class Run:
             world_size=loop.world_size,
             seed=self.seed,
             name=name,
-            exchange_ints=None if self.gather is None else distributed.exchange_ints,
+            exchange_ints=distributed.exchange_ints if self.parallel else None,
             device=self.place.device,
         )
 
@@ -126,7 +125,7 @@ class Run:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
             self._eval_feeds[id(loader)] = feed = self.feed_of(eval_feed, loader, name)
             self.undo.callback(feed.close)
-            if self.gather is not None and id(loader) not in self._compared:
+            if self.parallel and id(loader) not in self._compared:
                 check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
         return self._eval_feeds[id(loader)]
 
@@ -245,7 +244,7 @@ class Run:
 
     def _on_all_ranks(self, batches: Iterator[Any], forward: Callable[[Any], Any]) -> Iterator[Any]:
         """Yield an evaluation's batches; if a forward is an exchange, all ranks run the same number."""
-        if not self.place.collective or self.gather is None:
+        if not self.place.collective or not self.parallel:
             return batches
         return padded_batches(batches, forward, self.idle)
 
@@ -260,10 +259,10 @@ class Run:
         return ranks[:: self.loop.process.local_world_size]  # each sends the result to the process that started it
 
     def _gathered_at(self, mine: Any, receivers: Sequence[int]) -> list[Any] | None:
-        if self.gather is None:
+        if not self.parallel:
             return [mine]
         if len(receivers) == self.loop.world_size:
-            return self.gather(mine)
+            return distributed.gather_object(mine)
         parts = [distributed.gather_to(mine, rank) for rank in receivers]
         return next((part for part in parts if part is not None), None)
 
@@ -276,7 +275,7 @@ class Run:
         model = self.loop.model
         # A separate recorder: the training's may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
-        buffers = nullcontext() if self.gather is None else _buffers_of_rank_0(model)
+        buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
         with buffers, self.listening(recorder), evaluating(model), rng.isolated(), watched:
             yield recorder
@@ -352,7 +351,7 @@ class Run:
 
     def _record_late(self) -> None:
         logged = self.recorder.has_logs or self.loop.history.has_own
-        if self.gather is not None:
+        if self.parallel:
             logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
         if logged:
             self._record_epoch(late=True)

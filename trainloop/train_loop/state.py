@@ -76,7 +76,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
         "ends": [tuple(end) for end in loop.ends],
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
-    return [mine] if run.gather is None else distributed.gather_to(mine)
+    return distributed.gather_to(mine) if run.parallel else [mine]
 
 
 def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:

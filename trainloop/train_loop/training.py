@@ -151,8 +151,8 @@ class Training(Run):
                             stop.request(EARLY_STOP)
                         ended_by = self._reached_boundary()
                         # Read a complete epoch to its end, since samplers may draw numbers for the next one there.
-                        complete = self.epoch_batches == self.feed.num_batches
-                        if ended_by or (loop.total_iteration_idx >= last_iteration and not complete):
+                        done = loop.total_iteration_idx >= last_iteration
+                        if ended_by or (done and self.epoch_batches != self.feed.num_batches):
                             break
                         asked = perf_counter()
                     else:
@@ -184,12 +184,11 @@ class Training(Run):
             hook()
         if resume is not None and resume["place"]["seed"] is not None:
             self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
-        parallel = self.gather is not None
-        with share_refusals(enabled=parallel):
+        with share_refusals(enabled=self.parallel):
             check_loader(loop.train_loader, "train_loader", optional=False)
             self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
-            mine = requested_settings(self, gather=self._job.gather, resume=resume) if parallel else []
-        if parallel:
+            mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else []
+        if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
         self.began_with = training_flags(loop.model)
@@ -250,7 +249,7 @@ class Training(Run):
     def _print_end(self) -> None:
         """Print what ended training; only one rank may know the reason, such as a time limit."""
         loop = self.loop
-        everyone = [loop.ends] if self.gather is None else self.gather(loop.ends)
+        everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
         loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
         if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in loop.ends)):
             print(described_ends(loop.ends, loop.epoch), flush=True)
@@ -258,7 +257,7 @@ class Training(Run):
     def _share_attributes(self) -> None:
         """Give all ranks the values that only callbacks of rank 0 have after training: a folder, the name of a run."""
         mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
-        if self.gather is None or not mine:
+        if not self.parallel or not mine:
             return
         plain = (str, int, float, type(None))
         values = [{k: v for k, v in vars(one).items() if k[0] != "_" and type(v) in plain} for one in mine]
@@ -266,7 +265,7 @@ class Training(Run):
             vars(callback).update(theirs)
 
     def _notify_exception(self, exception: BaseException) -> None:
-        if self.gather is None:  # the other ranks' values can't be gathered
+        if not self.parallel:  # the other ranks' values can't be gathered
             with suppress(Exception):
                 self.flush_logs()
         with self._recording_alone():
@@ -367,7 +366,7 @@ class Training(Run):
 
     def _agree_at_epoch_end(self) -> int:
         """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
-        if self.gather is not None:
+        if self.parallel:
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
         # Signals too, since evaluation may have taken long.
@@ -397,21 +396,18 @@ class Training(Run):
         """
         loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
         batches, sizes, scales, _, ragged = step
-        # Reduced after backward if DDP's reducer can't: it expects one backward per forward.
-        unwrapped = (ragged or gradients.several) and not place.collective
-        if unwrapped or gradients.shares_buffers:
-            place.share_buffers()
+        gradients.begin_step(ragged)
         # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
         counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
-        gradients.apart, gradients.ragged = unwrapped, ragged
         scaled_losses: list[Any] = []
         recorder.step = loop.global_step + 1
         for i in range(count):
             if first:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
-            model = place.model if unwrapped else place.wrapper
-            around = place.alone(counts, i) if unwrapped or counts else place.gradient_sync(i == count - 1)
+            later = gradients.reduced_later
+            model = place.model if later else place.wrapper
+            around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             with around:
                 if borrowed is not None:
@@ -431,7 +427,6 @@ class Training(Run):
                         self._check_averages(weight, count)
                     scale = None if scales is None else scales[i]
                     scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
-                    unwrapped = unwrapped or (gradients.several and not place.collective)
                     try:
                         gradients.backward(scaled)
                     except RuntimeError as error:
@@ -450,7 +445,7 @@ class Training(Run):
     def _check_averages(self, weight: Any, count: int) -> None:
         """Warn, once per fit, if the result of a criterion with class weights or ignored targets is combined."""
         loop, self.class_losses.uneven = self.loop, False
-        averaged = count > 1 or self.gather is not None or (loop.end_auto_eval and loop.validation_loader is not None)
+        averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
         if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True

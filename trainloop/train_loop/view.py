@@ -270,7 +270,7 @@ class LoopView:
         values of a name, first ones are averaged with first ones, and so on. :meth:`log` can reduce in other ways.
         """
         run = self.running
-        if run is None or run.gather is None:
+        if run is None or not run.parallel:
             self.history.record(name, float(value), self.history_epoch)
         else:
             self.history.record_own(name, float(value), self.history_epoch)

@@ -127,14 +127,14 @@ class MultiTraining(Training):
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
-        self.gradients.apart, self.gradients.ragged = True, step.ragged
-        if self.gather is not None:  # the model itself: DDP's reducer expects one backward per forward
+        self.gradients.reduced_later, self.gradients.ragged = True, step.ragged
+        if self.parallel:  # the model itself: DDP's reducer expects one backward per forward
             place.share_buffers()
         for i in range(count):
             self.begin_batch(i, step.sizes[i] if i < len(step.batches) else 0)
             loss = None
             if i < len(step.batches):
-                with place.alone(counts, i):
+                with place.batchnorm_ranks(counts, i):
                     loss = self._loss(step, i, count)
             for index in range(len(optimizer)):
                 if loss is not None:
@@ -169,7 +169,7 @@ class MultiTraining(Training):
     def _take_step(self, optimizers: Any, index: int) -> None:
         loop, scaler, optimizer = self.loop, self.place.scaler, optimizers[index]
         parameters = parameters_of(optimizer)
-        if self.gather is not None:
+        if self.parallel:
             # Including the gradients that other optimizers' losses left: each parameter is averaged once between two
             # steps.
             reduce_gradients(parameters)
