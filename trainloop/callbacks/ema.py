@@ -1,4 +1,4 @@
-"""Averages of the weights: a base class, and the exponential moving average."""
+"""Averages of the weights: a base class, and exponential moving averages."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ class WeightAverage(AbstractCallback):
 class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps; the trained model ends with the average.
 
-    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, with
-    ``torch.optim.swa_utils``. Every rank computes it itself, from equal weights. Buffers, such as BatchNorm's running
-    statistics, are not averaged: the model's own are used.
+    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, computed
+    with ``torch.optim.swa_utils``. Every rank computes the average itself, from equal weights. Buffers, such as
+    BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained one.
 
     Parameters
     ----------
@@ -137,13 +137,13 @@ class ExponentialMovingAverage(WeightAverage):
     evaluate : bool
         Evaluate the average on the validation set after each epoch, as ``ema_val_loss`` in ``history``.
     apply_on_train_end : bool
-        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained
-        weights, unless the model was changed in between.
+        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained weights,
+        not from the average, unless you change the model in between.
 
     Raises
     ------
     ConfigurationError
-        For arguments out of range; at ``fit`` if ``evaluate`` is set and there is no validation loader.
+        For arguments out of range; at ``fit``, if ``evaluate`` is True and there is no validation loader.
 
     Examples
     --------

@@ -20,24 +20,24 @@ __all__ = ["StochasticWeightAveraging"]
 class StochasticWeightAveraging(WeightAverage):
     """Average the weights at the end of epochs, over the last part of training, at a constant learning rate.
 
-    From epoch ``start`` on, the learning rate changes within ``anneal_epochs`` to ``swa_lr`` and stays there, as with
-    torch's ``SWALR``, and the weights of these epochs are averaged. The trained model ends with the average; a pass
-    over the training set recomputes BatchNorm statistics, as torch's ``update_bn`` does (but with dropout off).
+    From epoch ``start`` on, the weights at the end of each epoch are averaged. The learning rate changes to ``swa_lr``
+    within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. The trained model ends with the average. A pass
+    over the training set recomputes BatchNorm statistics, like torch's ``update_bn`` (but with dropout off).
 
     Parameters
     ----------
     swa_lr : float, optional
-        Learning rate, the same for all parameter groups. ``None`` leaves it to the optimizer and its schedulers; with a
-        number, use no other scheduler from ``start`` on.
+        Learning rate, the same for all parameter groups. With a number, use no other scheduler from ``start`` on.
+        ``None`` leaves the rate to the optimizer and its schedulers.
     start : int or float
-        Epochs before averaging starts, or as a float in (0, 1) their share of ``num_epochs``.
+        Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
     anneal_epochs : int
         Epochs in which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
         Shape of the change.
     update_batchnorm : bool
-        Recompute BatchNorm statistics by a pass over the training set at the end; otherwise they are those of the
-        last trained weights.
+        At the end, recompute BatchNorm statistics with a pass over the training set. If False, the model keeps the
+        statistics of the last trained weights.
     apply_on_train_end : bool
         Leave the average in the model when training ends. A second ``fit`` continues from the trained weights, and
         continues the average.

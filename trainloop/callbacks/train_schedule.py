@@ -1,7 +1,7 @@
 """Learning rate schedules: thin wrappers of ``torch.optim.lr_scheduler``.
 
-A scheduler steps once per optimizer step, or once per epoch, in every mode, for any number of ranks, replicas or
-micro-batches in a step; and never for a step that AMP skipped.
+In every mode, a scheduler steps once per optimizer step or once per epoch, regardless of the numbers of ranks, replicas
+and micro-batches. It does not step if AMP skips the optimizer's step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``; saves and loads its state.
+    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``. Saves and loads the scheduler's
+    state.
 
     Examples
     --------
@@ -50,7 +51,8 @@ class AbstractScheduler:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned; learning rates are part of the optimizer's state instead."""
+        """Load a state that :meth:`state_dict` returned. It has no learning rates; they are in the optimizer's
+        state."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
@@ -69,22 +71,24 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
-        Optimizer of a :class:`trainloop.MultiOptimizer`; required there unless ``scheduler`` is a scheduler.
+        Which optimizer of a :class:`trainloop.MultiOptimizer`. Required for a ``MultiOptimizer``, unless ``scheduler``
+        is a scheduler object.
     frequency : int
-        Number of steps or epochs between two steps of the scheduler.
+        The scheduler steps once in this many optimizer steps or epochs.
     **kwargs
         Arguments of the scheduler class.
 
     Attributes
     ----------
     scheduler : torch.optim.lr_scheduler.LRScheduler
-        The scheduler; available from registration on.
+        The scheduler; available from ``on_train_loop_registration`` on.
 
     Raises
     ------
     ConfigurationError
-        At construction: unknown ``interval``, ``frequency`` below 1, a plateau scheduler with steps. At ``fit``: no
-        optimizer, an index that does not exist or is missing, a scheduler of another optimizer, no metric.
+        At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
+        ``interval='step'``. At ``fit``: if there is no optimizer, the index is missing or does not exist, the scheduler
+        belongs to another optimizer, or the metric does not exist.
 
     Notes
     -----
@@ -261,9 +265,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 class LearningRateMonitor(AbstractCallback):
     """Log the learning rate of each step to the history, TensorBoard and other loggers.
 
-    The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` if the group has a
-    ``'name'``), with several optimizers ``lr/optimizer0`` or ``lr/optimizer0/group0``.
-    An epoch's value is its largest.
+    The name is ``lr``. With several parameter groups, the names are ``lr/group0`` and so on (or ``lr/<name>`` if the
+    group has a ``'name'``). With several optimizers, they are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value
+    of an epoch is the largest learning rate in it.
 
     Parameters
     ----------

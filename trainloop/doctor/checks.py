@@ -1,4 +1,4 @@
-"""The checks: each takes the readings and yields one or more lines. They only decide, and read nothing themselves."""
+"""The checks. Each takes the readings and yields one or more lines; it reads nothing from the machine itself."""
 
 from __future__ import annotations
 

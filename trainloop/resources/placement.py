@@ -14,7 +14,8 @@ _SEARCHED = 16  # largest number of unequal fractions for which all assignments 
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request: a fraction uses one device, a whole n uses n exclusively; sums are at most 1.
+    """Return the devices of each request. A fraction uses a part of one device, a whole number n uses n devices
+    exclusively.
 
     Parameters
     ----------
@@ -26,8 +27,8 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Returns
     -------
     list of list of int
-        In the order of the input; an empty list for a request of 0. Uses the fewest devices, then the lowest indices;
-        the same input gives the same result.
+        Indices of the devices, in the order of the requests; an empty list for a request of 0. As few devices as
+        possible are used, with the lowest indices. The same input always gives the same result.
 
     Raises
     ------
@@ -36,8 +37,8 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
 
     Notes
     -----
-    Bin packing. If an assignment exists, it is found for up to 16 requests, and for any number of equal requests.
-    More are placed by first fit, the largest first, which can use more devices than necessary.
+    This is bin packing. For up to 16 requests, and for any number of equal requests, an assignment is found if one
+    exists. More requests are placed by first fit, the largest first, which can use more devices than necessary.
 
     Examples
     --------

@@ -1,6 +1,7 @@
 """Schedules that start with a linear warm-up, from 0 to the optimizer's learning rate.
 
-The factors are those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All of them count optimizer steps.
+The curves are the same as those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All schedules count
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     last_epoch : int
-        Number of steps already done, -1 for none; an argument of ``LambdaLR``.
+        Number of steps already done; -1 if there are none. An argument of ``LambdaLR``.
     **kwargs
         Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
 

@@ -1,4 +1,4 @@
-"""Checks before a long job: in seconds they find problems that would otherwise stop it after hours.
+"""Checks before a long job, which find in seconds problems that would otherwise stop the job after hours.
 
 :func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
 uses its own random generators.
@@ -107,7 +107,7 @@ def preflight(
     ranks : int
         Number of CPU processes to compare with.
     fsdp_model_args : dict, optional
-        Argument that ``fit`` will get. Default: that of the last ``fit``.
+        Argument that ``fit`` will get. Default: the argument of the last ``fit``.
 
     Returns
     -------
@@ -167,7 +167,7 @@ def _protection(loop: TrainLoop[Any]) -> str:
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
-    """List the units that are sharded, and the bytes of a rank's shards and of the units it gathers at a time."""
+    """List the sharded units, and the bytes of a rank's shards and of the units that are gathered at the same time."""
     ranks = loop.site.num_nodes * len(loop.site.devices)
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}

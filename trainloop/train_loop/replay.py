@@ -1,4 +1,4 @@
-"""Repeat a step that a ``FailureRecorder`` has recorded, in this process, with the code that trains a step."""
+"""Repeat, in this process, a step that a ``FailureRecorder`` has recorded, with the code that trains a step."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ class Replay:
     error: str
     """The recorded failure, in one line."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Loss of the batch that failed, by the names of a ``MultiLoss``; a single loss has the name ``'loss'``."""
+    """Losses of the batch that failed, with the names in a ``MultiLoss``; a single loss is called ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of each parameter's gradient, added up over the step's batches so far."""
+    """Norm of each parameter's gradient, which is summed over the step's batches so far."""
     loss_difference: float | None = None
-    """Largest difference to the recorded loss; None if none was recorded."""
+    """Largest difference from the recorded loss; None if no loss was recorded."""
     gradient_difference: float | None = None
-    """Largest difference to a recorded gradient; None if none was recorded that can be compared."""
+    """Largest difference from a recorded gradient; None if there is no gradient to compare with."""
     module: str | None = None
     """With ``detect='nan'``: the first module whose output has a value that is not finite."""
     function: str | None = None
-    """With ``detect='nan'``: the first backward function that returned such a gradient for finite ones."""
+    """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
+    finite."""
     line: str | None = None
     """Line of the forward pass to which this backward function belongs."""
     not_finite_before: list[str] = field(default_factory=list)
-    """With ``detect='nan'``: names of the weights and buffers with such values before the forward, and the batch."""
+    """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why numbers may differ from those of the rank."""
+    """Reasons why the results may differ from those of the rank."""
     batch: Any = None
     """The batch that was loaded again, if the loader had failed."""
 
@@ -91,9 +92,9 @@ def replay(
     """Repeat a recorded step up to the forward and backward that failed, in ``single``.
 
     During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
-    random states and precision. The line that failed on the rank raises the same error, with ``get_loss`` and all that
-    it calls on the stack, for ``breakpoint()`` and ``python -m pdb``. Afterwards the loop's own weights, optimizers and
-    random states are restored. If a loader failed, the batch is loaded again.
+    random states and precision. The line that failed on the rank raises the same error. You can use ``breakpoint()`` or
+    ``python -m pdb``, because ``get_loss`` and the functions that it calls are on the stack. Afterwards the loop's own
+    weights, optimizers and random states are restored. If a loader failed, the batch is loaded again.
 
     Parameters
     ----------
@@ -112,15 +113,15 @@ def replay(
     Exception
         The error of the step.
     CheckpointError
-        If the file is not a record, is of another model, or contains a pickled batch and ``trusted`` is False.
+        If the file is not a record, belongs to another model, or contains a pickled batch and ``trusted`` is False.
     ConfigurationError
-        For invalid arguments, or in a running loop.
+        For invalid arguments, or if the loop is running.
 
     Notes
     -----
-    On a CPU of the same kind, with the same versions, results are bit-identical to the rank's, except with several
-    replicas in ``dp``, with values from other ranks, and with ``compile``. :class:`.FailureRecorder` lists what a
-    record does not contain.
+    On a CPU of the same kind and with the same versions, the results are bit-identical to those of the rank. There are
+    three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``. :class:`.FailureRecorder`
+    lists what a record does not contain.
 
     Examples
     --------

@@ -49,9 +49,9 @@ class Restart(NamedTuple):
     step: int
     """Optimizer step after which training was resumed."""
     steps_repeated: int
-    """Number of steps after it that had already been done and were repeated."""
+    """Number of steps after :attr:`step` that had already been done and were repeated."""
     seconds: float
-    """Seconds from the failure until a step more than :attr:`step` was done, or until the next failure."""
+    """Seconds from the failure until the first step after :attr:`step` was done, or until the next failure."""
 
 
 class RestartOrder(NamedTuple):

@@ -1,4 +1,5 @@
-"""Train a fold with a ``TrainLoop`` or any object with ``fit`` and ``predict``; return score, predictions and model."""
+"""Train a fold with a ``TrainLoop`` or any object with ``fit`` and ``predict``. Return the score, predictions and
+model."""
 
 from __future__ import annotations
 
@@ -38,13 +39,13 @@ class Outcome:
 class EstimatorLoop:
     """Wrap an object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) so that a fold can train it.
 
-    ``make_loop`` may return the object itself if ``tune`` has ``data``. This class is for all other cases: other
-    data, sample weights, or training that falls back to the CPU.
+    If you pass ``data`` to ``tune``, ``make_loop`` may return the object itself. Use this class in all other cases: for
+    other data, for sample weights, or for training that falls back to the CPU.
 
     Parameters
     ----------
     estimator : object
-        Has ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used if it exists.
+        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``; if it also has ``predict_proba(x)``, this is used.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
