@@ -61,7 +61,7 @@ class MultiLoss(Mapping[str, Tensor]):
                 )
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
-                f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: "
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}: "
                 "give each loss the index or the name of its optimizer."
             )
         self.loss_dict = dict(loss_dict)
@@ -230,7 +230,8 @@ class MultiOptimizer:
             return self.names.index(which)
         known = f"named {_listed(self.names)}" if self.names is not None else "without names"
         raise ConfigurationError(
-            f"{whose} is for optimizer {which!r}, but there are {len(self)}, counted from 0, {known}. {way_out}"
+            f"{whose} is for optimizer {which!r}, but there are {len(self)} optimizers, counted from 0, {known}. "
+            f"{way_out}"
         )
 
     @property

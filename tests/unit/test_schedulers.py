@@ -376,8 +376,11 @@ def partial_factor(schedule: Any) -> Any:
 @pytest.mark.parametrize(
     "schedule, words",
     [
-        (lambda: warmup.LinearWithWarmupScheduler(0, 7), "ends after optimizer step 7, the training after .* step 14"),
-        (lambda: warmup.CosineWithWarmupScheduler(0, 70), "ends after optimizer step 70, the training after"),
+        (
+            lambda: warmup.LinearWithWarmupScheduler(0, 7),
+            "ends after optimizer step 7, but the training ends after .* step 14",
+        ),
+        (lambda: warmup.CosineWithWarmupScheduler(0, 70), "ends after optimizer step 70, but the training ends after"),
         (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", total_iters=7), "ends after optimizer step 7"),
         (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", frequency=2, total_iters=4), "step 8, the"),
     ],

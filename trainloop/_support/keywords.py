@@ -116,7 +116,7 @@ _ROWS: list[tuple[str, ...]] = [
     ("device device_id gpus gpu gpu_ids local_rank rank", "device_ids=, a list"),
     ("replicas_count num_replicas num_devices", "devices"),
     ("auto_wrap_policy wrap_policy wrap wrap_cls units", "shard=[Block], the classes of blocks"),
-    ("sharding_strategy", "reshard_after_forward=, and replicas= for copies that are sharded each"),
+    ("sharding_strategy", "reshard_after_forward=, and replicas= for several sharded copies"),
     ("mixed_precision", "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(...)"),
     ("cpu_offload", "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()"),
     ("device_mesh", "mesh"),

@@ -64,7 +64,7 @@ class AbstractExperimentCallback(AbstractCallback):
                 if value is None:
                     raise ConfigurationError(
                         f"{type(self).__name__} has no {name}, and neither has the {type(self.train_loop_obj).__name__}"
-                        f". Pass {name} to the callback, or use a tracking loop, such as TrainLoopCheckpoint."
+                        f". Pass {name} to the callback, or use a loop that has it, such as TrainLoopCheckpoint."
                     )
                 setattr(self, name, os.path.expanduser(value) if name.endswith("path") else value)
 

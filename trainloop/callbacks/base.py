@@ -150,7 +150,7 @@ class AbstractCallback:
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in "
+                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call log in "
                 "on_multiprocess_start or a later hook."
             )
         self.train_loop_obj.log(

@@ -134,7 +134,8 @@ class DataSubsetTestRun(AbstractCallback):
         for name, number in self.num_batches.items():
             if number and getattr(loop, name) is None:
                 raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass one."
+                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass a "
+                    "loader to TrainLoop."
                 )
         for name, number in self.num_batches.items():
             if number:

@@ -170,7 +170,7 @@ class ExponentialMovingAverage(WeightAverage):
         if every_n_steps < 1 or start_step < 0:
             raise ConfigurationError(
                 f"ExponentialMovingAverage: every_n_steps={every_n_steps}, start_step={start_step}: "
-                "must be at least 1 and 0."
+                "every_n_steps must be 1 or more, and start_step 0 or more."
             )
         self.decay = decay
         self.every_n_steps = every_n_steps

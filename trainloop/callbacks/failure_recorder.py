@@ -248,9 +248,7 @@ class FailureRecorder(AbstractCallback):
     def _record_values(self, what: str) -> None:
         weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
         if weights:
-            what += (
-                f"; before it {len(weights)} parameters were not finite (such as {weights[0]!r}), from an earlier step"
-            )
+            what += f"; before this step {len(weights)} parameters were already not finite (such as {weights[0]!r})"
         where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
         try:
             refused = self._refused()
@@ -315,8 +313,9 @@ class FailureRecorder(AbstractCallback):
         if not sharded:
             return ""
         return (
-            f"FailureRecorder wrote nothing: {len(sharded)} parameters were sharded at that moment, such as "
-            f"{sharded[0]!r}, and a record needs whole ones. To get one, resume from a checkpoint in gpu_mode='ddp'."
+            f"FailureRecorder wrote no record: {len(sharded)} parameters were sharded at that moment, such as "
+            f"{sharded[0]!r}, but a record needs whole parameters. To get a record, resume from a checkpoint with "
+            "gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:

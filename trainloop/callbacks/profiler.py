@@ -230,7 +230,9 @@ class ThroughputMonitor(AbstractCallback):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         if self.flops and loop.options.compile_args is not None:
-            raise ConfigurationError("ThroughputMonitor(flops=True) with compile: compiled code hides its operators.")
+            raise ConfigurationError(
+                "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
+            )
         if self.peak_flops is None and loop.device.type == "cuda":
             name = torch.cuda.get_device_name(loop.device)
             self.peak_flops = next((peak for word, peak in _PEAKS.items() if word in name), None)

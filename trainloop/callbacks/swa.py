@@ -85,7 +85,7 @@ class StochasticWeightAveraging(WeightAverage):
         loop = self.train_loop_obj
         if isinstance(self.start, float) and not loop.num_epochs:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(start={self.start}) is a share of the epochs, but fit was given "
+                f"StochasticWeightAveraging(start={self.start}) is a fraction of num_epochs, but fit was given "
                 "num_iterations. Pass start as a number of epochs."
             )
         has_batchnorm = any(isinstance(module, BatchNorm) for module in loop.model.modules())

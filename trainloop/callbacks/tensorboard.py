@@ -136,7 +136,8 @@ class TensorBoard(AbstractCallback):
         if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
             raise ConfigurationError(
                 f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
-                "rank 0, which writes, has only a part of each parameter. Leave it out, or use GradientStats."
+                "rank 0 writes the histograms, but has only a part of each parameter. Leave them out, or use "
+                "GradientStats."
             )
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)

@@ -184,8 +184,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
-            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, the training after "
-            f"{unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) returns the "
+            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
+            f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
+            "returns the "
             "optimizer steps of a training). If further calls of fit will continue the schedule, ignore this."
         )
 
@@ -215,12 +216,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             if len(optimizers) > 1:
                 raise ConfigurationError(
                     f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
-                    f"{len(optimizers) - 1}, and pass a scheduler for each that needs one."
+                    f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
                 )
             return optimizers[0]
         if not 0 <= index < len(optimizers):
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} (0 to {len(optimizers) - 1})."
+                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} optimizers (0 to "
+                f"{len(optimizers) - 1})."
             )
         return optimizers[index]
 

@@ -144,8 +144,8 @@ class WandBTracking(AbstractCallback):
             self.hyperparams = getattr(loop, "hyperparams", None)
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
-                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks of "
-                "ddp. Leave it out; the run is then started on rank 0."
+                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks "
+                "of ddp. Leave wandb_pre_initialized out; rank 0 then starts a run."
             )
 
     def _active_run(self) -> Any:
@@ -157,8 +157,8 @@ class WandBTracking(AbstractCallback):
             self._run = wandb.run
             if self._run is None:
                 raise ConfigurationError(
-                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, or "
-                    "leave it out."
+                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, "
+                    "or leave wandb_pre_initialized out."
                 )
         else:
             known = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}

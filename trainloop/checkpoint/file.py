@@ -411,9 +411,10 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     problems += [c.problem for c in listed if c.info is None]
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {where.location} can be loaded. To start afresh, move them away:\n" + "\n".join(problems)
+            f"no checkpoint in {where.location} can be loaded. To start from scratch, move these files "
+            f"away:\n" + "\n".join(problems)
         )
-    _warn_of(_missing_newest(where, []), "There is no other one: training starts from scratch.")
+    _warn_of(_missing_newest(where, []), "There is no other checkpoint, so training starts from scratch.")
     return None
 
 

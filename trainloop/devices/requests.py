@@ -263,7 +263,8 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
         )
     if number > most_cpu_processes(cores):
         raise DeviceError(
-            f"devices={shown(devices)}: on the CPU that is a number of processes, and there {_be(cores)} {cores} core"
+            f"devices={shown(devices)}: on the CPU, this is the number of processes, but there {_be(cores)} {cores} "
+            "core"
             f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
         )
     return number

@@ -121,8 +121,9 @@ def _agreed(
         ]
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
-            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same. If "
-            "they differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same "
+            "structure and shapes. If values differ in their first axis, as an uneven last batch does, "
+            "all_gather(value, concat=True) joins them; "
             "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
         )
     agreed: dict[str, _Agreed] = {}

@@ -66,7 +66,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
         on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
     except (RuntimeError, AttributeError) as error:  # it depends on timm's version
         raise ConfigurationError(
-            f"{wanted_by}: {model!r} is neither a folder a timm name. timm.list_models(pretrained=True) "
+            f"{wanted_by}: {model!r} is neither a folder nor a timm name. timm.list_models(pretrained=True) "
             "lists the names."
         ) from error
     return _fetched(model, on_hub, wanted_by)

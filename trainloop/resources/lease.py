@@ -120,8 +120,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
-                f"{request.enough} of kind {kind!r} cannot be granted: there are {len(request.pool)} here. "
-                "Ask for fewer."
+                f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
             )
     if fcntl is None:
         warn("CPUs and GPUs are not leased on Windows: separate the runs on this machine with devices= and num_cpus=.")

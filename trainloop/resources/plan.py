@@ -239,8 +239,8 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     figures = _figures("total", total)
     if figures.cpus is None:
         raise ResourceError(
-            f"total={total!r}: a plan needs a number of CPUs, since it reads nothing from the machine, but "
-            "num_cpus has none (GPUs default to 0). Pass num_cpus, or "
+            f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs "
+            "default to 0). Pass num_cpus, or "
             "total=trainloop.resources.available() for the whole machine."
         )
     return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)

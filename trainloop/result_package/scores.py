@@ -108,8 +108,8 @@ def scikit_learn() -> Any:
 
 def no_scikit_learn() -> ConfigurationError:
     return ConfigurationError(
-        "Metrics of classes and scores, and r2, are scikit-learn's, which is not installed: "
-        f"{pip_install('metrics')}, or score by a function of (y_pred, y_true, metadata)."
+        "Metrics of classes and scores, and r2, need scikit-learn, which is not installed: "
+        f"{pip_install('metrics')}, or score with a function of (y_pred, y_true, metadata)."
     )
 
 
@@ -191,5 +191,6 @@ def _errors(y_pred: Any, y_true: Any) -> Array:
 def _check_lengths(predicted: Array, targets: Array) -> None:
     if predicted.shape != targets.shape:
         raise ConfigurationError(
-            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one for each."
+            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one prediction for each "
+            "target."
         )

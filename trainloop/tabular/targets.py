@@ -111,7 +111,7 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     if name not in known:
         raise ConfigurationError(
             f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or pass a function "
-            "metric(y_true, y_pred) where a greater result is better."
+            "metric(y_true, y_pred) for which greater is better."
         )
     return scorer(known[name], name)
 

@@ -138,7 +138,8 @@ def find_lr(
         raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
     if isinstance(loop.optimizer, MultiOptimizer):
         raise ConfigurationError(
-            "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with one of them."
+            "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with a single "
+            "optimizer."
         )
     rates = [smallest * (largest / smallest) ** (i / (steps - 1)) for i in range(steps)]
     sweep = _Sweep(rates, diverges_at)

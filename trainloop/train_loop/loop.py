@@ -326,7 +326,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
-                    "fit was called by a callback of the same loop. Make another TrainLoop for it."
+                    "fit was called by a callback of the same loop. Make another TrainLoop for the inner training."
                 )
             length = check.check_length(num_epochs, num_iterations)
             data_callbacks = check.check_callbacks(

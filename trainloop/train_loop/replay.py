@@ -73,11 +73,14 @@ class Replay:
         lines = [f"recorded: {self.error}", "the replay did not fail"]
         lines += [f"{name}: {value:g}" for name, value in self.loss.items()]
         for what, value in (("loss", self.loss_difference), ("gradient", self.gradient_difference)):
-            lines += [] if value is None else [f"largest difference to the recorded {what}: {value:g}"]
+            lines += [] if value is None else [f"largest difference from the recorded {what}: {value:g}"]
         lines += [f"not finite before the forward: {name}" for name in self.not_finite_before]
         lines += [f"first module with a value that is not finite: {self.module}"] if self.module else []
         if self.function:
-            lines.append(f"first backward function with one: {self.function}{f', of {self.line}' if self.line else ''}")
+            lines.append(
+                "first backward function with such a gradient: "
+                f"{self.function}{f', of {self.line}' if self.line else ''}"
+            )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -181,7 +184,7 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
             batch = loader.collate_fn(dataset[indices[0]])
         else:
             batch = loader.collate_fn(fetch(indices) if fetch else [dataset[index] for index in indices])
-    note = "random numbers that the dataset draws are not those of the rank"
+    note = "the dataset draws different random numbers than it did on the rank"
     return Replay(_error_of(record), batch=batch, notes=[note])
 
 
@@ -317,9 +320,9 @@ def _nothing(*_: Any) -> None:
 def _notes(record: dict[str, Any]) -> list[str]:
     notes = []
     if record["stepped"]:
-        notes.append("an optimizer had stepped, or was stepping: the weights are those after it")
+        notes.append("an optimizer had stepped, or was stepping: the record has the weights after that step")
     if record["batch_changed"]:
-        notes.append("get_loss changed a tensor of the batch in place: the record has its values after that")
+        notes.append("get_loss changed a tensor of the batch in place: the record has the changed values")
     if record["not_put_back"]:
         notes.append(f"buffers have the values after the failing forward: {', '.join(record['not_put_back'])}")
     if notes:
