@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pip install --force-reinstall torch"),
     "torch crashes": ({"torch": Imported(None, "killed by signal 11")}, "import torch", "problem", "faulthandler"),
     "the driver is old": (torch(gpus=0, warnings=[OLD_DRIVER]), "gpus", "problem", "python -m torch.utils.collect_env"),
-    "no Gloo": (torch(gloo=False), "ddp", "problem", "torch's own build"),
+    "no Gloo": (torch(gloo=False), "ddp", "problem", "an official build of torch"),
     "a package that is too old": (
         {"conflicts": ("torchvision 0.1 requires torch==1.0, but you have torch 2.13.0.",)}, "requirements", "problem",
         "requires torch==1.0, but you have torch 2.13.0. install the packages that it names"),

@@ -565,8 +565,8 @@ def test_ranks_must_agree_on_options() -> None:
         return str(error.value)
 
     results, _ = in_ranks(2, work)
-    expected = "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use the same options in all"
-    expected += " name."
+    expected = "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use the same options in "
+    expected += "all calls with this name."
     assert results == [expected] * 2
 
 

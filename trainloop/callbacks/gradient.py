@@ -101,7 +101,7 @@ class GradientStats(GradientCallbackBase):
 
     It logs the total 2-norm as ``grad_norm``, the largest absolute value as ``grad_max``, and, with ``per_parameter``,
     each parameter's norm as ``grad_norm/<name>``. With several optimizers, the names are ``grad_norm/optimizer0`` and
-    so on. All values are from before clipping.
+    so on. All values are measured before clipping.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     args : dict, optional
         Hyperparameters for the package's reports (``package.hyperparameters``).
     on_each_epoch : bool
-        Evaluate after each epoch; the end of training is always evaluated.
+        Evaluate after each epoch. The model is always evaluated at the end of training.
     on_train_data, on_val_data : bool
         Data to evaluate; at least one must be True.
     eval_frequency : int, optional
@@ -179,7 +179,7 @@ class ModelPerformancePrintReport(AbstractCallback):
     metrics : sequence of str
         Names in ``history``; at the end of training, the metrics with the prefix ``train_end_`` are printed too.
     on_each_epoch : bool
-        Print after each epoch; the end of training is always printed.
+        Print after each epoch. The metrics are always printed at the end of training.
     report_frequency : int, optional
         Epochs between two reports, starting with the first. Default: every epoch.
     strict_metric_reporting : bool

@@ -123,9 +123,10 @@ class TabularPredictor:
             ``local`` or ``ray``.
         presets : str or mapping, optional
             ``'medium_quality'``, ``'good_quality'``, ``'high_quality'`` or ``'best_quality'``, which set
-            ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two.
+            ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two keys.
         verbosity : int
-            0 prints nothing, 1 the models that failed, 2 also columns, plans and the leaderboard, 3 also progress.
+            0: print nothing. 1: print failed models. 2: also print columns, plans and the leaderboard. 3: also print
+            progress.
 
         Raises
         ------
