@@ -152,7 +152,7 @@ class TTModel(nn.Module, ABC):
             Value to record; a tensor with one element counts as 0-d.
         on_step, on_epoch : bool, optional
             Keep the value of each step; keep the value of the epoch. Default: both in a training step, otherwise only
-            the epoch's.
+            the latter.
         reduce : {'mean', 'sum', 'min', 'max'}
             How values are reduced over micro-batches, steps and ranks. A mean is weighted by ``batch_size``.
         sync_dist : bool
@@ -225,7 +225,7 @@ class TTBasicModel(TTModel, ABC):
 
 
 class ModelWrap(TTModel):
-    """Train a plain ``nn.Module`` with a separate definition of how batches are fed to it.
+    """Train a plain ``nn.Module`` with a separate definition of its loss and predictions.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The base class of callbacks, and the table of the hooks that they override, in the order of their calls."""
+"""The base class of callbacks, and a table of the hooks in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class AbstractCallback:
         """Called on each rank of a run that restarts after a failure, after the newest checkpoint is loaded.
 
         Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have already been called. Attributes
-        are as at the first start, unless :meth:`load_state_dict` has restored them.
+        have the values from the call to ``fit``, unless :meth:`load_state_dict` has restored them.
 
         Parameters
         ----------
@@ -261,7 +261,7 @@ class AbstractCallback:
         """Called on rank 0 when logs are flushed, with ``(global_step, {name: mean over ranks})`` for each step."""
 
     def on_epoch_end(self) -> None:
-        """Called after an epoch; its values, including ``val_loss``, are in ``train_loop_obj.history``."""
+        """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""
 
     def on_train_end(self) -> None:
         """Called when training has ended as planned or early; not called after an exception."""

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: decides when checkpoints are written and by which rank, and handles errors."""
+"""ModelCheckpoint, which decides when checkpoints are written and by which rank, and handles errors."""
 
 from __future__ import annotations
 
@@ -84,14 +84,15 @@ class ModelCheckpoint(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        For invalid arguments; at ``fit`` also if the folder can't be written, or ``monitor`` can't occur.
+        For invalid arguments; at ``fit``, if the folder is not writable, or if the metric ``monitor`` can't occur.
     CheckpointError
         At the first checkpoint, if a callback's ``state_dict`` contains anything other than plain types and tensors.
 
     Warns
     -----
     RuntimeWarning
-        If a checkpoint can't be written (a full disk). Training continues, and earlier checkpoints are kept.
+        If a checkpoint can't be written (for example, on a full disk). Training continues, and earlier checkpoints are
+        kept.
 
     Examples
     --------

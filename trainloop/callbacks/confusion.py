@@ -27,7 +27,7 @@ class ConfusionMatrix(AbstractCallback):
     dataset : {'validation', 'test'}
         ``'validation'`` for the validation set at the end of epochs, ``'test'`` for the test set after training.
     every_n_epochs : int
-        Epochs between two matrices of the validation set.
+        The matrix of the validation set is computed once in this many epochs.
     class_names : sequence of str, optional
         Names of the classes in the picture. Default: their numbers.
     path : str or path, optional

@@ -30,7 +30,7 @@ class GradientCallbackBase(AbstractCallback):
     ----------
     callback_name : str
     execution_order : int
-        Order of the callback. Clipping has 0, statistics have -1, so that they see the unclipped gradients.
+        Order of the callback. Statistics have -1 and clipping has 0, so that statistics see the unclipped gradients.
 
     Examples
     --------

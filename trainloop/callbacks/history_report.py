@@ -77,7 +77,7 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     file_format : str
         Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
         Write after each epoch; write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------
@@ -193,7 +193,7 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     file_format : {'txt', 'tsv', 'csv'}
         ``'txt'`` is an aligned table for people; ``'tsv'`` and ``'csv'`` are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------

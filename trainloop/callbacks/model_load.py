@@ -25,14 +25,14 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
     epoch_num : int, optional
         Index of the epoch whose newest checkpoint is loaded. Default: the newest checkpoint of all epochs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and folder of the earlier experiment. Default: those of a tracking loop.
+        Names and folder of the earlier experiment. Default: the loop's, if it keeps an experiment's folder.
 
     Raises
     ------
     CheckpointError
         At ``fit``, if the checkpoint does not exist or belongs to another model.
     ConfigurationError
-        At ``fit``, if the folder is not known.
+        At ``fit``, if neither the arguments nor the loop name the folder.
 
     Examples
     --------

@@ -256,7 +256,7 @@ class ModelPerformancePrintReport(AbstractCallback):
 
 
 class TrainHistoryFormatter(AbstractCallback):
-    """Compute a new metric from others in the history.
+    """Compute a new metric from other metrics in the history.
 
     Parameters
     ----------

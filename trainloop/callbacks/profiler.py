@@ -186,7 +186,7 @@ class ThroughputMonitor(AbstractCallback):
         Count the FLOPs of the first step, forward and backward, with ``torch.utils.flop_counter``, and assume the same
         number for every step. Can't be used with ``compile``.
     peak_flops : float, optional
-        Peak FLOPs per second of one device. Default: NVIDIA's figure for 16-bit numbers, for known GPUs.
+        Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known.
 
     Examples
     --------
@@ -208,7 +208,9 @@ class ThroughputMonitor(AbstractCallback):
                 f"ThroughputMonitor: every_n_steps={every_n_steps!r}: must be an int of 1 or more."
             )
         if units is not None and not callable(units):
-            raise ConfigurationError(f"ThroughputMonitor: units={units!r}: must be a function of a number of samples.")
+            raise ConfigurationError(
+                f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
+            )
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
         self.every_n_steps = every_n_steps

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging (Izmailov et al., arXiv:1803.05407), by ``torch.optim.swa_utils``."""
+"""Stochastic weight averaging (Izmailov et al., arXiv:1803.05407), with ``torch.optim.swa_utils``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class StochasticWeightAveraging(WeightAverage):
         if self.update_batchnorm and loop.sync_batchnorm and has_batchnorm:
             raise ConfigurationError(
                 "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks have different "
-                "numbers of batches to pass over. Use update_batchnorm=False, or sync_batchnorm=False."
+                "numbers of batches in the pass that updates the statistics. Use update_batchnorm=False, or "
+                "sync_batchnorm=False."
             )
 
     @property

@@ -209,8 +209,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 if optimizer is given:
                     return optimizer
             raise ConfigurationError(
-                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. "
-                "Make it for the optimizer that is passed to TrainLoop, or pass its class and arguments."
+                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. Make the scheduler "
+                f"for the optimizer that is passed to TrainLoop, or pass its class and arguments."
             )
         if index is None:
             if len(optimizers) > 1:

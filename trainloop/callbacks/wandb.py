@@ -81,7 +81,7 @@ class WandBTracking(AbstractCallback):
     log_dir : str, optional
         Folder for wandb's own files.
     project_name, experiment_name : str, optional
-        Project and name of the run. Default: those of a tracking loop.
+        Project and name of the run. Default: the loop's, if it keeps an experiment's folder.
     **kwargs
         Further arguments of ``wandb.init``, such as ``mode='offline'``.
 

@@ -62,7 +62,7 @@ class CheckpointInfo:
     """Identifier of the run: unchanged when a run is resumed, and different for other runs."""
 
     stamp: int = 0
-    """Nanoseconds since 1970, increased if needed to be later than every older checkpoint in the same folder."""
+    """Nanoseconds since 1970; increased if necessary, so that it is later than every older checkpoint in the folder."""
 
     value: float | None = None
     """Value of the monitored metric; None if there was none."""
@@ -114,7 +114,7 @@ def save(
     info : CheckpointInfo, optional
         Description stored at the file's end.
     durable : bool
-        Wait until the file would survive a power failure.
+        If True, wait until the file would survive a power failure.
 
     Raises
     ------

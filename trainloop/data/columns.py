@@ -42,8 +42,9 @@ class SplitBatches:
 
     Notes
     -----
-    Columns count as samples: losses are weighted by their number. Of ``n`` columns on ``w`` ranks, the first ``n % w``
-    ranks have one more than the others. Each rank loads whole batches, so use this for data that is cheap to load.
+    Columns count as samples: losses are weighted by the number of columns. If ``n`` columns are split over ``w`` ranks,
+    the first ``n % w`` ranks have one more column than the others. Each rank loads whole batches, so use this for data
+    that is cheap to load.
 
     Examples
     --------

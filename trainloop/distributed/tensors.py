@@ -187,7 +187,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one of all tensors together (one for each type of device).
+    It takes one small exchange of the shapes, then one exchange of all tensors for each type of device.
 
     If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. For this,
     every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the

@@ -1,4 +1,5 @@
-"""Read the machine for the checks. Libraries are imported in separate processes: an import may fail, hang or crash."""
+"""Read the machine for the checks. Libraries are imported in separate processes, because an import may fail, hang or
+crash."""
 
 from __future__ import annotations
 

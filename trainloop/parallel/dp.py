@@ -56,7 +56,7 @@ class TTDataParallel(Transparent, DataParallel):
     ------
     ConfigurationError
         If ``devices`` is not a number of replicas, or is passed together with ``device_ids`` or for a module on a GPU;
-        if the module has lazy parameters.
+        or if the module has lazy parameters.
     Exception
         If a replica raises: an exception of the same type, whose message has the replica's number and traceback.
 
@@ -72,7 +72,7 @@ class TTDataParallel(Transparent, DataParallel):
     process it gets none.) Therefore an optimizer with weight decay changes this parameter.
 
     CPU replicas run one after another, because all threads share torch's CPU random generator: if they ran at the same
-    time, dropout would draw other numbers in each run. A replica's operations use all cores.
+    time, dropout would draw different numbers in each run. A replica's operations use all cores.
 
     The name ``module`` belongs to the wrapper. If the model has an attribute ``module``, use ``wrapper.module.module``.
 

@@ -64,7 +64,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Number of copies of the model, each sharded over a part of the ranks. Use it instead of ``mesh``.
     reshard_after_forward : bool or int
         If True, the gathered parameters of a unit are freed between its forward and its backward (except for the root
-        unit). If it is an int, they are sharded over that many ranks in between.
+        unit). If it is an int, they are sharded over that many ranks between the two.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool

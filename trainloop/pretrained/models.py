@@ -137,7 +137,7 @@ class PictureModel(TTBasicModel):
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return logits, (n, num_outputs), of pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
+        """Return logits of shape (n, num_outputs), for pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
         several = pictures.unsqueeze(1) if pictures.dim() == 4 else pictures
         found = self.module((several.flatten(0, 1).float() / 255 - self.mean) / self.std)
         logits: Tensor = getattr(found, "logits", found)
@@ -150,7 +150,7 @@ class PictureFiles(Dataset[Tensor]):
     Parameters
     ----------
     paths : sequence of str, or of sequences of str
-        A path, or several, for each sample.
+        One or several paths for each sample.
     size : int
         Width and height to resize pictures to.
 

@@ -180,8 +180,8 @@ class _LeaseFolder:
         if lock is None:
             raise ResourceError(
                 f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by "
-                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}; a lock normally lasts moments. "
-                "End that process, or set TRAINLOOP_LEASE_DIR to another folder."
+                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}; a lock is normally held only for a moment. "
+                f"End that process, or set TRAINLOOP_LEASE_DIR to another folder."
             )
         try:
             self._sign(f"{name}.lock")

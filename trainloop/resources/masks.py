@@ -1,6 +1,6 @@
 """Masks of CUDA devices: read ``CUDA_VISIBLE_DEVICES`` like CUDA, and compose it for child processes.
 
-A separate module, since both ``machine.py`` and :mod:`trainloop.devices` use it.
+This is a separate module because both ``machine.py`` and :mod:`trainloop.devices` use it.
 """
 
 from __future__ import annotations

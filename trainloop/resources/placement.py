@@ -1,4 +1,4 @@
-"""Assign models to devices: exact bin packing of a few requests, first fit of many."""
+"""Assign models to devices: with exact bin packing for a few requests, and with first fit for many."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Raises
     ------
     ResourceError
-        If there is no such assignment, or a request is not a number of GPUs.
+        If there is no possible assignment, or a request is not a number of GPUs.
 
     Notes
     -----

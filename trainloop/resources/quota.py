@@ -56,11 +56,11 @@ class Resources:
     memory: int
     """Main memory in bytes."""
     cpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All limits of the CPUs; the lowest decides."""
+    """All limits of the CPUs; the lowest one applies."""
     gpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
     """All limits of the GPUs."""
     memory_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All limits of the memory; the lowest decides."""
+    """All limits of the memory; the lowest one applies."""
 
     def __str__(self) -> str:
         lines = []

@@ -96,7 +96,7 @@ class LinearWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps; the rate is 0 from there on. Default: that of ``fit``, see
+        Total number of optimizer steps, after which the rate is 0. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.

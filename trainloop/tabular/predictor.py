@@ -40,7 +40,7 @@ class TabularPredictor:
     label : str
         Name of the column to predict.
     problem_type : {'binary', 'multiclass', 'regression'}, optional
-        By default inferred from the label column and printed.
+        By default it is inferred from the label column, and printed.
     eval_metric : str or callable, optional
         Metric by which models are compared. The default is accuracy, or root mean squared error for regression. A
         function takes ``(y_true, y_pred)`` and returns a score; a greater score must be better.

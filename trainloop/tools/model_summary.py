@@ -40,7 +40,7 @@ class Layer:
     bytes: int
     """Size of these parameters and of buffers in bytes."""
     flops: int
-    """FLOPs of the forward pass; a multiplication with an addition counts as two."""
+    """FLOPs of the forward pass; a multiplication and an addition count as two."""
     counted: bool = True
     """True if ``flops`` is complete: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
 

@@ -458,8 +458,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
             on one node only.
         rows_to : {'main', 'all'}, optional
             Ranks that get the rows: rank 0 only, or all. Other ranks get ``(None, None, None)``, or an empty iterator.
-            Default: all ranks, inside ``fit`` and under torchrun. Otherwise only rank 0 collects the rows, for the
-            calling process.
+            Default: all ranks, inside ``fit`` and under torchrun. In other cases, only rank 0 collects the rows, for
+            the calling process.
         """
         info = dataset_info or {"type": "other"}
         return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
@@ -521,7 +521,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find, in seconds, problems of a long run; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find problems of a long run, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
@@ -557,11 +557,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
         """Keep ranks and their process group running between the calls in a ``with`` block.
 
         The first ``fit``, ``predict_*`` or ``evaluate_*`` in the block starts the ranks. Further calls run in the same
-        processes, without a start, imports or a new process group, and GPUs keep their memory. The ranks end with the
-        block. Each call sends your changes of the loop, its model, loaders and callbacks, of the environment, and of
-        notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks are also started if
-        a call needs a different number of ranks or other devices. Calls of other loops in the block use the ranks, too.
-        With several nodes, with ``max_restarts`` and under a launcher, ranks are not kept.
+        processes: nothing is started or imported again, and the process group and GPU memory are kept. The ranks end
+        with the block. Each call sends what you have changed: the loop, its model, loaders and callbacks, the
+        environment, and notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks
+        are also started if a call needs a different number of ranks or other devices. Calls of other loops in the block
+        use the ranks, too. With several nodes, with ``max_restarts`` and under a launcher, ranks are not kept.
 
         The workers of loaders start and end with each call, even with ``persistent_workers=True``.
 

@@ -92,7 +92,7 @@ def replay(
     device: str | torch.device | None = None,
     trusted: bool = False,
 ) -> Replay:
-    """Repeat a recorded step up to the forward and backward that failed, in ``single``.
+    """Repeat a recorded step in ``single``, up to the forward and backward that failed.
 
     During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
     random states and precision. The line that failed on the rank raises the same error. You can use ``breakpoint()`` or

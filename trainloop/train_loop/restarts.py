@@ -1,4 +1,5 @@
-"""Restarts, seen from the process that starts the ranks: whether they restart after a failure, and from where.
+"""Restarts, as the process that starts the ranks decides on them: whether ranks restart after a failure, and from
+where.
 
 ::
 

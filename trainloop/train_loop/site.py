@@ -94,7 +94,7 @@ def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
     number = len(site.devices)
     if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
         warn(
-            f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
+            f"devices={asked!r} asks for {number} process{'es' * (number > 1)} per host, but the launcher (torchrun or "
             f"Slurm) has started {here.local_world_size} on this host, and all of them train. Leave devices out, or "
             f"start {number} (torchrun --nproc-per-node {number})."
         )
@@ -132,9 +132,9 @@ def devices_for(
     # Contradictions first: the intended argument is unknown.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
-            f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. Leave on_gpu out for GPUs, or "
-            "num_gpus "
-            f"for the CPU, where accelerator='cpu', devices={num_gpus} uses that many processes (ddp) or replicas (dp)."
+            f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. To use GPUs, leave on_gpu out. To "
+            f"use the CPU, leave num_gpus out; accelerator='cpu', devices={num_gpus} starts that many processes "
+            f"(ddp) or replicas (dp)."
         )
     if on_gpu and on_cpu:
         raise ConfigurationError(

@@ -268,7 +268,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
         if sizes != saved_sizes and not fits:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
-                f"but the loop's has {sizes}. Build it the same way."
+                f"but the loop's has {sizes}. Build the optimizer in the same way."
             )
 
 

@@ -1,4 +1,4 @@
-"""Measure a training's time: its steps, and the wait for their data."""
+"""Measure the time of a training: its steps, and the wait for data."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class EstimatorLoop:
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
-        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator. It replaces the estimator's own ``fit``,
-        e.g. to use :func:`trainloop.resources.gpu_or_cpu`.
+        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator. It replaces the estimator's own ``fit``, for
+        example to use :func:`trainloop.resources.gpu_or_cpu`.
     """
 
     def __init__(
@@ -182,7 +182,8 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
     if hasattr(estimator, "predict_proba"):
         if truth.ndim != 1:
             raise ConfigurationError(
-                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Pass a callable "
+                f"metric='val_loss' for classes needs a single target for each row, but y has the shape "
+                f"{truth.shape}. Pass a callable "
                 "metric(y_true, y_pred)."
             )
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}

@@ -139,7 +139,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         both = np.intersect1d(train, validation)
         if len(both):
             raise ConfigurationError(
-                f"folds[{index}] trains on row {both[0]} and also holds it out. Remove such rows from one of the two."
+                f"folds[{index}] trains on row {both[0]} and also holds it out. Remove these rows from one of the two."
             )
         folds.append(Fold(index, len(given), train, validation))
     return folds

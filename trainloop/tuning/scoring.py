@@ -122,7 +122,7 @@ def ensemble_weights(
     rounds : int
         Number of models to add in each selection.
     bags : int
-        Number of samples of the rows. With 0 there is one selection, on the rows themselves.
+        Number of random samples of the rows. With 0 there is one selection, on the rows themselves.
     time_limit_s : float, optional
         Seconds after which no further sample is drawn; at least one sample is drawn.
 
