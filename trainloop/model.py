@@ -151,8 +151,8 @@ class TTModel(nn.Module, ABC):
         value : 0-d Tensor or number
             Value to record; a tensor with one element counts as 0-d.
         on_step, on_epoch : bool, optional
-            Keep the value of each step; keep the value of the epoch. Default: both in a training step, otherwise only
-            the latter.
+            ``on_step``: keep the value of each step. ``on_epoch``: keep the value of the epoch. Default: both in a
+            training step, otherwise only ``on_epoch``.
         reduce : {'mean', 'sum', 'min', 'max'}
             How values are reduced over micro-batches, steps and ranks. A mean is weighted by ``batch_size``.
         sync_dist : bool

@@ -35,8 +35,8 @@ class MultiLoss(Mapping[str, Tensor]):
     Raises
     ------
     ConfigurationError
-        If there are no losses, a value is not a loss, or the names in the map are not those of the losses; in the first
-        step, if there are several optimizers and it isn't clear which of them a loss belongs to.
+        If there are no losses, a value is not a loss, or the map has other names than the losses; in the first step, if
+        there are several optimizers and it isn't clear which of them a loss belongs to.
 
     Examples
     --------
@@ -157,8 +157,8 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses, the map must have the index of each loss's optimizer. Pass such a map, or call "
-                "assigned_to(optimizer) first."
+                "optimizer's losses, the map must have the index of each loss's optimizer. Pass a map with indices, "
+                "or call assigned_to(optimizer) first."
             )
         return indices
 

@@ -366,7 +366,7 @@ class RepeatedLoader(DataLoader[Any]):
     ("loader", "message"),
     [
         (7, r"train_loader=7 can't be iterated. Pass a torch DataLoader, or any iterable of batches."),
-        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs at least one."),
+        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs at least one sample."),
         ([], r"train_loader has no batches: its length is 0"),
         (
             DataLoader(Rows(7), 4, drop_last=True),

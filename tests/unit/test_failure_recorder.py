@@ -648,7 +648,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     recorder = FailureRecorder(tmp_path / "failures")
     failed(Kind().made(), recorder)
-    with pytest.raises(CheckpointError, match=r"the record is of another model: .*other\.weight"):
+    with pytest.raises(CheckpointError, match=r"the record belongs to another model: .*other\.weight"):
         Kind(Two, of_two).made().replay(str(recorder.recorded))
     loop = Kind().made()
     loop.model.raises = False

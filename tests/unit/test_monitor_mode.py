@@ -56,7 +56,7 @@ def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: 
         ("val_acuracy", "'val_acuracy' is not known before training. Did you mean 'val_accuracy'? If not, pass mode="),
         (
             "frobnication",
-            "Pass mode='min' or mode='max'. Or is it misspelt? Metrics known before training: 'loss', 'val_loss'; the",
+            "Pass mode='min' or mode='max'. Or is the name misspelt? Metrics known before training: 'loss', 'val_loss'",
         ),
     ],
 )

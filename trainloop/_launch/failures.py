@@ -290,8 +290,8 @@ def hint(failure: Failure) -> str:
             return advice
     if failure.type is None and failure.exitcode == STATUS_LOST:
         return (
-            "ranks also have this exit code if their fork server was killed, which is a process of this program "
-            "(listed as multiprocessing.forkserver). The next call starts a new fork server; start_method='spawn' "
+            "ranks also have this exit code if their fork server was killed. The fork server is a process of this "
+            "program, listed as multiprocessing.forkserver. The next call starts a new one; start_method='spawn' "
             "needs none."
         )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
@@ -346,7 +346,7 @@ def worker_failed_error(
         what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting}{done} waited {timeout_s:g} s for "
         what += "it" if len(hanging) == 1 else "them"
         if world_size == 1:
-            what = f"{who} hangs: for {timeout_s:g} s it was in one call, or waiting for a process or thread"
+            what = f"{who} hangs: it has spent {timeout_s:g} s in one call, or waiting for a process or thread"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} has waited for {timeout_s:g} s"
     elif failure.type == LOST_HOST:

@@ -131,8 +131,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, by default reduced over all ranks. The arguments are those of
-        :meth:`.TTModel.log`.
+        """Record a metric from a hook, by default reduced over all ranks, with the arguments of :meth:`.TTModel.log`.
 
         The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
         the interrupted one in ``on_exception`` (only this rank's value). If a hook logs at the end of an epoch or of
@@ -351,7 +350,7 @@ def _hook(callback: Any, name: str) -> Hook:
         return method if count == offered else partial(_call_with_fewer, method, count)
     raise ConfigurationError(
         f"{type(callback).__name__}.{name}{signature} can't be called with the {offered} arguments of the loop. "
-        f"Its signature is {name}{inspect.signature(getattr(AbstractCallback, name))}."
+        f"Its signature must be {name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
 
 

@@ -63,7 +63,7 @@ class ModelCheckpoint(AbstractCallback):
         checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
         at most the steps since the checkpoint before the one that was being written.
     every_n_minutes : float or None
-        Write a checkpoint at the first step after this many minutes since the last checkpoint, by rank 0's clock.
+        Write a checkpoint at the first step that ends this many minutes after the last checkpoint, by rank 0's clock.
     safetensors : bool
         Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str

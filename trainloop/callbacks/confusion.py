@@ -174,8 +174,9 @@ def _classes(rows: Any, name: str) -> Tensor:
     if values.ndim != 1 or not whole or (len(values) and values.min() < 0):
         shape = tuple(torch.as_tensor(rows).shape)
         raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes: must be whole "
-            "numbers from 0, shape (samples,), or a score for each class, shape (samples, classes)."
+            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes. Return "
+            f"classes (whole numbers from 0) of shape (samples,), or a score for each class, of shape (samples, "
+            f"classes)."
         )
     return values.long()
 

@@ -108,7 +108,7 @@ class WeightAverage(AbstractCallback):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
                 f"the average in the checkpoint belongs to another model: it differs in {', '.join(missing[:5])}. "
-                "Resume with the model that it was made with."
+                "Resume with the model whose weights were averaged."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]

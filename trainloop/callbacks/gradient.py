@@ -24,7 +24,7 @@ __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
 
 class GradientCallbackBase(AbstractCallback):
-    """Base of callbacks that read or change gradients. It finds the parameters of each call.
+    """Base of callbacks that read or change gradients. :meth:`parameters` returns the parameters that a call is about.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     ----------
     callback_name : str
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : str
         Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
@@ -151,7 +151,7 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
         Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
@@ -189,7 +189,7 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'txt', 'tsv', 'csv'}
         ``'txt'`` is an aligned table for people; ``'tsv'`` and ``'csv'`` are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional

@@ -98,7 +98,8 @@ class Monitor:
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
                 nearest(self.name, known, _NEAR) or _spelt_right(self.name),
-                f" Or is it misspelt? Metrics known before training: {names}; the model and callbacks may log more.",
+                f" Or is the name misspelt? Metrics known before training: {names}; the model and callbacks may log "
+                f"more.",
             )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(

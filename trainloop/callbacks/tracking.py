@@ -192,7 +192,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     ) -> None:
         if isinstance(iteration_save_freq, bool) or not isinstance(iteration_save_freq, int) or iteration_save_freq < 0:
             raise ConfigurationError(
-                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 for after each epoch."
+                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 to save after each "
+                f"epoch."
             )
         arguments: dict[str, Any] = {"keep": None}
         if rm_subopt_local_models is not False:

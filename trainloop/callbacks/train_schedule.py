@@ -151,7 +151,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             if self.factory is None:
                 raise ConfigurationError(
                     f"LRScheduler: the {type(self.scheduler).__name__} was made for an optimizer that is not "
-                    "the loop's. Make it for the loop's optimizer, or pass its class and arguments."
+                    "the loop's. Make the scheduler for the loop's optimizer, or pass the scheduler's class and "
+                    "arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):

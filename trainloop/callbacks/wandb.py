@@ -200,8 +200,8 @@ class WandBTracking(AbstractCallback):
             if alert.metric_name not in self.train_loop_obj.history:
                 names = ", ".join(map(repr, self.train_loop_obj.history))
                 raise ConfigurationError(
-                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. "
-                    f"There are: {names}."
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. It has: "
+                    f"{names}."
                 )
             message = alert.message(values[alert.metric_name]) if alert.metric_name in values else None
             if message is not None:

@@ -17,7 +17,7 @@ This module does not depend on the loop: it takes and returns dicts.
 
 ========================================================  =====================================================
 :func:`save`, :func:`load`, :func:`read_info`             one checkpoint
-:func:`checkpoints`, :func:`load_newest`                  those of a folder
+:func:`checkpoints`, :func:`load_newest`                  the checkpoints of a folder
 :func:`save_weights`, :func:`load_weights`                a model's weights alone, in the safetensors format
 ========================================================  =====================================================
 """

@@ -264,10 +264,10 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
     samples = length_of(batches.sampler) if batches is not None else length_of(loader)
     if samples == 0 and batches is not None:
         raise ConfigurationError(
-            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one."
+            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one sample."
         )
     if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
-        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs one.")
+        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs at least one batch.")
     if batches is not None and batches.drop_last and samples is not None:
         needed = batches.batch_size * (1 if is_distributed(loader) else world_size)
         if samples < needed:

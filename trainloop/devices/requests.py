@@ -259,7 +259,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
-            "Use devices=1 for one process, devices=2 for two; 'auto' is one."
+            "Use devices=1 for one process, devices=2 for two; 'auto' means one."
         )
     if number > most_cpu_processes(cores):
         raise DeviceError(

@@ -53,7 +53,7 @@ def examine(readings: probe.Readings | None = None) -> Report:
     Parameters
     ----------
     readings : Readings, optional
-        Readings to check. Default: those of this machine.
+        Readings to check. Default: the readings of this machine.
     """
     readings = probe.read() if readings is None else readings
     return Report(tuple(found for check in checks.CHECKS for found in check(readings)))

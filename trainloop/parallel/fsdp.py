@@ -46,7 +46,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, no matter
     which submodules they call or how often. If ``get_loss`` yields its losses, each loss is one pass. You can read and
     write every other attribute, property and method of the model through the wrapper. Methods other than these three
-    bypass it, and see sharded parameters in the root unit.
+    bypass FSDP, and see sharded parameters in the root unit.
 
     Parameters
     ----------

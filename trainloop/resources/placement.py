@@ -67,7 +67,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     raise ResourceError(
         f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
         f"on {num_gpus} device{'s' * (num_gpus != 1)}: a fraction is never split over devices. "
-        "Request smaller fractions, or run fewer at once."
+        "Request smaller fractions, or run fewer models at once."
     )
 
 

@@ -120,7 +120,7 @@ class CosineWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps. Default: that of ``fit``, see
+        Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
         Number of periods of the cosine after the warm-up; 0.5 decreases to 0 once.
@@ -151,7 +151,7 @@ class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps. Default: that of ``fit``, see
+        Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
         Number of decreases; 1 by default, as in Transformers.

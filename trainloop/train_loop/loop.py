@@ -126,7 +126,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Seed of the order of samples in each epoch, and of the random generators. With the same seed, every mode and any
         number of ranks have the same global batches.
     timeout : float
-        Seconds after which a rank that hangs ends the run.
+        If a rank hangs for this many seconds, the run ends with an error.
     progress_bar : bool
         Show a progress bar, and a table with a row for each epoch.
     gradient_clip_norm : float, optional

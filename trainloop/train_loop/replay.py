@@ -146,7 +146,7 @@ def replay(
         raise ConfigurationError("replay: the model has lazy parameters without a shape. Run it on a batch first.")
     wrong = described_differences(own, {**record["parameters"], **record["buffers"]}, "record")
     if wrong:
-        raise CheckpointError(f"the record is of another model: {wrong}. Pass the model it was made with.")
+        raise CheckpointError(f"the record belongs to another model: {wrong}. Pass the model of the recorded run.")
     batches = _unpacked(record["batches"], path, trusted)
     carried = _unpacked(record["carried"], path, trusted)
     where = torch.device(device) if device is not None else loop.site.devices[0]

@@ -248,8 +248,8 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     wrong = described_differences(own, saved, "checkpoint", left_out)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint is of another model: {wrong}. "
-            "Pass the model that it was made with, or start without resume_from."
+            f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
+            f"without resume_from."
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)

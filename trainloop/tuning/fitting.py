@@ -143,8 +143,8 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         raise ConfigurationError(
             f"metric={metric!r} is not in the loop's history, which has "
             f"{', '.join(sorted(loop.history)) or 'nothing'}. "
-            "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
-            "metric(y_true, y_pred)."
+            "Use one of these names, log the metric in the model, or pass a validation_loader (for val_loss) or a "
+            "callable metric(y_true, y_pred)."
         )
     # The process that reads the result may have no GPU, and must not open one.
     model = loop.model.cpu()

@@ -16,7 +16,7 @@ _WHAT = ("bagged predictor", 1)
 
 
 class BaggedPredictor:
-    """One predictor made of the models of a bag's folds.
+    """One predictor that combines the models of a bag.
 
     Parameters
     ----------
