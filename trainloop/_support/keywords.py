@@ -100,7 +100,7 @@ _ROWS: list[tuple[str, ...]] = [
     ("resources_per_trial per_trial trial", "per_bag=, or per_model= without bagging"),
     ("per_fold fold model", "per_model"),
     ("num_cpus num_gpus", "per_model=ResourceQuota(...), or total= for all models together"),
-    ("n_jobs max_concurrent_trials num_workers", "per_model=: as many train at once as fit into total="),
+    ("n_jobs max_concurrent_trials num_workers", "per_model=: as many models train at once as fit into total="),
     ("parallel", "parallel_folds"),
     ("monitor score scoring", "metric"),
     ("storage_path local_dir path folder output_dir dirpath save_dir", "storage"),
@@ -111,7 +111,7 @@ _ROWS: list[tuple[str, ...]] = [
     ("mem ram memory_limit mem_gb memory_gb", "memory='16GB'"),
     # the wrappers, and their arguments in fit
     ("default_model_methods transfer_model_attributes",
-     "module: every attribute and method of the model is reachable through the wrapper, none is named."),
+     "module: every attribute and method of the model is reachable through the wrapper, so none has to be named."),
     ("find_unused find_unused_params unused_parameters", "find_unused_parameters"),
     ("device device_id gpus gpu gpu_ids local_rank rank", "device_ids=, a list"),
     ("replicas_count num_replicas num_devices", "devices"),

@@ -41,7 +41,7 @@ def check_distribution(r: Readings) -> Iterator[Check]:
 
 def check_requirements(r: Readings) -> Iterator[Check]:
     if r.conflicts:
-        remedy = "install the packages that it names; python -m pip check shows its whole output."
+        remedy = "install the packages that are named here; python -m pip check shows the full list."
         yield Check("requirements", "problem", _line("; ".join(r.conflicts)), remedy)
     else:
         yield Check("requirements", "ok", "python -m pip check finds no conflict")
@@ -124,7 +124,8 @@ def check_places(r: Readings) -> Iterator[Check]:
             "/dev/shm",
             "attention",
             f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 send their batches through it (Bus error): use docker run --shm-size=8g, "
+            "loaders with num_workers > 0 send their batches through it, and fail with 'Bus error' if it is full: "
+            "use docker run --shm-size=8g, "
             "or num_workers=0.",
         )
     else:

@@ -136,7 +136,9 @@ def replay(
         raise ConfigurationError("replay was called by a callback of the running loop. Call it outside of fit.")
     record = checkpoint.load(path)
     if "failure" not in record:
-        raise CheckpointError(f"{os.fspath(path)} is not a record of a FailureRecorder. Pass the path that it printed.")
+        raise CheckpointError(
+            f"{os.fspath(path)} is not a record of a FailureRecorder. Pass the path that the FailureRecorder printed."
+        )
     if record["kind"] == "loader":
         return _loaded_again(loop, record)
     if loop.optimizer is None:
@@ -166,8 +168,9 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
         return packed["plain"]
     if not trusted:
         raise CheckpointError(
-            f"{os.fspath(path)} has a pickled batch or carried state, since it contains more than tensors, numbers, "
-            "strings and containers of these. Reading a pickle can run any code. If you trust the person who made the "
+            f"{os.fspath(path)} has a pickled batch or carried state, because it contains objects other than "
+            f"tensors, numbers, strings and containers of these. Reading a pickle can run any code. If you trust "
+            f"the person who made the "
             "file, pass trusted=True."
         )
     return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
@@ -176,7 +179,7 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
 def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
-        raise ConfigurationError("replay: the record is of a DataLoader that failed, and train_loader has no dataset.")
+        raise ConfigurationError("replay: the record is of a DataLoader that failed, but train_loader has no dataset.")
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)
     with rng.isolated():

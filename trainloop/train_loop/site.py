@@ -167,7 +167,7 @@ def devices_for(
     if mode == "single" and len(found) > 1:
         raise ConfigurationError(
             f"devices={devices!r} with gpu_mode='single', which uses one device. "
-            "Use gpu_mode='ddp' (or 'dp') for several."
+            "Use gpu_mode='ddp' (or 'dp') for several devices."
         )
     return found
 

@@ -221,7 +221,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
         if not keepers:
             raise ConfigurationError(
                 "resume_from='last' needs a ModelCheckpoint in callbacks, which has the folder of checkpoints. "
-                "Add the one of the first run, or pass a checkpoint's path."
+                "Add the ModelCheckpoint of the first run, or pass a checkpoint's path."
             )
         state = keepers[0].last_state(whole=whole)
     else:
