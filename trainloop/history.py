@@ -125,8 +125,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a dict for each epoch, with ``epoch`` (counted from 1) and each metric that has a value in this
-        epoch."""
+        """Return a dict for each epoch: ``epoch`` (counted from 1), and each metric that has a value in this epoch."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -185,8 +184,7 @@ class History(Mapping[str, list[float]]):
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
-        """Average the results of :meth:`take_own` over ranks (the first values of all ranks, then the second ...), and
-        add the means."""
+        """Average the results of :meth:`take_own` over ranks, value by value, and add the means to the history."""
         for name in dict.fromkeys(name for theirs in everyone for name in theirs):
             for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
                 entries = [entry for entry in same if entry is not None]

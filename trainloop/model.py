@@ -92,8 +92,7 @@ class TTModel(nn.Module, ABC):
 
     @abstractmethod
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of one batch, a row for each sample; ``y_true`` is None if there are no
-        labels.
+        """Return ``(y_pred, y_true, metadata)`` of one batch, a row for each sample. ``y_true`` may be None.
 
         Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict. If
         the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
@@ -190,8 +189,7 @@ class TTModel(nn.Module, ABC):
         return torch.device("cpu")
 
     def all_gather(self, value: Any, *, concat: bool = False) -> Any:
-        """Return the values of all ranks (nested tensors and numbers), with a new leading axis of length
-        ``world_size``.
+        """Return ``value`` (nested tensors and numbers) of all ranks, with a new leading axis for the ranks.
 
         Collective: every rank must call it, with equal shapes. With ``concat=True``, values are joined along their
         first axis instead, whose length may differ between ranks. Gradients flow back to the tensors of every rank, so

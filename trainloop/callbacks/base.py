@@ -165,16 +165,14 @@ class AbstractCallback:
         )
 
     def end_training(self, reason: str = "") -> None:
-        """End training after this step (in ``on_epoch_end``, after this epoch), like ``early_stop``, and print the
-        reason.
+        """End training after this step (in ``on_epoch_end``, after this epoch), and print the reason.
 
         Any rank may call it; all ranks end at the same step.
         """
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Return True if the callback, with its current arguments, would again end the run that it has ended. Default:
-        True.
+        """Return True if the callback, with its current arguments, would again end the run that it ended (the default).
 
         Parameters
         ----------
@@ -253,8 +251,7 @@ class AbstractCallback:
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
-        """Called after each batch of ``predict_on_*``, with the result of ``get_predictions``, on the rank that has the
-        batch."""
+        """Called after each batch of ``predict_on_*``, on the batch's rank, with the result of ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         """Called on rank 0 when logs are flushed, with ``(global_step, {name: mean over ranks})`` for each step."""

@@ -389,8 +389,7 @@ class TensorBoard(AbstractCallback):
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """Make TensorBoard ignore values that the failed process has written after this step, even without a
-        checkpoint."""
+        """Make TensorBoard ignore values that the failed process wrote after this step, even without a checkpoint."""
         self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -32,8 +32,7 @@ _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``. Saves and loads the scheduler's
-    state.
+    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``, and save and load its state.
 
     Examples
     --------
@@ -51,8 +50,7 @@ class AbstractScheduler:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned. It has no learning rates; they are in the optimizer's
-        state."""
+        """Load a state that :meth:`state_dict` returned. Learning rates are in the optimizer's state instead."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
@@ -188,7 +186,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
             f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
             "returns the "
-            "optimizer steps of a training). If further calls of fit will continue the schedule, ignore this."
+            "optimizer steps of a training run). If further calls of fit will continue the schedule, ignore this."
         )
 
     def _check_plateau(self) -> None:

@@ -358,8 +358,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, the oldest first. Checkpoints with a damaged end precede them, sorted by
-    name.
+    """Return the checkpoints of a folder, the oldest first; before them, those with a damaged end, sorted by name.
 
     Reads only the last bytes of each file. Unfinished files have other names and are not listed.
     """

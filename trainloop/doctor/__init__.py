@@ -1,4 +1,4 @@
-"""Check the machine and the installation before a training: ``python -m trainloop doctor``.
+"""Check the machine and the installation before you train: ``python -m trainloop doctor``.
 
 :func:`examine` runs all checks and returns a :class:`Report` that prints as a table of ``ok``,
 ``attention`` and ``problem``. It also works if torch can't be imported.

@@ -211,8 +211,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     def release(self) -> None:
-        """Remove DDP's hooks from the parameters, and free its buckets and the group. The wrapper is unusable
-        afterwards.
+        """Remove DDP's hooks from the parameters, and free its buckets and group. The wrapper is unusable afterwards.
 
         This needs no exchange. Without it, these objects live until the garbage collector breaks the wrapper's cycles,
         possibly after ``destroy_process_group()``. The reducer would then have the last reference to the group. The

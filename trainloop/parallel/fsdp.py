@@ -231,8 +231,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError if one of the next training forwards changes a parameter, because the change would
-        be lost."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter (which would be lost)."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:

@@ -14,8 +14,7 @@ _SEARCHED = 16  # largest number of unequal fractions for which all assignments 
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request. A fraction uses a part of one device, a whole number n uses n devices
-    exclusively.
+    """Return the devices of each request: a fraction uses a part of one device, a whole number that many devices.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ class LearningRates:
 
     @property
     def smoothed(self) -> list[float]:
-        """Exponential mean of the losses, with bias correction."""
+        """Exponential moving average of the losses, with bias correction."""
         means, mean = [], 0.0
         for i, loss in enumerate(self.losses, start=1):
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss

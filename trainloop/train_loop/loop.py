@@ -437,8 +437,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, with a row for each sample, in
-        order.
+        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in order.
 
         Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
@@ -484,8 +483,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """Return everything that a resumed run needs, for callbacks. Collective: rank 0 gets the state, other ranks
-        ``None``.
+        """Return everything that a resumed run needs, on rank 0; on other ranks ``None``. For callbacks. Collective.
 
         In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """

@@ -1,5 +1,4 @@
-"""Restarts, as the process that starts the ranks decides on them: whether ranks restart after a failure, and from
-where.
+"""Restarts, in the process that starts the ranks: whether ranks restart after a failure, and from which checkpoint.
 
 ::
 

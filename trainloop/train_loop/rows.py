@@ -1,5 +1,4 @@
-"""Predictions larger than memory: each rank writes its batches to a file, from which they are read one by one, in
-order."""
+"""Predictions larger than memory: each rank writes its batches to a file, which is read batch by batch, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the time of a training: its steps, and the wait for data."""
+"""Measure the time of a training run: its steps, and the wait for data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["StepClock", "Timings"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Duration of the steps of a training, in seconds, in this process (in ``ddp``, of rank 0).
+    """Duration of the steps of a training run, in seconds, in this process (in ``ddp``, of rank 0).
 
     Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so on a GPU only the total is
     exact: ``data`` is the time that the host waited for the loader. :class:`~trainloop.callbacks.Profiler` measures the

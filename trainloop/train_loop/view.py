@@ -93,8 +93,7 @@ class LoopView:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this process trains; in the process that calls ``fit`` in ``ddp``, the device of the first
-        rank."""
+        """Device on which this process trains; in the process that calls ``fit`` in ``ddp``, the device of rank 0."""
         return self.running.place.device if self.running is not None else self.site.devices[0]
 
     @property
@@ -165,8 +164,7 @@ class LoopView:
     def num_optimizer_steps(
         self, num_epochs: int | None = None, num_iterations: int | None = None, grad_accumulation: int | None = None
     ) -> int | None:
-        """Return the number of optimizer steps of a training, for schedules. You can call it before, during and after
-        ``fit``.
+        """Return the number of optimizer steps of a training run. You can call it before, during and after ``fit``.
 
         The number is the same on all ranks. In one process it is ``len(train_loader) * num_epochs``. With several ranks
         it is smaller, because each step takes a batch from each rank.
@@ -214,8 +212,7 @@ class LoopView:
 
     @property
     def rank_zero_only_metrics(self) -> set[str]:
-        """Names of metrics logged with ``rank_zero_only``. Other ranks don't have them, so no decision may depend on
-        them."""
+        """Names of metrics logged with ``rank_zero_only``. Other ranks lack them, so no decision may depend on them."""
         return set() if self.running is None else self.running.recorder.rank_zero_only_names
 
     def __repr__(self) -> str:

@@ -1,5 +1,4 @@
-"""Train a fold with a ``TrainLoop`` or any object with ``fit`` and ``predict``. Return the score, predictions and
-model."""
+"""Train a fold with a ``TrainLoop`` or an object with ``fit`` and ``predict``; return score, predictions and model."""
 
 from __future__ import annotations
 
