@@ -37,7 +37,7 @@ class _Call:
 
 
 class TTFullyShardedDataParallel(Transparent, nn.Module):
-    """PyTorch's ``fully_shard`` (FSDP2) for a model, whose ``get_loss`` runs the way its ``forward`` does.
+    """A module under PyTorch's ``fully_shard`` (FSDP2) that runs a model's ``get_loss`` the way it runs ``forward``.
 
     Parameters and gradients are sharded over the ranks, and so is the state of optimizers that you make afterwards from
     ``wrapper.parameters()``. A rank keeps its shards, and gathers only the unit that is running. The module is changed
