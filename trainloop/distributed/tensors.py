@@ -192,8 +192,8 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. For this,
     every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the
     number of ranks, because ``DistributedDataParallel`` divides the sum by that number. This is true for a loss over
-    all gathered rows, and for a mean over the rank's own rows compared with all rows. If no gradient is needed, for
-    example for metrics, pass ``value.detach()``.
+    all gathered rows, and for a mean loss that compares the rank's own rows with all rows. If no gradient is needed,
+    for example for metrics, pass ``value.detach()``.
 
     Examples
     --------

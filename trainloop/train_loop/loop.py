@@ -306,7 +306,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Returns
         -------
         TTModel
-            The same model object that was passed to the loop, trained.
+            The trained model, which is the object that was passed to the loop.
 
         Raises
         ------
