@@ -112,8 +112,8 @@ def ensemble_weights(
     Parameters
     ----------
     predictions : sequence of array
-        For each model, its predictions for the same rows, on which it did not train:
-        ``[result.predictions_of(trial) for trial in result.trials]`` of a bag.
+        For each model, its predictions for the same rows, on which it did not train. For the trials of a search with
+        bags: ``[result.predictions_of(trial) for trial in result.trials]``.
     y_true : array
         Targets of these rows.
     *metrics : callable
