@@ -49,7 +49,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 class UnpicklableError(TrainLoopError, TypeError):
-    """An object that can't be sent to another process; the message names its attribute path and type."""
+    """An object that can't be sent to another process. The message has its attribute path and its type."""
 
 
 class CheckpointError(TrainLoopError, RuntimeError):
@@ -66,11 +66,12 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
     rank : int
         Global rank of the process that failed first.
     exitcode : int or None
-        Exit code of that process; the negative of a signal's number if it was killed; None if it hung.
+        Exit code of that process: the negative number of the signal if it was killed, None if it hung.
     traceback : str
         Text of the failed rank's traceback; empty if the process died without one.
     recorded : str or None
-        File of a ``FailureRecorder``, from which ``tl.replay(error.recorded)`` repeats the step; None without one.
+        File that a ``FailureRecorder`` wrote, from which ``tl.replay(error.recorded)`` repeats the step; None if there
+        is none.
     """
 
     def __init__(

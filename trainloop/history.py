@@ -1,4 +1,4 @@
-"""The record of a run: each metric's values by epoch, and by step if it was logged per step."""
+"""The record of a run: the values of each metric by epoch and, if it was logged per step, by step."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class History(Mapping[str, list[float]]):
         return {name: list(values) for name, values in self._values.items()}
 
     def plot(self, path: str | None = None) -> Any:
-        """Plot every metric over epochs; training, validation and test values of one metric share a panel.
+        """Plot every metric over epochs. Training, validation and test values of a metric share a panel.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """Return one dict per epoch: ``epoch``, counted from 1, and each metric that has a value in it."""
+        """Return a dict for each epoch: ``epoch`` (counted from 1), and each metric that has a value in this epoch."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -154,7 +154,7 @@ class History(Mapping[str, list[float]]):
     # -- written by the loop only ------------------------------------------------------------------------------------
 
     def record(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
-        """Add an epoch's value; with ``replace``, a second value in one epoch replaces the first."""
+        """Add the value of an epoch. With ``replace``, a second value in the same epoch replaces the first."""
         values, epochs = self._values.setdefault(name, []), self._epochs.setdefault(name, [])
         if replace and epochs and epochs[-1] == epoch:
             values[-1] = value
@@ -163,7 +163,7 @@ class History(Mapping[str, list[float]]):
             epochs.append(epoch)
 
     def record_own(self, name: str, value: float, epoch: int) -> None:
-        """Add this rank's value of an epoch; it is averaged with the other ranks' values later."""
+        """Add this rank's value for an epoch. It is averaged with the values of other ranks later."""
         self._unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
         self.record(name, value, epoch)
 
@@ -184,7 +184,7 @@ class History(Mapping[str, list[float]]):
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
-        """Average the results of :meth:`take_own` over ranks, first with first values and so on, and add the means."""
+        """Average the results of :meth:`take_own` over ranks, value by value, and add the means to the history."""
         for name in dict.fromkeys(name for theirs in everyone for name in theirs):
             for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
                 entries = [entry for entry in same if entry is not None]

@@ -43,15 +43,15 @@ class TTModel(nn.Module, ABC):
     """
 
     carried_state: Mapping[str, int] = {}
-    """Attributes that carry state from batch to batch, such as ``{"hidden": 1}``, each with the dimension of its
-    columns. Each rank has its own values, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
+    """Attributes that carry state from batch to batch, each with the dimension of its columns, such as ``{"hidden":
+    1}``. Each rank has its own values, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
 
     # torch.jit.script can't read these annotations.
     __jit_ignored_attributes__ = ("carried_state", "loss_reduction")
 
     loss_reduction: str | None = None
-    """``'sum'`` or ``'mean'``: how :meth:`get_loss` reduces a batch's samples. ``None``: as the criterion's
-    ``reduction`` says, or the mean if it has none."""
+    """``'sum'`` or ``'mean'``: how :meth:`get_loss` reduces a batch's samples. ``None``: use the criterion's
+    ``reduction``, or the mean if it has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,15 +75,15 @@ class TTModel(nn.Module, ABC):
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
             A 0-d loss: the mean over the batch's samples, or their sum if the criterion's ``reduction`` or
-            :attr:`loss_reduction` says so. A tuple adds the number of units (such as tokens) that the loss is a mean
-            over; micro-batches and ranks are then weighted by it.
+            :attr:`loss_reduction` says so. In a tuple, the weight is the number of units (such as tokens) that the loss
+            is a mean over; micro-batches and ranks are weighted by it.
 
         Yields
         ------
         tuple of (name or index, loss), or loss
-            Written as a generator, it yields losses in the order of their steps: after each ``yield``, the optimizer
-            of that name has stepped, and the code that follows uses the new weights. A loss is a Tensor or
-            ``(Tensor, weight)``; with one optimizer it needs no name.
+            A method written as a generator yields losses in the order of their steps. After each ``yield``, the named
+            optimizer has stepped, and the code that follows uses the new weights. A loss is a Tensor or ``(Tensor,
+            weight)``. If there is only one optimizer, the loss needs no name.
         """
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
@@ -92,24 +92,24 @@ class TTModel(nn.Module, ABC):
 
     @abstractmethod
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of one batch, a row per sample; ``y_true`` is None without labels.
+        """Return ``(y_pred, y_true, metadata)`` of one batch, a row for each sample. ``y_true`` may be None.
 
-        Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict.
-        Tensors and arrays whose rows differ in shape from batch to batch end up as a list of rows.
+        Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict. If
+        the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
         """
 
     def on_epoch_begin(self) -> None:
-        """Reset the state that the model carries from batch to batch; called before an epoch's first batch.
+        """Reset the state that the model carries from batch to batch. Called before the first batch of an epoch.
 
-        Not called if a run resumes in the middle of an epoch.
+        It is not called if a run resumes in the middle of an epoch.
         """
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
         """Called before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
 
-        A model that carries state from batch to batch, such as a recurrent network trained on one long text, saves its
-        training state here and starts with a new one. Called before the same hook of callbacks, with the same
-        ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
+        If a model carries state from batch to batch (such as a recurrent network trained on one long text), save its
+        training state here, and start with a new state. This hook is called before the same hook of callbacks, with the
+        same ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples
         --------
@@ -138,10 +138,10 @@ class TTModel(nn.Module, ABC):
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric, from any method of the model. Outside a running loop it does nothing.
+        """Record a metric, from any method of the model. If no loop is running, do nothing.
 
-        The value is copied on its device, where it stays until logs are flushed: a call takes a microsecond or two and
-        never waits. Later changes to the tensor have no effect on the metric.
+        The value is copied on its device, and the copy stays there until logs are flushed. A call takes a microsecond
+        or two and never waits. Later changes to the tensor have no effect on the metric.
 
         Parameters
         ----------
@@ -150,24 +150,25 @@ class TTModel(nn.Module, ABC):
         value : 0-d Tensor or number
             Value to record; a tensor with one element counts as 0-d.
         on_step, on_epoch : bool, optional
-            Keep each step's value; keep the epoch's value. Default: both in a training step, elsewhere the epoch's.
+            ``on_step``: keep the value of each step. ``on_epoch``: keep the value of the epoch. Default: both in a
+            training step, otherwise only ``on_epoch``.
         reduce : {'mean', 'sum', 'min', 'max'}
             How values are reduced over micro-batches, steps and ranks. A mean is weighted by ``batch_size``.
         sync_dist : bool
             Reduce over all ranks; if False, each rank keeps its own value.
         batch_size : int or 0-d Tensor, optional
-            Weight of the value; with 0 it doesn't count, even if it is nan. Default: the number of samples in the
-            batch, or 1 between steps.
+            Weight of the value in a mean. A value with weight 0 doesn't count, even if it is NaN. Default: the number
+            of samples in the batch, or 1 between steps.
         prog_bar : bool
             Show this rank's latest value in the progress bar.
         rank_zero_only : bool
-            Keep only rank 0's values and exchange none. Such a metric can't be monitored.
+            Keep only rank 0's values, without an exchange. Callbacks can't monitor this metric.
 
         Raises
         ------
         ConfigurationError
-            If the value is not a scalar, the loop itself records a metric of this name (such as ``loss``), or the
-            metric was logged with other options before.
+            If the value is not a scalar, if the loop itself records a metric with this name (such as ``loss``), or if
+            the metric was logged with other options before.
         """
         sink = self.__dict__.get("_log_sink")
         if sink is not None:
@@ -188,11 +189,11 @@ class TTModel(nn.Module, ABC):
         return torch.device("cpu")
 
     def all_gather(self, value: Any, *, concat: bool = False) -> Any:
-        """Return ``value`` of every rank: nested tensors and numbers, with a new leading axis of world size.
+        """Return ``value`` (nested tensors and numbers) of all ranks, with a new leading axis for the ranks.
 
-        Collective: every rank must call it, with equal shapes. With ``concat=True`` values are joined along their
-        first axis, whose length may differ. In one process the new axis has length 1. Gradients flow back to every
-        rank's tensors: a loss over all ranks' rows trains as in one process; see :func:`~.distributed.all_gather`.
+        Collective: every rank must call it, with equal shapes. With ``concat=True``, values are joined along their
+        first axis instead, whose length may differ between ranks. Gradients flow back to the tensors of every rank, so
+        a loss over the rows of all ranks trains as in one process; see :func:`~.distributed.all_gather`.
         """
 
         return all_gather(value, concat=concat)
@@ -203,7 +204,7 @@ class TTModel(nn.Module, ABC):
 
 
 class TTBasicModel(TTModel, ABC):
-    """A model for batches shaped ``(*inputs, target)``: write ``forward(*inputs)`` only."""
+    """A model for batches of the form ``(*inputs, target)``. You write only ``forward(*inputs)``."""
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """Return ``criterion(self(*inputs), target)``."""
@@ -222,7 +223,7 @@ class TTBasicModel(TTModel, ABC):
 
 
 class ModelWrap(TTModel):
-    """Train a plain ``nn.Module`` with a separate definition of how batches are fed to it.
+    """Train a plain ``nn.Module`` with a separate definition of its loss and predictions.
 
     Parameters
     ----------
@@ -254,11 +255,11 @@ class ModelWrap(TTModel):
         return self.model
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """The feed's loss."""
+        """Return the feed's loss."""
         return self.batch_model_feed_def.get_loss(self.model, batch_data, criterion, device)
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """Return the feed's loss in evaluation, from its ``get_loss`` if it has no ``get_loss_eval``."""
+        """Return the feed's ``get_loss_eval`` or, if it has none, its ``get_loss``."""
         feed = self.batch_model_feed_def
         return getattr(feed, "get_loss_eval", feed.get_loss)(self.model, batch_data, criterion, device)
 

@@ -18,23 +18,24 @@ __all__ = ["MultiLoss", "MultiOptimizer"]
 class MultiLoss(Mapping[str, Tensor]):
     """Named losses of one batch, each meant for one optimizer of a :class:`MultiOptimizer`.
 
-    A loss reaches only the parameters of its own optimizer: a generator's loss leaves no gradient in the discriminator
-    it passes through. With a single optimizer the losses are added up.
+    A loss gives gradients only to the parameters of its own optimizer: for example, a generator's loss leaves no
+    gradient in the discriminator that it passes through. With a single optimizer the losses are added up.
 
     Parameters
     ----------
     loss_dict : mapping of str to 0-d Tensor
     loss_optimizer_map : mapping of str to int or str, optional
-        Index or name of each loss's optimizer; several losses may share one. Default: a loss belongs to the optimizer
-        of the same name; several optimizers must then have names (see :class:`MultiOptimizer`).
+        Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss belongs to
+        the optimizer with the same name. If there are several optimizers, they must then have names (see
+        :class:`MultiOptimizer`).
     retain_graph_until_last : bool
-        Keep the autograd graph for the losses that follow, which often share parts of it.
+        Keep the autograd graph until the last loss, because losses often share parts of it.
 
     Raises
     ------
     ConfigurationError
-        If it has no losses, a value is not a loss, or the map has other names. In the first step also if there are
-        several optimizers and it isn't clear which of them a loss belongs to.
+        If there are no losses, a value is not a loss, or the map has other names than the losses; in the first step, if
+        there are several optimizers and it isn't clear which of them a loss belongs to.
 
     Examples
     --------
@@ -59,7 +60,7 @@ class MultiLoss(Mapping[str, Tensor]):
                 )
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
-                f"loss_optimizer_map names {list(loss_optimizer_map)}, the losses are {list(loss_dict)}: "
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}: "
                 "give each loss the index or the name of its optimizer."
             )
         self.loss_dict = dict(loss_dict)
@@ -81,7 +82,7 @@ class MultiLoss(Mapping[str, Tensor]):
         Raises
         ------
         ConfigurationError
-            If no optimizer would minimise a loss, or several could.
+            If a loss belongs to no optimizer, or could belong to several.
         """
         named = self.loss_optimizer_map
         if named is None:
@@ -118,7 +119,7 @@ class MultiLoss(Mapping[str, Tensor]):
         return self.map(Tensor.detach)
 
     def item(self) -> dict[str, float]:
-        """Return the values as Python floats; waits for the device."""
+        """Return the values as Python floats. This waits for the device."""
         return {name: loss.item() for name, loss in self.loss_dict.items()}
 
     def total(self) -> Tensor:
@@ -155,8 +156,8 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses, the map must have the index of each loss's optimizer. Pass such a map, or call "
-                "assigned_to(optimizer) first."
+                "optimizer's losses, the map must have the index of each loss's optimizer. Pass a map with indices, "
+                "or call assigned_to(optimizer) first."
             )
         return indices
 
@@ -173,7 +174,8 @@ class MultiOptimizer:
     Parameters
     ----------
     optimizer_list : mapping of str to torch.optim.Optimizer, or sequence of torch.optim.Optimizer
-        Optimizers of disjoint sets of parameters. In a mapping, a loss belongs to the optimizer of the same name.
+        Optimizers of disjoint sets of parameters. If they are in a mapping, a loss belongs to the optimizer with its
+        name.
 
     Attributes
     ----------
@@ -219,7 +221,7 @@ class MultiOptimizer:
         Raises
         ------
         ConfigurationError
-            If there is no such optimizer; the message begins with ``whose`` and ends with ``way_out``.
+            If there is no such optimizer. The message begins with ``whose`` and ends with ``way_out``.
         """
         if isinstance(which, int) and not isinstance(which, bool) and which in range(len(self)):
             return which
@@ -227,7 +229,8 @@ class MultiOptimizer:
             return self.names.index(which)
         known = f"named {_listed(self.names)}" if self.names is not None else "without names"
         raise ConfigurationError(
-            f"{whose} is for optimizer {which!r}, but there are {len(self)}, counted from 0, {known}. {way_out}"
+            f"{whose} is for optimizer {which!r}, but there are {len(self)} optimizers, counted from 0, {known}. "
+            f"{way_out}"
         )
 
     @property

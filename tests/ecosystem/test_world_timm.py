@@ -62,5 +62,5 @@ def test_names_are_timm_s_and_weights_that_are_not_here_name_the_folder_to_fill(
         ) as caught:
             TabularPredictor("class").fit(data, hyperparameters={"AG_IMAGE_NN": {"model": model}}, verbosity=0)
         assert str(tmp_path / "models" / model) in str(caught.value)
-    with pytest.raises(ConfigurationError, match="'no_such_net' is neither a folder nor a model of timm"):
+    with pytest.raises(ConfigurationError, match="'no_such_net' is neither a folder nor a timm name"):
         TabularPredictor("class").fit(data, hyperparameters={"AG_IMAGE_NN": {"model": "no_such_net"}}, verbosity=0)

@@ -322,9 +322,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     errors = facts[0]["errors"]
     assert errors["shapes"] == (
         "ValueError: all_gather: the ranks' values differ in structure or shape (rank 0: value['x']: float32 of shape "
-        "(2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must pass the same. If they differ in "
-        "their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; otherwise pad or "
-        "cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
+        "(2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must pass the same structure and shapes. If "
+        "values differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
+        "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
     )
     assert "rank 0: value: float32 of shape (); rank 1: value: float32 of shape (1,)" in errors["ndims"]
     assert "rank 0: nothing; rank 1: value[1]: int64 of shape ()" in errors["structure"]

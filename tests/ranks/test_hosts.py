@@ -351,7 +351,10 @@ def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> 
     assert "node_rank=5 is used by another host" in str(taken)
     leave(zero, right)
     printed = capfd.readouterr().err
-    assert printed.count("node 0 has num_nodes=2 and 2 ranks, node 1 has num_nodes=2 and 3 ranks: they must be") == 1
+    assert (
+        printed.count("node 0 has num_nodes=2 and 2 ranks, node 1 has num_nodes=2 and 3 ranks: both numbers must be")
+        == 1
+    )
     assert "Still waiting." in printed
 
 

@@ -165,7 +165,7 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
         ),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(alerts=[AlertConfig("f1", 0.5)])]),
-            "an alert is set on 'f1', which is not in the history. There are: '",
+            "an alert is set on 'f1', which is not in the history. It has: '",
         ),
         (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': it must be an AlertConfig"),  # type: ignore[list-item]
         (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be 1 or more, or None"),

@@ -162,7 +162,9 @@ def test_whole_ones_give_no_warning(tmp_path: Path) -> None:
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     for path in write_some(tmp_path, 2):
         os.truncate(path, 50)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded. To start afresh, move them away"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* can be loaded. To start from scratch, move these files away"
+    ):
         checkpoint.load_newest(tmp_path)
 
 
@@ -174,7 +176,9 @@ def test_an_empty_or_missing_folder_has_no_newest(tmp_path: Path) -> None:
 def test_all_deleted_is_a_fresh_start_with_a_warning(tmp_path: Path) -> None:
     for path in write_some(tmp_path, 2):
         path.unlink()
-    with pytest.warns(RuntimeWarning, match=r"is missing.\nThere is no other one: training starts from scratch"):
+    with pytest.warns(
+        RuntimeWarning, match=r"is missing.\nThere is no other checkpoint, so training starts from scratch"
+    ):
         assert checkpoint.load_newest(tmp_path) is None
 
 

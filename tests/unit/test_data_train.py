@@ -366,7 +366,7 @@ class RepeatedLoader(DataLoader[Any]):
     ("loader", "message"),
     [
         (7, r"train_loader=7 can't be iterated. Pass a torch DataLoader, or any iterable of batches."),
-        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs at least one."),
+        (DataLoader(Rows(0), 4), r"train_loader has no samples: .* length 0. Training needs at least one sample."),
         ([], r"train_loader has no batches: its length is 0"),
         (
             DataLoader(Rows(7), 4, drop_last=True),
@@ -375,7 +375,7 @@ class RepeatedLoader(DataLoader[Any]):
         ),
         (
             DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0)),
-            r"train_loader has a DistributedSampler with num_replicas=4, but world_size=2. Make it for 2",
+            r"train_loader has a DistributedSampler with num_replicas=4, but world_size=2. Make the sampler for 2",
         ),
         (
             DataLoader(Stream(), 4),

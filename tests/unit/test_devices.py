@@ -497,7 +497,7 @@ def test_all_usable_gpus(gpus: list[int]) -> None:
 
 
 def test_too_few_usable_gpus_name_the_occupied(gpus: list[int]) -> None:
-    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs are usable now; .*another run: \[1\]"):
+    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs are usable now. .*another run: \[1\]"):
         find_usable_cuda_devices(4)
 
 
@@ -521,7 +521,7 @@ def test_none_of_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_usable_of_no_usable_is_an_error(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_names, "_takes_a_tensor", lambda index: False)
-    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs are usable now; .*: \[0, 1, 2, 3\]"):
+    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs are usable now. .*: \[0, 1, 2, 3\]"):
         find_usable_cuda_devices(-1)
 
 

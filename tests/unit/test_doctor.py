@@ -53,10 +53,10 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "pip install --force-reinstall torch"),
     "torch crashes": ({"torch": Imported(None, "killed by signal 11")}, "import torch", "problem", "faulthandler"),
     "the driver is old": (torch(gpus=0, warnings=[OLD_DRIVER]), "gpus", "problem", "python -m torch.utils.collect_env"),
-    "no Gloo": (torch(gloo=False), "ddp", "problem", "torch's own build"),
+    "no Gloo": (torch(gloo=False), "ddp", "problem", "an official build of torch"),
     "a package that is too old": (
         {"conflicts": ("torchvision 0.1 requires torch==1.0, but you have torch 2.13.0.",)}, "requirements", "problem",
-        "requires torch==1.0, but you have torch 2.13.0. install the packages that it names"),
+        "requires torch==1.0, but you have torch 2.13.0. install the packages that are named here"),
     "another project's package of this import name": (
         {"other_distribution": "trainloop 0.11.0 in /site"}, "tt-trainloop", "problem",
         "pip uninstall -y trainloop tt-trainloop"),

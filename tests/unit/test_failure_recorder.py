@@ -364,7 +364,7 @@ def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.C
     assert ".sqrt().sum()" in replay.line
     assert __file__ in replay.line
     assert replay.gradient_difference == 0
-    assert "first backward function with one: SqrtBackward0" in str(replay)
+    assert "first backward function with such a gradient: SqrtBackward0" in str(replay)
 
 
 def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,7 +381,7 @@ def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.Captu
 def test_weights_that_were_not_finite_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path, check_every_n_steps=3), Kind(Root)
     kind.made().fit(num_epochs=1, callbacks=[recorder])
-    assert "before it 1 parameters were not finite (such as 'scale')" in capsys.readouterr().out
+    assert "before this step 1 parameters were already not finite (such as 'scale')" in capsys.readouterr().out
     assert str(recorder.recorded).endswith("step=00000009-rank=0.pt")
     replay = kind.made(seed=7).replay(str(recorder.recorded), detect="nan")
     assert replay.not_finite_before == ["model.scale"]
@@ -680,7 +680,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     recorder = FailureRecorder(tmp_path / "failures")
     failed(Kind().made(), recorder)
-    with pytest.raises(CheckpointError, match=r"the record is of another model: .*other\.weight"):
+    with pytest.raises(CheckpointError, match=r"the record belongs to another model: .*other\.weight"):
         Kind(Two, of_two).made().replay(str(recorder.recorded))
     loop = Kind().made()
     loop.model.raises = False

@@ -43,7 +43,7 @@ def test_higher_is_better(name: str) -> None:
     ids=["EarlyStopping", "ThresholdEarlyStopping", "ModelCheckpoint"],
 )
 def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: Path) -> None:
-    message = rf"monitor='{name}': this name does not show if lower or higher is better. Pass mode='min' or"
+    message = rf"monitor='{name}': this name does not show whether lower or higher is better. Pass mode='min' or"
     with pytest.raises(ConfigurationError, match=message):
         make_loop().fit(num_epochs=1, callbacks=[make(name)])
     make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], name), make(name, mode="max")])
@@ -56,7 +56,7 @@ def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: 
         ("val_acuracy", "'val_acuracy' is not known before training. Did you mean 'val_accuracy'? If not, pass mode="),
         (
             "frobnication",
-            "Pass mode='min' or mode='max'. Or is it misspelt? Metrics known before training: 'loss', 'val_loss'; the",
+            "Pass mode='min' or mode='max'. Or is the name misspelt? Metrics known before training: 'loss', 'val_loss'",
         ),
     ],
 )

@@ -141,8 +141,8 @@ def test_it_finds_a_sum_that_is_taken_for_a_mean() -> None:
             except preflight._Found as finding:
                 found[kind][i] = f"LOOK {finding}"
     assert "LOOK" in found[Sum][0]
-    assert "is the sum of those of its halves" in found[Sum][0]
-    assert "is the mean of those of its halves" in found[Misdeclared][0]
+    assert "is the sum of the losses of its halves" in found[Sum][0]
+    assert "is the mean of the losses of its halves" in found[Misdeclared][0]
     for kind in (Declared, Yielding):
         assert "LOOK" not in " ".join(found[kind]), found[kind]
 

@@ -122,7 +122,7 @@ def test_regression_is_that_of_scikit_learn() -> None:
 @pytest.mark.parametrize("metric", [rp.mse, rp.accuracy])
 def test_unequal_lengths_are_told(metric: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): pass one for each"
+        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): pass one prediction for each"
     ):
         metric([1, 2, 3], [1, 2])
 
@@ -215,7 +215,7 @@ def test_torchmetrics() -> None:
 
 
 def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = r"scikit-learn's, which is not installed: pip install '\.\[metrics\]', or score by a function"
+    hidden = r"need scikit-learn, which is not installed: pip install '\.\[metrics\]', or score with a function"
     monkeypatch.setattr(rp, "find_spec", lambda name: None)
     for package in (
         rp.ClassificationResultPackage,

@@ -123,7 +123,7 @@ def test_states_of_an_earlier_version_are_left_out_with_a_warning() -> None:
     rng.seed_all(3)
     expected = draw()
     rng.seed_all(3)
-    with pytest.warns(UserWarning, match="format of an earlier version.*other random numbers"):
+    with pytest.warns(UserWarning, match="format of an earlier version.*different random numbers"):
         rng.restore({"seed": 1, "packed": torch.zeros(3, dtype=torch.uint8)})
     assert draw() == expected
 

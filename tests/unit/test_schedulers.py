@@ -196,7 +196,9 @@ def test_each_optimizer_has_its_own() -> None:
 def test_which_optimizer_must_be_told(index: int | None) -> None:
     model, both = two_optimizers()
     words = (
-        "the loop has 2 optimizers. Choose one" if index is None else f"optimizer_idx={index}: the loop has 2 (0 to 1)"
+        "the loop has 2 optimizers. Choose one"
+        if index is None
+        else f"optimizer_idx={index}: the loop has 2 optimizers (0 to 1)"
     )
     with pytest.raises(ConfigurationError) as error:
         make_loop(model, optimizer=both).fit(
@@ -376,10 +378,16 @@ def partial_factor(schedule: Any) -> Any:
 @pytest.mark.parametrize(
     "schedule, words",
     [
-        (lambda: warmup.LinearWithWarmupScheduler(0, 7), "ends after optimizer step 7, the training after .* step 14"),
-        (lambda: warmup.CosineWithWarmupScheduler(0, 70), "ends after optimizer step 70, the training after"),
+        (
+            lambda: warmup.LinearWithWarmupScheduler(0, 7),
+            "ends after optimizer step 7, but the training ends after .* step 14",
+        ),
+        (lambda: warmup.CosineWithWarmupScheduler(0, 70), "ends after optimizer step 70, but the training ends after"),
         (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", total_iters=7), "ends after optimizer step 7"),
-        (lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", frequency=2, total_iters=4), "step 8, the"),
+        (
+            lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", frequency=2, total_iters=4),
+            "step 8, but the training",
+        ),
     ],
 )
 def test_a_schedule_of_another_length_than_the_training_is_warned_of_once(schedule: Any, words: str) -> None:

@@ -99,7 +99,7 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
 @pytest.mark.parametrize(
     "data, what",
     [
-        (lambda f: f.drop(columns="class"), r"no column 'class', the label; it has 'number', 'count'"),
+        (lambda f: f.drop(columns="class"), r"no column 'class', which is the label; it has 'number', 'count'"),
         (lambda f: f.assign(**{"class": "yes"}), r"label 'class' has only one value, 'yes'"),
         (lambda f: f.assign(**{"class": None}), r"label 'class' is missing in all 120 rows"),
         (lambda f: f.head(0), r"train_data has no rows"),

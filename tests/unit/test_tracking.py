@@ -211,7 +211,7 @@ def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) 
     [
         ({"project_name": ""}, r"project_name='': must be the name of a folder, such as 'digits'"),
         ({"experiment_name": "a/b"}, r"experiment_name='a/b': must be the name of a folder"),
-        ({"hyperparams": ["lr"]}, r"hyperparams=\['lr'\]: must be a dict. vars\(args\) makes one"),
+        ({"hyperparams": ["lr"]}, r"hyperparams=\['lr'\]: must be a dict. vars\(args\) converts"),
         ({"source_dirs": ["/no/such"]}, r"source_dirs: /no/such is not a folder. Pass existing folders"),
     ],
 )
@@ -223,7 +223,9 @@ def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> 
 
 def test_a_package_without_its_data_is_told_before_training(tmp_path: Path) -> None:
     loop, _ = tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
-    with pytest.raises(ConfigurationError, match=r"test_result_package is given, but no test_loader to evaluate it on"):
+    with pytest.raises(
+        ConfigurationError, match=r"test_result_package is given, but the loop has no test_loader to evaluate it on"
+    ):
         loop.fit(num_epochs=1)
     assert not (tmp_path / "p").exists()
 
@@ -238,7 +240,9 @@ def test_which_checkpoints_stay_in_aitoolboxs_words(tmp_path: Path) -> None:
     assert (named.keep, named.monitor, named._metric and named._metric.minimize) == (2, "val_accuracy", False)
     by_steps = ExperimentCheckpoint(experiment, iteration_save_freq=50, async_save=True)
     assert (by_steps.every_n_epochs, by_steps.every_n_steps, by_steps.async_save) == (None, 50, True)
-    with pytest.raises(ConfigurationError, match=r"iteration_save_freq=-1: must be a number of steps, or 0 for after"):
+    with pytest.raises(
+        ConfigurationError, match=r"iteration_save_freq=-1: must be a number of steps, or 0 to save after"
+    ):
         ExperimentCheckpoint(experiment, iteration_save_freq=-1)
 
 

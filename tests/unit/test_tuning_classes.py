@@ -73,7 +73,7 @@ def test_classes_of_several_targets_have_no_loss_of_their_own() -> None:
     x, y = data([0, 1, 2])
     trees = pytest.importorskip("sklearn.tree")
     loop = EstimatorLoop(trees.DecisionTreeClassifier(), (x, np.stack([y, y], 1)), (x, np.stack([y, y], 1)))
-    with pytest.raises(ConfigurationError, match=r"needs one target, but y has the shape \(60, 2\)"):
+    with pytest.raises(ConfigurationError, match=r"needs a single target for each row, but y has the shape \(60, 2\)"):
         fitting.fit(loop, fold=None, data=None, fit_args=None, params={}, metric="val_loss")
 
 

@@ -376,7 +376,7 @@ def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool)
 def _explain(error: NoServerError, method: str) -> None:
     if method == "forkserver":
         raise ConfigurationError(
-            f"start_method='forkserver': a fork server can't be used here: {error}. Use 'spawn', or 'auto', "
-            "which chooses it."
+            f"start_method='forkserver': a fork server can't be used here: {error}. Use 'spawn', or 'auto', which "
+            "then chooses 'spawn'."
         ) from error
-    logger.info("ranks are spawned, since a fork server can't be used: %s", error)
+    logger.info("ranks are spawned, because a fork server can't be used: %s", error)

@@ -262,8 +262,9 @@ _HINTS = [
     ),
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
-        "ranks called different collectives, or with different shapes: every rank must call the same ones in the same "
-        "order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). For unequal shapes, as of an uneven last batch, use "
+        "ranks called different collectives, or passed different shapes: every rank must make the same calls in the "
+        "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). For unequal shapes, such as those of an uneven "
+        "last batch, use "
         "trainloop.distributed.all_gather(value, concat=True).",
     ),
     (
@@ -289,8 +290,9 @@ def hint(failure: Failure) -> str:
             return advice
     if failure.type is None and failure.exitcode == STATUS_LOST:
         return (
-            "ranks also have this exit code if their fork server was killed, a process of this program that is listed "
-            "as multiprocessing.forkserver. The next call starts another one; start_method='spawn' needs none."
+            "ranks also have this exit code if their fork server was killed. The fork server is a process of this "
+            "program, listed as multiprocessing.forkserver. The next call starts a new one; start_method='spawn' "
+            "needs none."
         )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
         ended_by = exit_text(failure.exitcode).removeprefix("signal ")
@@ -303,7 +305,7 @@ def hint(failure: Failure) -> str:
         if ended_by == "SIGBUS":
             return _MORE_SHARED_MEMORY
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
-            return "native code crashed: if they could be written, the Python stacks at that moment are below."
+            return "native code crashed. The Python stacks at that moment are below, if they could be written."
     return ""
 
 
@@ -344,7 +346,7 @@ def worker_failed_error(
         what = f"{who} {'hangs' if len(hanging) == 1 else 'hang'}: {waiting}{done} waited {timeout_s:g} s for "
         what += "it" if len(hanging) == 1 else "them"
         if world_size == 1:
-            what = f"{who} hangs: for {timeout_s:g} s it was in one call, or waiting for a process or thread"
+            what = f"{who} hangs: it has spent {timeout_s:g} s in one call, or waiting for a process or thread"
     elif failure.timeout:
         what = f"all ranks wait for each other: {who} has waited for {timeout_s:g} s"
     elif failure.type == LOST_HOST:

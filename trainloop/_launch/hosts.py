@@ -246,7 +246,7 @@ class Hosts:
         return (
             f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name}; missing: node_rank "
             f"{', '.join(map(str, missing))}{connected}. Start the script on these nodes with the same rendezvous "
-            "point, and check that no firewall is in between."
+            "point, and check that no firewall blocks the connection."
             + "".join(f" Note: {self._refused[node]}." for node in missing if node in self._refused)
         )
 
@@ -277,8 +277,8 @@ class Hosts:
             time.sleep(0.2)
         raise ConfigurationError(
             f"{who} tried for {self._wait_s:g} s to connect to node 0 at {self._name}: {reason}. Start the script with "
-            "node_rank=0 on the host that has this address, with the same port, and check that no firewall is in "
-            "between."
+            "node_rank=0 on the host that has this address, with the same port, and check that no firewall blocks "
+            "the connection."
         )
 
     def _connected(self, who: str) -> dist.TCPStore:
@@ -368,11 +368,12 @@ class Hosts:
             return "fit(max_restarts=...) was passed only on some hosts: pass it on all of them, or on none"
         return (
             f"node {here} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node {there} has "
-            f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: they must be the same on all nodes"
+            f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: both numbers must be the same on "
+            "all nodes"
         )
 
     def _index_in_use(self) -> str:
-        return f"node_rank={self._me} is used by another host: give each host its own, from 0 to num_nodes - 1."
+        return f"node_rank={self._me} is used by another host: give each host its own number, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------
 

@@ -74,8 +74,10 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
         return None
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            f"by its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is rank {rank} "
-            f"of {world_size}, but a rank must be from 0 to world size - 1. Unset them to start ranks from here."
+            "according to its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is "
+            f"rank {rank} "
+            f"of {world_size}, but a rank must be from 0 to world size - 1. To start ranks from here, unset these "
+            "variables."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 

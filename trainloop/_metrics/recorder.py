@@ -280,7 +280,7 @@ class Recorder:
             raise ConfigurationError(
                 f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): it was logged with "
                 f"{', '.join(f'{option}={then[option]!r}' for option in differing)} before. "
-                "Use the same options for each name."
+                "Use the same options in all calls with this name."
             )
 
     def _options(self, asked: LogCall) -> Options:
@@ -414,7 +414,7 @@ def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
     if before and before[0][0] != entries[0][0]:
         raise ConfigurationError(
             f"log({name!r}, ...): it was logged with other options before, on another rank. "
-            "Use the same options for each name."
+            "Use the same options in all calls with this name."
         )
     return [*before, *entries]
 

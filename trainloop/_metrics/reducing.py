@@ -100,7 +100,7 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
                     f"log({name!r}, ...): rank {first[name]} logs it with "
                     f"{', '.join(f'{option}={ours[option]!r}' for option in differing)}, rank {rank} with "
                     f"{', '.join(f'{option}={theirs[option]!r}' for option in differing)}. "
-                    "Use the same options for each name."
+                    "Use the same options in all calls with this name."
                 )
             first.setdefault(name, rank)
             known.append(entry)

@@ -171,7 +171,7 @@ def restore(state: dict[str, Any]) -> None:
         if "packed" in state:
             warn(
                 "The checkpoint has random states in the format of an earlier version of trainloop. They are not "
-                "restored, so the run continues with other random numbers."
+                "restored, so the run continues with different random numbers."
             )
             return
         state = {**({} if _last_seed is None else _as_seeded(_last_seed)), **state}

@@ -180,7 +180,8 @@ class SharedStop:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"rank {rank} did not reach step boundary {boundary} within {self._timeout_s:g} s "
-                        f"(it is at {vote >> _BITS}); rank {self._rank} waited there to stop training with it."
+                        f"(it is at {vote >> _BITS}); rank {self._rank} was waiting there to stop training at the "
+                        f"same step."
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)

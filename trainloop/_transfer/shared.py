@@ -147,7 +147,7 @@ def changed_parts(
             can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
                 lost = ", ".join(str(key) for key in now if key not in can)
-                warn(f"{path}: {lost} can no longer be pickled; the caller keeps its old value.")
+                warn(f"{path}: {lost} can no longer be pickled, so your process keeps the old value.")
                 changed[path] = can
     return changed
 

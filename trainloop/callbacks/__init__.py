@@ -1,4 +1,4 @@
-"""Callbacks: the base class, and those of the package, imported on first access."""
+"""The base class of callbacks, and the package's own callbacks, which are imported on first access."""
 
 from __future__ import annotations
 

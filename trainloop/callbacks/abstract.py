@@ -14,7 +14,8 @@ __all__ = ["AbstractCallback", "AbstractExperimentCallback"]
 class AbstractExperimentCallback(AbstractCallback):
     """Base of callbacks that write into an experiment's folder.
 
-    Names that are not given are taken from a tracking loop, such as :class:`trainloop.TrainLoopCheckpoint`.
+    Names that are not given are taken from the loop if it keeps an experiment's folder, like
+    :class:`trainloop.TrainLoopCheckpoint`.
 
     Parameters
     ----------
@@ -50,12 +51,12 @@ class AbstractExperimentCallback(AbstractCallback):
         )
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Use the loop's names for those that were not given; call it in ``on_train_loop_registration``.
+        """Replace missing names with the loop's names; call this in ``on_train_loop_registration``.
 
         Raises
         ------
         ConfigurationError
-            If a name was not given, and the loop is not a tracking loop, so that it has none either.
+            If a name was not given, and the loop has no experiment to take it from.
         """
         for name in ("project_name", "experiment_name", "local_model_result_folder_path"):
             if getattr(self, name) is None:
@@ -63,12 +64,12 @@ class AbstractExperimentCallback(AbstractCallback):
                 if value is None:
                     raise ConfigurationError(
                         f"{type(self).__name__} has no {name}, and neither has the {type(self.train_loop_obj).__name__}"
-                        f". Pass {name} to the callback, or use a tracking loop, such as TrainLoopCheckpoint."
+                        f". Pass {name} to the callback, or use a loop that has it, such as TrainLoopCheckpoint."
                     )
                 setattr(self, name, os.path.expanduser(value) if name.endswith("path") else value)
 
     def experiment_folder(self) -> str:
-        """Return the experiment's folder; create it if it is missing."""
+        """Return the experiment's folder. Create it if it is missing."""
         assert self.local_model_result_folder_path is not None, "call try_infer_experiment_details first"
         assert self.project_name is not None, "call try_infer_experiment_details first"
         stamp = getattr(self.train_loop_obj, "experiment_timestamp", None)
@@ -78,7 +79,7 @@ class AbstractExperimentCallback(AbstractCallback):
         return folder
 
     def results_folder(self) -> str:
-        """Return the experiment's folder ``results``; create it if it is missing."""
+        """Return the folder ``results`` in the experiment's folder. Create it if it is missing."""
         folder = os.path.join(self.experiment_folder(), "results")
         os.makedirs(folder, exist_ok=True)
         return folder

@@ -1,4 +1,4 @@
-"""The base class of callbacks, and the table of the hooks that they override, in the order of their calls."""
+"""The base class of callbacks, and a table of the hooks in the order in which they are called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _OwnSignature:
 
 
 class AbstractCallback:
-    """Base of all callbacks: override the hooks that you need; the others cost nothing.
+    """Base of all callbacks. Override the hooks that you need; the others cost nothing.
 
     In ``ddp`` each rank has its own copy of the callback passed to ``fit``; at the end, the caller's
     callback gets the state of rank 0's copy.
@@ -43,19 +43,18 @@ class AbstractCallback:
     Parameters
     ----------
     callback_name : str, optional
-        Name shown in messages and under which state is kept in checkpoints. Default: the class name.
+        Name of the callback in messages and of its state in checkpoints. Default: the class name.
     execution_order : int
-        Callbacks run from the lowest to the highest order, equal ones in the order in which they were passed.
+        Callbacks run from the lowest to the highest value. Callbacks with equal values run in the order of the list.
     device_idx_execution : int, optional
-        The only global rank on which the callback runs. Default: every rank. A restricted callback must not
-        call functions that all ranks have to call together, such as ``predict_on_test_set``.
+        The only global rank on which the callback runs. Default: every rank. If you restrict a callback to one rank, it
+        must not call functions that all ranks have to call together, such as ``predict_on_test_set``.
 
     Attributes
     ----------
     train_loop_obj : TrainLoop
-        The loop; available from registration on.
-    message_service : trainloop.callbacks.messages.MessageService
-        Messages that the callbacks of one loop exchange.
+        The loop; available from ``on_train_loop_registration`` on. message_service :
+        trainloop.callbacks.messages.MessageService Messages that the callbacks of one loop exchange.
 
     Examples
     --------
@@ -132,16 +131,16 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`; by default reduced over all ranks.
+        """Record a metric from a hook, by default reduced over all ranks, with the arguments of :meth:`.TTModel.log`.
 
-        The value belongs to the hook's epoch: in ``on_train_begin`` to the first, in ``on_train_end`` to the last, in
-        ``on_exception`` to the interrupted one (only this rank's value). At the end of an epoch and of the training,
-        callbacks that run later find it in the history, on all ranks. In the hooks of an evaluation the name
-        gets the evaluation's prefix.
+        The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
+        the interrupted one in ``on_exception`` (only this rank's value). If a hook logs at the end of an epoch or of
+        the training, callbacks that run later find the value in the history, on all ranks. In the hooks of an
+        evaluation the name gets the evaluation's prefix.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
-        the weight in a mean is 1. Values that several ranks log under one name, or that the model logs as well, form
-        one metric. In a resumed run, logs of ``on_train_begin`` add nothing to metrics that are in the checkpoint.
+        the weight in a mean is 1. All values with one name form one metric, even if several ranks or the model log
+        them. In a resumed run, a metric that is in the checkpoint gets no further value from ``on_train_begin``.
 
         Raises
         ------
@@ -150,7 +149,7 @@ class AbstractCallback:
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call it in "
+                f"{type(self).__name__}.log({name!r}, ...): the callback has no loop yet. Call log in "
                 "on_multiprocess_start or a later hook."
             )
         self.train_loop_obj.log(
@@ -166,14 +165,14 @@ class AbstractCallback:
         )
 
     def end_training(self, reason: str = "") -> None:
-        """End training after this step (at an epoch's end, after this epoch), like ``early_stop``, and print a reason.
+        """End training after this step (in ``on_epoch_end``, after this epoch), and print the reason.
 
         Any rank may call it; all ranks end at the same step.
         """
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Return True if the callback, with its present arguments, would again end a run that it ended. Default: True.
+        """Return True if the callback, with its current arguments, would again end the run that it ended (the default).
 
         Parameters
         ----------
@@ -190,12 +189,12 @@ class AbstractCallback:
         """Restore a state that :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
 
     def on_train_loop_registration(self) -> None:
-        """Called in the caller's process, before anything starts. Check arguments here."""
+        """Called in the process that calls ``fit``, before ranks start. Check arguments here."""
 
     def on_multiprocess_start(self) -> None:
         """Called on each rank, before its loaders are split. Create per-rank data here.
 
-        In ``single`` and ``dp`` it is called too, so that the same script works in all modes.
+        It is also called in ``single`` and ``dp``, so that the same script works in all modes.
         """
 
     def on_train_begin(self) -> None:
@@ -205,12 +204,13 @@ class AbstractCallback:
         """Called on each rank of a run that restarts after a failure, after the newest checkpoint is loaded.
 
         Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have already been called. Attributes
-        are as at the first start, unless :meth:`load_state_dict` has restored them.
+        have the values from the call to ``fit``, unless :meth:`load_state_dict` has restored them.
 
         Parameters
         ----------
         failure : trainloop.train_loop.restarts.Restart
-            The restart: ``rank``, ``cause``, ``step`` from which training was resumed, ``steps_repeated``.
+            The restart, with attributes such as ``rank``, ``cause``, ``step`` (after which training resumes) and
+            ``steps_repeated``.
         """
 
     def on_epoch_begin(self) -> None:
@@ -231,35 +231,36 @@ class AbstractCallback:
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
         """Called before a pass over a dataset for its loss or its predictions, on all ranks, inside or outside ``fit``.
 
-        The model is already in evaluation mode, without gradients; random numbers drawn here do not affect the training
-        around it.
+        The model is already in evaluation mode, and gradients are disabled. Random numbers drawn here do not affect the
+        training.
 
         Parameters
         ----------
         dataset_info : dict
-            ``type`` is ``'train'``, ``'validation'``, ``'test'`` or ``'other'``, ``pass`` is ``'loss'`` or
-            ``'predictions'``; also the ``dataset_info`` passed to ``predict_with_model``. One dict per pass.
+            ``type`` is ``'train'``, ``'validation'``, ``'test'`` or ``'other'``; ``pass`` is ``'loss'`` or
+            ``'predictions'``. It also has the entries of the ``dataset_info`` passed to ``predict_with_model``. Each
+            pass has its own dict.
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
         """Called after the pass's last batch, with the same dict; values logged here belong to the pass.
 
-        Predictions are not gathered yet. Not called if the pass ended with an exception.
+        Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """
 
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
-        """Called after each batch of ``predict_on_*``, with the result of ``get_predictions``, on the batch's rank."""
+        """Called after each batch of ``predict_on_*``, on the batch's rank, with the result of ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         """Called on rank 0 when logs are flushed, with ``(global_step, {name: mean over ranks})`` for each step."""
 
     def on_epoch_end(self) -> None:
-        """Called after an epoch; its values, including ``val_loss``, are in ``train_loop_obj.history``."""
+        """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""
 
     def on_train_end(self) -> None:
-        """Called when training has ended, as planned or early, but not with an exception."""
+        """Called when training has ended as planned or early; not called after an exception."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when an exception ends training; the exception is raised again afterwards."""
@@ -359,7 +360,7 @@ def _hook(callback: Any, name: str) -> Hook:
         return method if count == offered else partial(_call_with_fewer, method, count)
     raise ConfigurationError(
         f"{type(callback).__name__}.{name}{signature} can't be called with the {offered} arguments of the loop. "
-        f"Its signature is {name}{inspect.signature(getattr(AbstractCallback, name))}."
+        f"Its signature must be {name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Small callbacks; those that end training can be imported from here too."""
+"""Small callbacks. The callbacks that end training can be imported from here, too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ListRegisteredCallbacks(AbstractCallback):
 
 
 class AllPredictionsSame(AbstractCallback):
-    """Detect a model that predicts the same value for all samples, as can happen with unbalanced classes.
+    """Detect that a model predicts the same value for all samples, which can happen if classes are unbalanced.
 
     It predicts the validation set after each epoch.
 
@@ -95,10 +95,11 @@ def _same(prediction: Any, value: Any) -> bool:
 
 
 class DataSubsetTestRun(AbstractCallback):
-    """Train only on the first few batches, to test that a script runs to its end.
+    """Train on only the first few batches, to test that a script runs to its end.
 
-    The loop's loaders are replaced by short ones, even after ``fit``; the loaders that were passed to it are not
-    changed. The first batches are chosen once, so every epoch has the same. In ``ddp`` the ranks share them.
+    The loop's loaders are replaced with short ones, which stay after ``fit``. The loaders that you passed to the loop
+    are not changed. The first batches are chosen once, so every epoch has the same batches. In ``ddp`` they are split
+    over the ranks.
 
     Parameters
     ----------
@@ -108,7 +109,7 @@ class DataSubsetTestRun(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If a number is out of range; at ``fit`` if a loader that should be cut short is missing.
+        If a number is out of range; at ``fit``, if a loader that should be shortened is missing.
 
     Examples
     --------
@@ -133,7 +134,8 @@ class DataSubsetTestRun(AbstractCallback):
         for name, number in self.num_batches.items():
             if number and getattr(loop, name) is None:
                 raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass one."
+                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass a "
+                    "loader to TrainLoop."
                 )
         for name, number in self.num_batches.items():
             if number:

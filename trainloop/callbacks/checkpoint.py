@@ -1,4 +1,4 @@
-"""ModelCheckpoint: decides when checkpoints are written and by which rank, and handles errors."""
+"""ModelCheckpoint, which decides when checkpoints are written and by which rank, and handles errors."""
 
 from __future__ import annotations
 
@@ -34,46 +34,48 @@ _OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an excepti
 
 
 class ModelCheckpoint(Saver):
-    """Write checkpoints by epoch, by optimizer step, by time and when a metric improves; keep the last and the best.
+    """Write checkpoints by epoch, by optimizer step, by time, or when a metric improves. Keep the newest and the best.
 
-    ``fit(resume_from='last')`` resumes from the newest complete one. Another one is written at the end of training, and
-    at SIGTERM, SIGHUP or SIGUSR1, if the state has changed since the last one.
+    ``fit(resume_from='last')`` resumes from the newest complete checkpoint. If the state has changed since then,
+    another checkpoint is written at the end of training, and at SIGTERM, SIGHUP or SIGUSR1.
 
     Parameters
     ----------
     dirpath : str or path
         Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint.
     every_n_epochs : int or None
-        Write at the end of every n-th epoch, with its ``val_loss``; a resumed run starts with the next epoch.
+        Write at the end of every n-th epoch, after its ``val_loss`` is known. A resumed run then starts with the next
+        epoch.
     every_n_steps : int or None
         Write after every n-th optimizer step, counted over the whole training. All hooks of the step, including
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
-        Metric in ``history`` by which checkpoints at an epoch's end are ranked. A checkpoint is written whenever it
-        improves, even if no ``every_n_*`` requires one; with all of these None, only then.
+        Metric in ``history`` by which checkpoints at the end of epochs are ranked. Whenever the metric improves, a
+        checkpoint is written, in addition to those of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
     keep : int or None
-        Number of checkpoints to keep: the best by ``monitor``, or without it the newest; None keeps all. The newest is
-        always kept, in addition. Only files of this run are deleted, including those from before a resume.
+        Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
+        The newest is always kept in addition. Only files of this run are deleted, including those from before a resume.
     async_save : bool
-        The loop waits only while the state is copied to host memory; a thread writes it. This needs memory for the
-        copy. If a checkpoint is due before the last one is on disk, the loop waits for it; so a killed run loses
-        at most the steps since the previous checkpoint.
+        If True, the loop waits only while the state is copied to host memory, and a thread writes the copy. If a
+        checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
+        at most the steps since the checkpoint before the one that was being written.
     every_n_minutes : float or None
-        Write a checkpoint at the first step after this much time since the last one, by rank 0's clock.
+        Write a checkpoint at the first step that ends this many minutes after the last checkpoint, by rank 0's clock.
     safetensors : bool
         Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
         Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
-        the script loads them before ``fit``. A resume compares them with the first run's, except in ``fsdp``.
+        the script must load them before ``fit``. When a run resumes, they are compared with those of the first run (in
+        ``fsdp``, only by shape).
 
     Attributes
     ----------
     best_path : str or None
-        Kept checkpoint with the best value of ``monitor``. During training, it and ``last_path`` are known only on
-        rank 0; afterwards on all ranks.
+        Kept checkpoint with the best value of ``monitor``. During training, ``best_path`` and ``last_path`` are known
+        only on rank 0; afterwards they are known on all ranks.
     last_path : str or None
         Newest checkpoint on disk.
     best_value : float or None
@@ -82,14 +84,15 @@ class ModelCheckpoint(Saver):
     Raises
     ------
     ConfigurationError
-        For invalid arguments; at ``fit`` also if the folder can't be written, or ``monitor`` can't occur.
+        For invalid arguments; at ``fit``, if the folder is not writable, or if the metric ``monitor`` can't occur.
     CheckpointError
         At the first checkpoint, if a callback's ``state_dict`` contains anything other than plain types and tensors.
 
     Warns
     -----
     RuntimeWarning
-        If a checkpoint can't be written (a full disk). Training continues, and earlier checkpoints are kept.
+        If a checkpoint can't be written (for example, on a full disk). Training continues, and earlier checkpoints are
+        kept.
 
     Examples
     --------
@@ -174,7 +177,7 @@ class ModelCheckpoint(Saver):
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model.
 
-        Collective during training in ``ddp``: all ranks must call it (for example in ``on_train_end``).
+        In ``ddp``, all ranks must call it together during training (for example in ``on_train_end``).
 
         Parameters
         ----------
@@ -189,7 +192,7 @@ class ModelCheckpoint(Saver):
         Raises
         ------
         CheckpointError
-            If no checkpoint was ranked by a metric, every value was NaN, or the best one is damaged.
+            If no checkpoint was ranked by a metric, if every value was NaN, or if the best checkpoint is damaged.
         """
         self._finish_writing()
         path = distributed.broadcast_object(self.best_path)
@@ -215,7 +218,7 @@ class ModelCheckpoint(Saver):
     # -- what the loop asks --------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
-        """Return the newest complete checkpoint of the folder, of any run; None if there is none yet."""
+        """Return the newest complete checkpoint in the folder, of any run; None if there is no checkpoint yet."""
         found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 
@@ -224,7 +227,7 @@ class ModelCheckpoint(Saver):
         return self._own.on_disk(runs)
 
     def save_due(self) -> None:
-        """Write a checkpoint if one is due at this step, whose last hook has run. Collective."""
+        """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
         step = self.train_loop_obj.global_step
         if not self._prepared:
             self._prepare()
@@ -238,8 +241,9 @@ class ModelCheckpoint(Saver):
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
 
-        Collective: all ranks call it, between two steps. It returns on all of them when the file is complete: the run
-        then ends, and launchers kill the other ranks soon after the first has ended (torchrun, ``srun -K``).
+        Collective: all ranks call it, between two steps. It returns on all ranks only when the file is complete,
+        because the run then ends, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first
+        has ended.
         """
         self._finish_writing()
         # Only rank 0 knows if its write succeeded.
@@ -250,7 +254,7 @@ class ModelCheckpoint(Saver):
             distributed.barrier()
 
     def save_finished(self) -> None:
-        """Write a checkpoint at the end of training, when no step is left to do. Collective."""
+        """Write a checkpoint at the end of training, after the last step. Collective."""
         self._save("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()

@@ -18,16 +18,16 @@ __all__ = ["ConfusionMatrix"]
 
 
 class ConfusionMatrix(AbstractCallback):
-    """Count predicted against true classes over a whole data set; each sample counts once over all ranks.
+    """Count predicted against true classes over a whole dataset; each sample counts once over all ranks.
 
-    The matrix is sent to :class:`~trainloop.callbacks.TensorBoard` as an image, if that is in ``callbacks``.
+    If :class:`~trainloop.callbacks.TensorBoard` is in ``callbacks``, it shows the matrix as an image.
 
     Parameters
     ----------
     dataset : {'validation', 'test'}
         ``'validation'`` for the validation set at the end of epochs, ``'test'`` for the test set after training.
     every_n_epochs : int
-        Epochs between two matrices of the validation set.
+        The matrix of the validation set is computed once in this many epochs.
     class_names : sequence of str, optional
         Names of the classes in the picture. Default: their numbers.
     path : str or path, optional
@@ -41,8 +41,8 @@ class ConfusionMatrix(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        At ``fit``, if the loop has no such loader, or matplotlib is missing for a picture; during training, if
-        ``get_predictions`` returns neither classes nor a score for each class.
+        At ``fit``, if the loop has no loader for ``dataset``, or if matplotlib is needed and missing; during training,
+        if ``get_predictions`` returns neither classes nor a score for each class.
 
     Notes
     -----
@@ -113,7 +113,7 @@ class ConfusionMatrix(AbstractCallback):
         return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
 
     def draw(self) -> Any:
-        """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the share of each true class."""
+        """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the fraction of each true class."""
         if self.matrix is None:
             raise ConfigurationError("ConfusionMatrix.draw: nothing was predicted yet. Call fit first.")
         counts = self.matrix
@@ -174,8 +174,9 @@ def _classes(rows: Any, name: str) -> Tensor:
     if values.ndim != 1 or not whole or (len(values) and values.min() < 0):
         shape = tuple(torch.as_tensor(rows).shape)
         raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes: must be whole "
-            "numbers from 0, shape (samples,), or a score for each class, shape (samples, classes)."
+            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes. Return "
+            f"classes (whole numbers from 0) of shape (samples,), or a score for each class, of shape (samples, "
+            f"classes)."
         )
     return values.long()
 

@@ -12,21 +12,22 @@ __all__ = ["InMultiProcessDataLoad"]
 
 
 class InMultiProcessDataLoad(AbstractCallback):
-    """Make loaders in each rank of ``ddp`` instead of sending them there.
+    """Make loaders in each rank of ``ddp`` instead of sending them to the ranks.
 
-    The loop then gives each rank its shard of them, as of any loader. Pass it as ``fit(in_process_data_load=...)``;
-    then ``train_loader=None`` is allowed.
+    Pass this callback as ``fit(in_process_data_load=...)``; ``train_loader=None`` is then allowed. The loop shards
+    these loaders like any others.
 
     Parameters
     ----------
     train_loader_build_fn, val_loader_build_fn, test_loader_build_fn : callable, optional
-        Functions without arguments that return the loader. Default: the loop keeps its loader. In a subclass, override
-        :meth:`build_train_dataloader` and the like, and pass ``True``.
+        Functions without arguments that return the loader. Default: the loop keeps its loader. A subclass can instead
+        override :meth:`build_train_dataloader`, :meth:`build_val_dataloader` or :meth:`build_test_dataloader`; then
+        pass ``True`` for that loader.
 
     Raises
     ------
     ConfigurationError
-        If one is neither callable nor implemented by a subclass.
+        If an argument is not callable, and a subclass does not implement the method either.
 
     Examples
     --------

@@ -16,18 +16,18 @@ __all__ = ["EarlyStopping", "ThresholdEarlyStopping", "TimeLimit"]
 class EarlyStopping(AbstractCallback):
     """Stop once a metric has not improved for ``patience`` epochs in a row.
 
-    It decides at an epoch's end, from the same values on all ranks. Epochs in which the metric is not evaluated don't
-    count; a NaN is not an improvement.
+    It decides at the end of each epoch, from the same values on all ranks. Epochs in which the metric is not evaluated
+    don't count, and a NaN is not an improvement.
 
     Parameters
     ----------
     monitor : str
         Name in ``history``.
     min_delta : float
-        Minimum improvement, in the metric's unit: a value must be better by more than this.
+        Minimum improvement: a value must be better than the best one by more than this.
     patience : int
-        Number of evaluations in a row without improvement after which training ends; 0 is the same as 1.
-        (AIToolbox continued for one more if ``patience`` was above 0.)
+        Training ends after this many evaluations in a row without an improvement; 0 is the same as 1. (AIToolbox
+        continues for one more epoch if ``patience`` is above 0.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
@@ -44,7 +44,7 @@ class EarlyStopping(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If the metric can't occur (at ``fit``), or has not occurred by the first epoch's end.
+        At ``fit``, if the metric can't occur; later, if it has not occurred by the end of the first epoch.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class ThresholdEarlyStopping(AbstractCallback):
     threshold : float
         Value to reach: the metric must not be worse.
     patience : int
-        Number of evaluations in a row that may be worse than the threshold; one more ends training.
+        Number of evaluations in a row that may be worse than the threshold. One more ends training.
     mode : {'auto', 'min', 'max'}
         As in :class:`EarlyStopping`.
 
@@ -168,15 +168,15 @@ class ThresholdEarlyStopping(AbstractCallback):
 class TimeLimit(AbstractCallback):
     """Stop after a given time, at the end of the current step.
 
-    Each rank has its own clock; the first one past the limit ends training on all ranks at the same step. Times of
-    resumed runs add up; a second ``fit`` starts from zero.
+    Each rank has its own clock. The first rank past the limit ends training on all ranks at the same step. If a run is
+    resumed, the earlier time counts too; a second ``fit`` starts from zero.
 
     Parameters
     ----------
     seconds : float or datetime.timedelta
         Time from the start of training; added to the other arguments.
     minutes, hours, days : float
-        Further time, in these units.
+        Additional time in these units.
 
     Attributes
     ----------

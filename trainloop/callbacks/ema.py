@@ -1,4 +1,4 @@
-"""Averages of the weights: a base class, and the exponential moving average."""
+"""Averages of the weights: a base class, and exponential moving averages."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class WeightAverage(AbstractCallback):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
                 f"the average in the checkpoint belongs to another model: it differs in {', '.join(missing[:5])}. "
-                "Resume with the model that it was made with."
+                "Resume with the model whose weights were averaged."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
@@ -122,9 +122,9 @@ class WeightAverage(AbstractCallback):
 class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps; the trained model ends with the average.
 
-    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, with
-    ``torch.optim.swa_utils``. Every rank computes it itself, from equal weights. Buffers, such as BatchNorm's running
-    statistics, are not averaged: the model's own are used.
+    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, computed
+    with ``torch.optim.swa_utils``. Every rank computes the average itself, from equal weights. Buffers, such as
+    BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained one.
 
     Parameters
     ----------
@@ -137,13 +137,13 @@ class ExponentialMovingAverage(WeightAverage):
     evaluate : bool
         Evaluate the average on the validation set after each epoch, as ``ema_val_loss`` in ``history``.
     apply_on_train_end : bool
-        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained
-        weights, unless the model was changed in between.
+        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained weights,
+        not from the average, unless you change the model in between.
 
     Raises
     ------
     ConfigurationError
-        For arguments out of range; at ``fit`` if ``evaluate`` is set and there is no validation loader.
+        For arguments out of range; at ``fit``, if ``evaluate`` is True and there is no validation loader.
 
     Examples
     --------
@@ -170,7 +170,7 @@ class ExponentialMovingAverage(WeightAverage):
         if every_n_steps < 1 or start_step < 0:
             raise ConfigurationError(
                 f"ExponentialMovingAverage: every_n_steps={every_n_steps}, start_step={start_step}: "
-                "must be at least 1 and 0."
+                "every_n_steps must be 1 or more, and start_step 0 or more."
             )
         self.decay = decay
         self.every_n_steps = every_n_steps

@@ -2,7 +2,7 @@
 
 Until a step fails, the recorder keeps only references and random states, in two calls from the training
 (:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, which can be read without running
-code. A batch that is not plain data is stored in it as pickled bytes.
+code. If a batch is not plain data, the file contains it as pickled bytes.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ class FailureRecorder(AbstractCallback):
     """Record a step that fails, so that :meth:`.TrainLoop.replay` can repeat it in one process, under a debugger.
 
     The rank writes one file if ``get_loss``, backward, clipping, an optimizer's step or a hook of the step raises, or
-    if the loss or a gradient is not finite. The file contains the step's batches up to the one that failed, weights,
-    buffers, gradients, the random states before each forward, precision, the traceback and versions. The error's
-    message and ``WorkerFailedError.recorded`` name it. If a dataset or a collate function raises, the file contains
-    the batch's indices.
+    if the loss or a gradient is not finite. The file contains the batches of the step up to the one that failed, the
+    weights, buffers and gradients, the random states before each forward, the precision, the traceback and the
+    versions. If a dataset or a collate function raises, the file contains the indices of the batch, not the batch. The
+    error's message and ``WorkerFailedError.recorded`` name the file.
 
-    The first value of a ``fit`` that is not finite is recorded, and training continues; add :class:`TerminateOnNaN` to
-    end it. Gradients that AMP's scaler found infinite are not an error.
+    In each ``fit``, only the first value that is not finite is recorded, and training continues; add
+    :class:`TerminateOnNaN` to end it. Gradients that AMP's scaler finds infinite are not an error.
 
     Parameters
     ----------
     dirpath : str or path
         Folder or URL; the first record creates it. Each rank writes its own file.
     check_every_n_steps : int, optional
-        Steps between two checks for values that are not finite; a check waits for the GPU. By default, the loss is
-        checked in each batch on the CPU, and gradients (on other devices the loss, too) so often that the checks take
-        at most 0.25 % of the training time. If a gradient was not finite in a step without a check, the next record
-        reports weights that are not finite.
+        Steps between two checks for values that are not finite. (A check waits for the GPU.) By default, the loss is
+        checked in each batch on the CPU. Gradients, and on other devices the loss, are checked as often as possible if
+        the checks may take at most 0.25 % of the training time. If a gradient was not finite in a step without a check,
+        the next record reports weights that are not finite.
 
     Attributes
     ----------
@@ -75,31 +75,32 @@ class FailureRecorder(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        For invalid arguments. In ``fit``, if the folder cannot be written, or for a second recorder.
+        For invalid arguments; in ``fit``, if the folder is not writable, or if there is a second recorder.
 
     Notes
     -----
-    Not recorded:
+    These are not recorded:
 
-    * A rank that is killed, by a signal or because the host is out of memory.
-    * Failures in evaluation and prediction, and of loaders without indices (streams, plain iterables, persistent
-      workers without a seed).
-    * ``fsdp``: a step in which the rank's parameters are sharded at the moment of the failure. The error names them.
-    * Values that ``get_loss`` receives from other ranks, as in ``sync_batchnorm``.
+    * a rank that is killed by a signal, or because the host is out of memory;
+    * failures in evaluation and prediction, and in loaders without indices (streams, plain iterables, persistent
+      workers without a seed);
+    * in ``fsdp``, a step in which parameters of the rank are sharded at the moment of the failure (the error names
+      them);
+    * values that ``get_loss`` receives from other ranks, as in ``sync_batchnorm``.
 
-    What a replay can't restore or compare:
+    A replay can't restore or compare everything:
 
-    * The record has the weights at the time of the failure. If an optimizer had already changed them, they are not
-      those of the forward, and the replay reports this. If ``get_loss`` yields its losses, the replay repeats those
-      before the failing one without their optimizer steps.
-    * Python's and numpy's random states are read before every 100th forward only, once they have not changed for 100
-      forwards. If a program uses these generators rarely, the replay says that its numbers may differ.
-    * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in all.
-      Larger ones are named in the record and have the values after the failing forward. The same is true of other
-      state of the model, except ``carried_state``.
+    * The record has the weights at the time of the failure. If an optimizer had already changed the weights of the
+      forward, the replay reports this. If ``get_loss`` yields its losses, the replay repeats the losses before the
+      failing one without their optimizer steps.
+    * Python's and numpy's random states are read only before every 100th forward, once they have not changed for 100
+      forwards. If a program uses these generators rarely, the replay reports that its numbers may differ.
+    * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in total.
+      Larger buffers have the values after the failing forward, and the record names them. Other state of the model also
+      has the values after the failing forward, except ``carried_state``.
     * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
-      exist. A replay compares gradients in ``single`` and ``dp``, in earlier micro-batches of a step, and if
-      ``get_loss`` yields its losses; it always compares the loss.
+      exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in earlier micro-batches
+      of a step, and if ``get_loss`` yields its losses.
 
     Examples
     --------
@@ -161,7 +162,7 @@ class FailureRecorder(AbstractCallback):
     # -- before a failure: references and random states --------------------------------------------------------------
 
     def forward_begins(self, first: bool) -> None:
-        """Keep the random states; the training loop calls this right before each forward, after the batch is loaded."""
+        """Keep the random states. The training loop calls this right before each forward, after the batch is loaded."""
         if first:
             self._begin()
         self._states.append(self._random.take())
@@ -215,7 +216,7 @@ class FailureRecorder(AbstractCallback):
         self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
 
     def backward_ended(self, loss: Any) -> None:
-        """Check values, if a check is due; the training loop calls this right after each backward."""
+        """Check values if a check is due. The training loop calls this right after each backward."""
         self._ended += 1
         self._losses = named_losses(loss)
         if self._found:
@@ -250,9 +251,7 @@ class FailureRecorder(AbstractCallback):
     def _record_values(self, what: str) -> None:
         weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
         if weights:
-            what += (
-                f"; before it {len(weights)} parameters were not finite (such as {weights[0]!r}), from an earlier step"
-            )
+            what += f"; before this step {len(weights)} parameters were already not finite (such as {weights[0]!r})"
         where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
         try:
             refused = self._refused()
@@ -317,8 +316,9 @@ class FailureRecorder(AbstractCallback):
         if not sharded:
             return ""
         return (
-            f"FailureRecorder wrote nothing: {len(sharded)} parameters were sharded at that moment, such as "
-            f"{sharded[0]!r}, and a record needs whole ones. To get one, resume from a checkpoint in gpu_mode='ddp'."
+            f"FailureRecorder wrote no record: {len(sharded)} parameters were sharded at that moment, such as "
+            f"{sharded[0]!r}, but a record needs whole parameters. To get a record, resume from a checkpoint with "
+            "gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:

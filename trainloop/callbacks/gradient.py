@@ -1,8 +1,8 @@
 """Callbacks that read or change gradients between the backward pass and the optimizer's step.
 
-``on_after_gradient_update`` is called once per step (with a :class:`~trainloop.optim.MultiOptimizer` once for each
-optimizer), when gradients are complete: summed over micro-batches, averaged over ranks, unscaled by AMP. They are
-the same on all ranks, and nothing here waits for the device.
+``on_after_gradient_update`` is called once per step (with a :class:`~trainloop.optim.MultiOptimizer`, once for each
+optimizer). The gradients are then complete: summed over micro-batches, averaged over ranks, and unscaled. They are the
+same on all ranks. These callbacks do not wait for the device.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
 
 class GradientCallbackBase(AbstractCallback):
-    """Base of callbacks over gradients, with the parameters that each call is about.
+    """Base of callbacks that read or change gradients. :meth:`parameters` returns the parameters that a call is about.
 
     Parameters
     ----------
     callback_name : str
     execution_order : int
-        Order of the callback. Clipping has 0, statistics have -1, so that they see the unclipped gradients.
+        Order of the callback. Statistics have -1 and clipping has 0, so that statistics see the unclipped gradients.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class GradientCallbackBase(AbstractCallback):
         super().__init__(callback_name, execution_order=execution_order)
 
     def parameters(self, optimizer_idx: int = 0) -> list[Tensor]:
-        """Return the model's parameters; with several optimizers, those of the given one."""
+        """Return the parameters of the model or, if there are several optimizers, of the given optimizer."""
         loop = self.train_loop_obj
         if isinstance(loop.optimizer, MultiOptimizer):
             return parameters_of(loop.optimizer[optimizer_idx])
@@ -52,14 +52,14 @@ class GradientCallbackBase(AbstractCallback):
 
 
 class GradientClipping(GradientCallbackBase):
-    """Clip gradients before each step: each element, the total norm, or both, in this order.
+    """Clip gradients before each step: first each element (``max_value``), then the total norm (``max_norm``).
 
-    With AMP, gradients are unscaled first. ``TrainLoop(gradient_clip_norm=...)`` does the same for the norm.
+    With AMP, gradients are unscaled first. ``TrainLoop(gradient_clip_norm=...)`` is the same as ``max_norm``.
 
     Parameters
     ----------
     max_norm : float, optional
-        Maximum total norm; with several optimizers, of each one's parameters.
+        Maximum total norm of the gradients; with several optimizers, of the gradients of each optimizer.
     max_value : float, optional
         Maximum absolute value of an element.
     norm_type : float
@@ -68,7 +68,7 @@ class GradientClipping(GradientCallbackBase):
     Raises
     ------
     ConfigurationError
-        If neither limit is given, or one is not above zero.
+        If no limit is given, or a limit is not above zero.
 
     Examples
     --------
@@ -99,9 +99,9 @@ class GradientClipping(GradientCallbackBase):
 class GradientStats(GradientCallbackBase):
     """Log the gradients' norms to the history, TensorBoard and other loggers.
 
-    It logs ``grad_norm``, the total 2-norm, ``grad_max``, the largest absolute value, and with ``per_parameter``
-    each parameter's norm as ``grad_norm/<name>``; with several optimizers ``grad_norm/optimizer0`` and so on. The
-    values are those from before clipping.
+    It logs the total 2-norm as ``grad_norm``, the largest absolute value as ``grad_max``, and, with ``per_parameter``,
+    each parameter's norm as ``grad_norm/<name>``. With several optimizers, the names are ``grad_norm/optimizer0`` and
+    so on. All values are measured before clipping.
 
     Parameters
     ----------

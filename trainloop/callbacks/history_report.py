@@ -32,12 +32,12 @@ class TrainHistoryPlot(AbstractCallback):
     path : str or path
         File to write; its suffix sets the format, such as ``.png``, ``.pdf`` or ``.svg``.
     every_n_epochs : int
-        Epochs between two plots; there is always one at the end of training.
+        Epochs between two plots; the history is always plotted at the end of training.
 
     Raises
     ------
     ConfigurationError
-        If ``every_n_epochs`` is below 1; at ``fit`` if matplotlib is missing.
+        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing.
 
     Examples
     --------
@@ -73,11 +73,11 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     ----------
     callback_name : str
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : str
         Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------
@@ -151,10 +151,10 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------
@@ -162,7 +162,7 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
 
     See Also
     --------
-    TrainHistoryPlot : the same, into one file that you choose.
+    TrainHistoryPlot : plots into one file that you choose.
     """
 
     FILE_FORMATS = ("png", "pdf")
@@ -189,11 +189,11 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     Parameters
     ----------
     epoch_end, train_end : bool
-        Write after each epoch; write at the end of training. At least one must be True.
+        ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'txt', 'tsv', 'csv'}
-        ``'txt'`` is an aligned table for people, the others are for programs.
+        ``'txt'`` is an aligned table for people; ``'tsv'`` and ``'csv'`` are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of a tracking loop.
+        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
 
     Examples
     --------

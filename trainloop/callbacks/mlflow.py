@@ -16,21 +16,20 @@ __all__ = ["MLflowTracking"]
 class MLflowTracking(AbstractCallback):
     """Send the run to MLflow, from rank 0.
 
-    Step values and epoch values are sent under their names, epoch values as ``epoch/<name>`` if step values have the
-    same name; all against the global step. The run is started in the process that trains; a resumed ``fit`` continues
-    it.
+    Values are sent under their names, against the global step. If a metric has step values, its epoch values are sent
+    as ``epoch/<name>``. The process that trains starts the MLflow run; a resumed ``fit`` continues that run.
 
     Parameters
     ----------
     experiment_name : str, optional
-        Default: that of a tracking loop, else MLflow's own default.
+        Default: the loop's experiment if it has one, otherwise MLflow's own default.
     run_name : str, optional
     tracking_uri : str, optional
-        Server or folder. Default: MLflow's own default, such as ``MLFLOW_TRACKING_URI``.
+        Server or folder. Default: MLflow's own default (``MLFLOW_TRACKING_URI``).
     log_every_n_steps : int, optional
-        Send the values of every n-th step; ``None`` for only epoch values.
+        Send the values of every n-th step; ``None`` sends only epoch values.
     hyperparams : mapping, optional
-        Sent as parameters. Default: those of a tracking loop.
+        Sent as parameters. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
     tags : mapping, optional
         Tags of the run.
 

@@ -14,25 +14,25 @@ __all__ = ["ModelLoadContinueTraining"]
 class ModelLoadContinueTraining(AbstractExperimentCallback):
     """Resume from a checkpoint of an earlier experiment: weights, optimizer, schedulers, history, position in epoch.
 
-    ``fit(resume_from=path)`` does the same with a path, and ``resume_from='last'`` with the newest one.
+    ``fit(resume_from=path)`` resumes from the checkpoint at a path, and ``resume_from='last'`` from the newest one.
 
     Parameters
     ----------
     saved_experiment_timestamp : str
         Time stamp of the earlier experiment's folder, ``<experiment_name>_<time stamp>``.
     saved_model_dir : str
-        Folder in it that has the checkpoints.
+        Subfolder that contains the checkpoints.
     epoch_num : int, optional
-        Index of the epoch whose newest checkpoint is loaded. Default: the newest of all.
+        Index of the epoch whose newest checkpoint is loaded. Default: the newest checkpoint of all epochs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and folder of the earlier experiment. Default: those of a tracking loop.
+        Names and folder of the earlier experiment. Default: the loop's, if it keeps an experiment's folder.
 
     Raises
     ------
     CheckpointError
-        At ``fit``, if there is no such checkpoint; or if it belongs to another model.
+        At ``fit``, if the checkpoint does not exist or belongs to another model.
     ConfigurationError
-        At ``fit``, if the folder is not known.
+        At ``fit``, if neither the arguments nor the loop name the folder.
 
     Examples
     --------

@@ -77,7 +77,7 @@ class Monitor:
         return self._seen > 0
 
     def _undirected(self, meant: str | None = None, hint: str = "") -> ConfigurationError:
-        unclear = "this name does not show if lower or higher is better"
+        unclear = "this name does not show whether lower or higher is better"
         if meant is not None:
             return ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not known before training. Did you mean {meant!r}? If not, "
@@ -98,7 +98,8 @@ class Monitor:
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
                 nearest(self.name, known, _NEAR) or _spelt_right(self.name),
-                f" Or is it misspelt? Metrics known before training: {names}; the model and callbacks may log more.",
+                f" Or is the name misspelt? Metrics known before training: {names}; the model and callbacks may log "
+                f"more.",
             )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
@@ -116,8 +117,8 @@ class Monitor:
         """
         if self.name in getattr(loop, "rank_zero_only_metrics", ()):
             raise ConfigurationError(
-                f"{self.owner}: monitor={self.name!r} was logged with rank_zero_only=True: the other ranks don't have "
-                "it, but all ranks must decide the same. Log it without rank_zero_only."
+                f"{self.owner}: monitor={self.name!r} was logged with rank_zero_only=True: the other ranks don't "
+                "have it, but all ranks must make the same decision. Log it without rank_zero_only."
             )
         values = loop.history.get(self.name)
         if not values:

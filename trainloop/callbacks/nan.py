@@ -1,4 +1,4 @@
-"""End training when values are NaN or infinite, and report where that began."""
+"""End training when values are NaN or infinite, and report where they first occurred."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ class NonFinite:
 
 
 class TerminateOnNaN(AbstractCallback):
-    """Stop training when the loss, a gradient or a metric becomes NaN or infinite, naming step and parameter.
+    """Stop training when the loss, a gradient or a metric becomes NaN or infinite, and name the step and the parameter.
 
-    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and checked
-    every few steps, so that the loop does not wait for a GPU in between; the first bad step is still named.
-    Gradients that AMP found infinite are ignored: it skipped that step and lowered its scale.
+    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and checked every
+    few steps, so that the loop does not wait for a GPU in between. The report still names the first bad step. Gradients
+    that AMP finds infinite are ignored, because AMP skips that step and lowers its scale.
 
     Parameters
     ----------
     monitor : str
-        Metric in ``history`` that is checked too, after each epoch.
+        Metric in ``history`` that is also checked, after each epoch.
     check_every_n_steps : int, optional
         Steps between two checks. Default: 1 on the CPU, 50 on other devices.
     gradients : bool
-        Check gradients too; otherwise no parameter can be named. It costs one pass over them per step.
+        Also check gradients, which costs one pass over them in each step. If False, the report can't name a parameter.
 
     Attributes
     ----------
     found : NonFinite or None
-        Finding that ended training; None if there was none.
+        The values that ended training; None if all values were finite.
 
     Examples
     --------

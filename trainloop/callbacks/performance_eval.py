@@ -1,4 +1,4 @@
-"""Callbacks that compute metrics over whole datasets, and print or combine metrics of the history."""
+"""Callbacks that compute metrics over whole datasets, or that print or combine metrics of the history."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ __all__ = [
 class ModelPerformanceEvaluation(AbstractCallback):
     """Compute a result package's metrics over whole datasets, and add them to the history.
 
-    A metric ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data), at the end of training
-    ``train_end_val_accuracy``, within epochs ``iterfreq<n>_val_accuracy``. Predictions are gathered from all ranks,
-    each sample once, so the metrics are exactly those of one process, on all ranks.
+    The name of a metric gets a prefix. ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data). At
+    the end of training it becomes ``train_end_val_accuracy``, and within epochs ``iterfreq<n>_val_accuracy``.
+    Predictions are gathered from all ranks, each sample once, so all ranks have exactly the same metrics as a single
+    process.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     args : dict, optional
         Hyperparameters for the package's reports (``package.hyperparameters``).
     on_each_epoch : bool
-        Evaluate after each epoch; the end of training is always evaluated.
+        Evaluate after each epoch. The model is always evaluated at the end of training.
     on_train_data, on_val_data : bool
         Data to evaluate; at least one must be True.
     eval_frequency : int, optional
@@ -51,7 +52,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     on_iteration_frequency : int
         Batches between two evaluations within an epoch; 0 for none.
     if_available_output_to_project_dir : bool
-        With a tracking loop, let the package write its own files into the experiment's results folder.
+        If the loop keeps an experiment's folder, let the package write its own files into the results folder.
 
     Raises
     ------
@@ -177,20 +178,20 @@ class ModelPerformancePrintReport(AbstractCallback):
     Parameters
     ----------
     metrics : sequence of str
-        Names in ``history``; at the end of training those with the prefix ``train_end_`` are printed too.
+        Names in ``history``; at the end of training, the metrics with the prefix ``train_end_`` are printed too.
     on_each_epoch : bool
-        Print after each epoch; the end of training is always printed.
+        Print after each epoch. The metrics are always printed at the end of training.
     report_frequency : int, optional
         Epochs between two reports, starting with the first. Default: every epoch.
     strict_metric_reporting : bool
-        If True, a missing metric is an error; otherwise a line is printed instead of it.
+        If True, a missing metric is an error; otherwise a line says that it is missing.
     list_tracked_metrics : bool
         Also print the names of all metrics in the history.
 
     Raises
     ------
     ConfigurationError
-        If ``metrics`` is empty, or later if one is missing.
+        If ``metrics`` is empty; later, if a metric is missing and ``strict_metric_reporting`` is True.
 
     Examples
     --------
@@ -256,7 +257,7 @@ class ModelPerformancePrintReport(AbstractCallback):
 
 
 class TrainHistoryFormatter(AbstractCallback):
-    """Compute a new metric from others in the history.
+    """Compute a new metric from other metrics in the history.
 
     Parameters
     ----------
@@ -267,12 +268,14 @@ class TrainHistoryFormatter(AbstractCallback):
     epoch_end, train_end : bool
         Compute it after each epoch, or at the end of training; exactly one must be True.
     strict_metric_extract : bool
-        If True, a list that is not up to date is an error; otherwise a line is printed and nothing is added.
+        If True, a list without a value for the current epoch is an error; otherwise a line is printed and nothing is
+        added.
 
     Raises
     ------
     ConfigurationError
-        If not exactly one of the two is set, or later if the list is not up to date.
+        If not exactly one of ``epoch_end`` and ``train_end`` is True; later, if the list has no value for the current
+        epoch.
 
     Examples
     --------
@@ -324,7 +327,7 @@ class TrainHistoryFormatter(AbstractCallback):
         Raises
         ------
         ConfigurationError
-            If not, and ``strict_metric_extract`` is set; otherwise a line is printed.
+            If it has not, and ``strict_metric_extract`` is True. (If it is False, a line is printed.)
         """
         expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
         found = len(self.input_metric_getter(self.read_history()))

@@ -1,4 +1,4 @@
-"""Measure the time of steps: torch's profiler as a callback, and samples, tokens and FLOPs per second."""
+"""Callbacks that measure steps: torch's profiler, and samples, tokens and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Profiler", "ThroughputMonitor"]
 class Profiler(AbstractCallback):
     """Profile some steps of the training with ``torch.profiler``, and write a Chrome trace on every rank.
 
-    After ``skip`` steps, ``warmup`` steps are traced and thrown away, then ``active`` steps are written to
-    ``<dirpath>/rank<r>_step<last step>.pt.trace.json``: for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that restarts in the middle
-    of them (``max_restarts``) traces the same number from there.
+    After ``skip`` steps, ``warmup`` steps are traced and discarded. The next ``active`` steps are written to
+    ``<dirpath>/rank<r>_step<last step>.pt.trace.json``, for ``chrome://tracing``, https://ui.perfetto.dev and
+    TensorBoard's profiler plugin. The steps before and after cost nothing. If a run restarts in the middle of these
+    steps (``max_restarts``), it traces the same number of steps from there.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class Profiler(AbstractCallback):
     Attributes
     ----------
     traces : list of str
-        Files that this rank has written (in the caller of ``ddp``: rank 0).
+        Files that this rank has written (after ``fit`` in ``ddp``, the files of rank 0).
     table : str
         The most expensive operators, as ``key_averages().table()`` prints them.
 
@@ -100,7 +100,7 @@ class Profiler(AbstractCallback):
         self._at_checkpoint = state  # a resumed run is profiled from its own first step
 
     def on_restart(self, failure: Any) -> None:
-        """Restart tracing from here, since traced steps are lost with their process."""
+        """Restart tracing from here, because the traced steps were lost with their process."""
         before = self._at_checkpoint
         if before:
             self._steps, self._first = before["steps"], before["first"]
@@ -166,25 +166,27 @@ _PEAKS = {
 
 
 class ThroughputMonitor(AbstractCallback):
-    """Log samples per second over all ranks and the wait for data; tokens, FLOPs and MFU if they are known.
+    """Log samples per second over all ranks, the wait for data, and, if they are known, tokens, FLOPs and MFU.
 
-    Logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
+    These are logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
 
     * ``throughput/samples_per_s``, and ``throughput/units_per_s`` if ``units`` is given
-    * ``throughput/step_s``: seconds per step; ``throughput/waiting``: share of it spent waiting for the loader
-    * ``throughput/flops_per_s`` and ``throughput/mfu``, the share of the devices' peak FLOPs that is used
+    * ``throughput/step_s``, the seconds per step, and ``throughput/waiting``, the fraction of this time spent waiting
+      for the loader
+    * ``throughput/flops_per_s``, and ``throughput/mfu``, the fraction of the devices' peak FLOPs that is used
 
     Parameters
     ----------
     every_n_steps : int
         Number of steps that a value covers.
     units : callable, optional
-        ``units(batch_size) -> number``: units in a batch of that size, such as tokens of equally long texts.
+        ``units(batch_size) -> number``: the number of units in a batch of that size, such as tokens of equally long
+        texts.
     flops : bool
-        Count the first step's FLOPs, forward and backward, with ``torch.utils.flop_counter``, and use them for every
-        step. Not with ``compile``.
+        Count the FLOPs of the first step, forward and backward, with ``torch.utils.flop_counter``, and assume the same
+        number for every step. Can't be used with ``compile``.
     peak_flops : float, optional
-        Peak FLOPs per second of one device. Default: NVIDIA's figure for 16-bit numbers, for known GPUs.
+        Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known.
 
     Examples
     --------
@@ -206,7 +208,9 @@ class ThroughputMonitor(AbstractCallback):
                 f"ThroughputMonitor: every_n_steps={every_n_steps!r}: must be an int of 1 or more."
             )
         if units is not None and not callable(units):
-            raise ConfigurationError(f"ThroughputMonitor: units={units!r}: must be a function of a number of samples.")
+            raise ConfigurationError(
+                f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
+            )
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
         self.every_n_steps = every_n_steps
@@ -228,7 +232,9 @@ class ThroughputMonitor(AbstractCallback):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         if self.flops and loop.options.compile_args is not None:
-            raise ConfigurationError("ThroughputMonitor(flops=True) with compile: compiled code hides its operators.")
+            raise ConfigurationError(
+                "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
+            )
         if self.peak_flops is None and loop.device.type == "cuda":
             name = torch.cuda.get_device_name(loop.device)
             self.peak_flops = next((peak for word, peak in _PEAKS.items() if word in name), None)

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging (Izmailov et al., arXiv:1803.05407), by ``torch.optim.swa_utils``."""
+"""Stochastic weight averaging (Izmailov et al., arXiv:1803.05407), with ``torch.optim.swa_utils``."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["StochasticWeightAveraging"]
 class StochasticWeightAveraging(WeightAverage):
     """Average the weights at the end of epochs, over the last part of training, at a constant learning rate.
 
-    From epoch ``start`` on, the learning rate changes within ``anneal_epochs`` to ``swa_lr`` and stays there, as with
-    torch's ``SWALR``, and the weights of these epochs are averaged. The trained model ends with the average; a pass
-    over the training set recomputes BatchNorm statistics, as torch's ``update_bn`` does (but with dropout off).
+    From epoch ``start`` on, the weights at the end of each epoch are averaged. The learning rate changes to ``swa_lr``
+    within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. The trained model ends with the average. A pass
+    over the training set recomputes BatchNorm statistics, like torch's ``update_bn`` (but with dropout off).
 
     Parameters
     ----------
     swa_lr : float, optional
-        Learning rate, the same for all parameter groups. ``None`` leaves it to the optimizer and its schedulers; with a
-        number, use no other scheduler from ``start`` on.
+        Learning rate, the same for all parameter groups. With a number, use no other scheduler from ``start`` on.
+        ``None`` leaves the rate to the optimizer and its schedulers.
     start : int or float
-        Epochs before averaging starts, or as a float in (0, 1) their share of ``num_epochs``.
+        Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
     anneal_epochs : int
         Epochs in which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
         Shape of the change.
     update_batchnorm : bool
-        Recompute BatchNorm statistics by a pass over the training set at the end; otherwise they are those of the
-        last trained weights.
+        At the end, recompute BatchNorm statistics with a pass over the training set. If False, the model keeps the
+        statistics of the last trained weights.
     apply_on_train_end : bool
         Leave the average in the model when training ends. A second ``fit`` continues from the trained weights, and
         continues the average.
@@ -85,14 +85,15 @@ class StochasticWeightAveraging(WeightAverage):
         loop = self.train_loop_obj
         if isinstance(self.start, float) and not loop.num_epochs:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(start={self.start}) is a share of the epochs, but fit was given "
+                f"StochasticWeightAveraging(start={self.start}) is a fraction of num_epochs, but fit was given "
                 "num_iterations. Pass start as a number of epochs."
             )
         has_batchnorm = any(isinstance(module, BatchNorm) for module in loop.model.modules())
         if self.update_batchnorm and loop.sync_batchnorm and has_batchnorm:
             raise ConfigurationError(
                 "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks have different "
-                "numbers of batches to pass over. Use update_batchnorm=False, or sync_batchnorm=False."
+                "numbers of batches in the pass that updates the statistics. Use update_batchnorm=False, or "
+                "sync_batchnorm=False."
             )
 
     @property

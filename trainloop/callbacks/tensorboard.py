@@ -31,51 +31,52 @@ __all__ = [
 
 
 class TensorBoard(AbstractCallback):
-    """Write logged values for TensorBoard, each once, on rank 0, against the global step.
+    """Write logged values for TensorBoard. Rank 0 writes each value once, against the global step.
 
-    A metric's step values are written under its name, as are its epoch values, or as ``epoch/<name>`` if it has step
-    values. Learning rates are under ``lr`` (see :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
+    Values are written under their names. If a metric has step values, its epoch values are written as
+    ``epoch/<name>``. Learning rates are under ``lr`` (see
+    :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
-    The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together; the
-    page *Text* describes the run; *HParams* compares runs by their settings.
+    The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together. The
+    page *Text* describes the run, and the page *HParams* compares runs by their settings.
 
     Parameters
     ----------
     log_dir : str or path, optional
         Folder to write to. Default: a new one, ``runs/<date and time>_<class of the model>``.
     log_every_n_steps : int, optional
-        Write the values of every n-th step. ``None`` for only epoch values.
+        Write the values of every n-th step. ``None`` writes only epoch values.
     learning_rate : bool
         Write learning rates with the step values.
     histograms_every_n_epochs : int, optional
         Epochs between two histograms of all parameters. Default: no histograms.
     hyperparameters : mapping, optional
         Shown in TensorBoard's table of runs, beside the epoch values and the loop's own settings (mode, effective
-        batch, optimizer, learning rates, ...). Numbers, strings and booleans keep their type, other values are written
-        as text. Default: those of a tracking loop.
+        batch, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other values are written
+        as text. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
     graph_input : Tensor or tuple, optional
         Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
 
     Attributes
     ----------
     log_dir : str or None
-        Folder that is written to; None before ``fit`` if it was not given.
+        Folder that is written to. If it was not given, it is None until ``fit``.
 
     Raises
     ------
     ConfigurationError
-        If a number is below 1; at ``fit`` if the folder is not writable.
+        If a number is below 1; at ``fit``, if the folder is not writable.
 
     Warns
     -----
     RuntimeWarning
-        If writing fails later (a full disk); training continues without it.
+        If writing fails later (for example, on a full disk). Training then continues without TensorBoard.
 
     Notes
     -----
-    A second ``fit`` and a resumed run continue in the same folder, in a new file. Values of repeated steps supersede
-    those of an earlier run: TensorBoard shows each step once. Values are written to disk when logs are flushed,
-    about every hundred steps; ten scalars per step cost about 40 microseconds per step.
+    A second ``fit`` and a resumed run write a new file into the same folder. Values of repeated steps replace the
+    earlier ones: TensorBoard shows each step once. Values are written to disk about every hundred steps, when logs are
+    flushed. Ten scalars per step cost about 40 microseconds per step.
 
     Examples
     --------
@@ -135,7 +136,8 @@ class TensorBoard(AbstractCallback):
         if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
             raise ConfigurationError(
                 f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
-                "rank 0, which writes, has only a part of each parameter. Leave it out, or use GradientStats."
+                "rank 0 writes the histograms, but has only a part of each parameter. Leave them out, or use "
+                "GradientStats."
             )
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
             self.log_dir = _new_folder(type(loop.model).__name__)
@@ -293,7 +295,7 @@ class TensorBoard(AbstractCallback):
             self._events.write(summary=summary)
 
     def write_figure(self, tag: str, figure: Any) -> None:
-        """Write a ``matplotlib.figure.Figure`` as an image at this step; do nothing on other ranks than 0."""
+        """Write a ``matplotlib.figure.Figure`` as an image at this step, on rank 0 only."""
         if not self._writes:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -305,13 +307,13 @@ class TensorBoard(AbstractCallback):
         self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def write_images(self, tag: str, images: Tensor) -> None:
-        """Write a batch of images as one image at this step; do nothing on other ranks than 0.
+        """Write a batch of images as one image at this step, on rank 0 only.
 
         Parameters
         ----------
         tag : str
         images : Tensor, shape (n, channels, height, width)
-            Images with one or three channels; floats from 0 to 1, or bytes. On any device.
+            Images with one or three channels, on any device: floats from 0 to 1, or ``uint8``.
         """
         shape = tuple(images.shape)
         if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
@@ -387,7 +389,7 @@ class TensorBoard(AbstractCallback):
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """Supersede values that the failed process has written after this step, even without a checkpoint."""
+        """Make TensorBoard ignore values that the failed process wrote after this step, even without a checkpoint."""
         self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Experiment:
                 raise ConfigurationError(f"{what}={name!r}: must be the name of a folder, such as 'digits'.")
         if hyperparams is not None and not isinstance(hyperparams, Mapping):
             raise ConfigurationError(
-                f"hyperparams={hyperparams!r}: must be a dict. vars(args) makes one of parsed arguments."
+                f"hyperparams={hyperparams!r}: must be a dict. vars(args) converts parsed arguments to a dict."
             )
         self.project_name = project_name
         self.experiment_name = experiment_name
@@ -192,7 +192,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     ) -> None:
         if isinstance(iteration_save_freq, bool) or not isinstance(iteration_save_freq, int) or iteration_save_freq < 0:
             raise ConfigurationError(
-                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 for after each epoch."
+                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 to save after each "
+                f"epoch."
             )
         arguments: dict[str, Any] = {"keep": None}
         if rm_subopt_local_models is not False:
@@ -266,7 +267,7 @@ class ExperimentEndSave(AbstractCallback):
             ("test_result_package", self.test_result_package, "test_loader"),
         ):
             if package is not None and getattr(loop, loader) is None:
-                raise ConfigurationError(f"{name} is given, but no {loader} to evaluate it on. Pass one to the loop.")
+                raise ConfigurationError(f"{name} is given, but the loop has no {loader} to evaluate it on. Pass one.")
             set_folder = getattr(package, "set_experiment_dir_path_for_additional_results", None)
             if set_folder is not None:
                 it = self.experiment

@@ -1,7 +1,7 @@
 """Learning rate schedules: thin wrappers of ``torch.optim.lr_scheduler``.
 
-A scheduler steps once per optimizer step, or once per epoch, in every mode, for any number of ranks, replicas or
-micro-batches in a step; and never for a step that AMP skipped.
+In every mode, a scheduler steps once per optimizer step or once per epoch, regardless of the numbers of ranks, replicas
+and micro-batches. It does not step if AMP skips the optimizer's step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``; saves and loads its state.
+    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``, and save and load its state.
 
     Examples
     --------
@@ -50,7 +50,7 @@ class AbstractScheduler:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned; learning rates are part of the optimizer's state instead."""
+        """Load a state that :meth:`state_dict` returned. Learning rates are in the optimizer's state instead."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
@@ -69,22 +69,24 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
-        Optimizer of a :class:`trainloop.MultiOptimizer`; required there unless ``scheduler`` is a scheduler.
+        Which optimizer of a :class:`trainloop.MultiOptimizer`. Required for a ``MultiOptimizer``, unless ``scheduler``
+        is a scheduler object.
     frequency : int
-        Number of steps or epochs between two steps of the scheduler.
+        The scheduler steps once in this many optimizer steps or epochs.
     **kwargs
         Arguments of the scheduler class.
 
     Attributes
     ----------
     scheduler : torch.optim.lr_scheduler.LRScheduler
-        The scheduler; available from registration on.
+        The scheduler; available from ``on_train_loop_registration`` on.
 
     Raises
     ------
     ConfigurationError
-        At construction: unknown ``interval``, ``frequency`` below 1, a plateau scheduler with steps. At ``fit``: no
-        optimizer, an index that does not exist or is missing, a scheduler of another optimizer, no metric.
+        At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
+        ``interval='step'``. At ``fit``: if there is no optimizer, the index is missing or does not exist, the scheduler
+        belongs to another optimizer, or the metric does not exist.
 
     Notes
     -----
@@ -147,7 +149,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             if self.factory is None:
                 raise ConfigurationError(
                     f"LRScheduler: the {type(self.scheduler).__name__} was made for an optimizer that is not "
-                    "the loop's. Make it for the loop's optimizer, or pass its class and arguments."
+                    "the loop's. Make the scheduler for the loop's optimizer, or pass the scheduler's class and "
+                    "arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
         if _is_plateau(self.scheduler):
@@ -180,9 +183,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
-            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, the training after "
-            f"{unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) returns the "
-            "optimizer steps of a training). If further calls of fit will continue the schedule, ignore this."
+            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
+            f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
+            "returns the "
+            "optimizer steps of a training run). If further calls of fit will continue the schedule, ignore this."
         )
 
     def _check_plateau(self) -> None:
@@ -204,19 +208,20 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 if optimizer is given:
                     return optimizer
             raise ConfigurationError(
-                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. "
-                "Make it for the optimizer that is passed to TrainLoop, or pass its class and arguments."
+                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. Make the scheduler "
+                f"for the optimizer that is passed to TrainLoop, or pass its class and arguments."
             )
         if index is None:
             if len(optimizers) > 1:
                 raise ConfigurationError(
                     f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
-                    f"{len(optimizers) - 1}, and pass a scheduler for each that needs one."
+                    f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
                 )
             return optimizers[0]
         if not 0 <= index < len(optimizers):
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} (0 to {len(optimizers) - 1})."
+                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} optimizers (0 to "
+                f"{len(optimizers) - 1})."
             )
         return optimizers[index]
 
@@ -261,9 +266,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 class LearningRateMonitor(AbstractCallback):
     """Log the learning rate of each step to the history, TensorBoard and other loggers.
 
-    The name is ``lr``; with several parameter groups ``lr/group0`` and so on (or ``lr/<name>`` if the group has a
-    ``'name'``), with several optimizers ``lr/optimizer0`` or ``lr/optimizer0/group0``.
-    An epoch's value is its largest.
+    The name is ``lr``. With several parameter groups, the names are ``lr/group0`` and so on (or ``lr/<name>`` if the
+    group has a ``'name'``). With several optimizers, they are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value
+    of an epoch is the largest learning rate in it.
 
     Parameters
     ----------

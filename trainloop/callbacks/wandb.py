@@ -36,7 +36,7 @@ class AlertConfig:
     threshold_value: float
     """Limit beyond which the alert is sent."""
     objective: Literal["maximize", "minimize"] = "maximize"
-    """``'maximize'`` to send it when the metric is below the threshold, ``'minimize'`` when it is above."""
+    """``'maximize'`` sends the alert if the metric is below the threshold, ``'minimize'`` if it is above."""
     wandb_alert_level: Any = None
     """A ``wandb.AlertLevel``."""
 
@@ -45,7 +45,7 @@ class AlertConfig:
             raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
 
     def message(self, value: float) -> tuple[str, str] | None:
-        """Return title and text for a value that is beyond the threshold, else ``None``."""
+        """Return a title and a text if the value is beyond the threshold, otherwise ``None``."""
         low = self.objective == "maximize" and value < self.threshold_value
         high = self.objective == "minimize" and value > self.threshold_value
         if not low and not high:
@@ -58,9 +58,9 @@ class AlertConfig:
 class WandBTracking(AbstractCallback):
     """Send the run to Weights & Biases, from rank 0.
 
-    Step values are sent under their names, epoch values as ``epoch/<name>``, all against ``global_step``. The
-    training process starts the run when training begins, and finishes it when training ends. A resumed ``fit``
-    continues it.
+    Step values are sent under their names, and epoch values as ``epoch/<name>``, against ``global_step``. The training
+    process starts the W&B run when training begins, and finishes it when training ends. A resumed ``fit`` continues
+    that run.
 
     Parameters
     ----------
@@ -69,19 +69,19 @@ class WandBTracking(AbstractCallback):
     batch_log_frequency : int, optional
         Send the values of every n-th step. Default: epochs only.
     hyperparams : mapping, optional
-        Configuration of the run. Default: the hyperparameters of a tracking loop.
+        Configuration of the run. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
     tags : sequence of str, optional
         Tags of the run.
     alerts : sequence of AlertConfig, optional
         Alerts, checked after each epoch.
     wandb_pre_initialized : bool
-        Use the run that is already active, and leave it open; only if training runs in the calling process.
+        Use the run that is already active, and leave it open. This works only if training runs in the calling process.
     source_dirs : sequence of str
         Folders whose code is stored with the run.
     log_dir : str, optional
         Folder for wandb's own files.
     project_name, experiment_name : str, optional
-        Project and name of the run. Default: those of a tracking loop.
+        Project and name of the run. Default: the loop's, if it keeps an experiment's folder.
     **kwargs
         Further arguments of ``wandb.init``, such as ``mode='offline'``.
 
@@ -144,8 +144,8 @@ class WandBTracking(AbstractCallback):
             self.hyperparams = getattr(loop, "hyperparams", None)
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
-                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks of "
-                "ddp. Leave it out; the run is then started on rank 0."
+                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks "
+                "of ddp. Leave wandb_pre_initialized out; rank 0 then starts a run."
             )
 
     def _active_run(self) -> Any:
@@ -157,8 +157,8 @@ class WandBTracking(AbstractCallback):
             self._run = wandb.run
             if self._run is None:
                 raise ConfigurationError(
-                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, or "
-                    "leave it out."
+                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, "
+                    "or leave wandb_pre_initialized out."
                 )
         else:
             known = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
@@ -200,8 +200,8 @@ class WandBTracking(AbstractCallback):
             if alert.metric_name not in self.train_loop_obj.history:
                 names = ", ".join(map(repr, self.train_loop_obj.history))
                 raise ConfigurationError(
-                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. "
-                    f"There are: {names}."
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. It has: "
+                    f"{names}."
                 )
             message = alert.message(values[alert.metric_name]) if alert.metric_name in values else None
             if message is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written atomically, verified when read, unable to run code.
+"""Checkpoints on disk, which are written atomically, verified when they are read, and can't run code.
 
 A checkpoint is one file::
 
@@ -9,15 +9,15 @@ A checkpoint is one file::
 The end mark comes last, so a truncated file has none. Since a zip is read from its own end, which may be followed by
 other bytes, ``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
 
-The checksum is CRC-32: it finds damage (at 3.3 GB/s, while writing; SHA-256 with the CPU's help makes 1.4 and BLAKE2b
-0.7). The defence against attackers is ``weights_only=True``, under which a file that names any code is refused before
-that code is imported.
+The checksum is CRC-32, which only detects damage. (It is computed at 3.3 GB/s while writing; hardware SHA-256 reaches
+1.4 GB/s and BLAKE2b 0.7.) The defence against attackers is ``weights_only=True``: if a file names any code, it is
+refused before that code is imported.
 
 This module does not depend on the loop: it takes and returns dicts.
 
 ========================================================  =====================================================
 :func:`save`, :func:`load`, :func:`read_info`             one checkpoint
-:func:`checkpoints`, :func:`load_newest`                  those of a folder
+:func:`checkpoints`, :func:`load_newest`                  the checkpoints of a folder
 :func:`save_weights`, :func:`load_weights`                a model's weights alone, in the safetensors format
 ========================================================  =====================================================
 """

@@ -50,10 +50,10 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Description of a checkpoint, readable without its body."""
+    """Description of a checkpoint, which can be read without the checkpoint's body."""
 
     epoch: int = 0
-    """Index of the epoch in which it was made, counted from 0."""
+    """Index of the epoch in which the checkpoint was made, counted from 0."""
 
     step: int = 0
     """Number of optimizer steps."""
@@ -62,7 +62,7 @@ class CheckpointInfo:
     """Identifier of the run: unchanged when a run is resumed, and different for other runs."""
 
     stamp: int = 0
-    """Nanoseconds since 1970, increased if needed to be later than every older checkpoint in the same folder."""
+    """Nanoseconds since 1970; increased if necessary, so that it is later than every older checkpoint in the folder."""
 
     value: float | None = None
     """Value of the monitored metric; None if there was none."""
@@ -103,7 +103,7 @@ def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = F
 def save(
     path: str | os.PathLike[str], state: Mapping[str, Any], info: CheckpointInfo | None = None, *, durable: bool = True
 ) -> None:
-    """Write a checkpoint atomically: under a temporary name, flushed to disk, then renamed.
+    """Write a checkpoint atomically: write it under a temporary name, flush it to disk, then rename it.
 
     Parameters
     ----------
@@ -114,15 +114,15 @@ def save(
     info : CheckpointInfo, optional
         Description stored at the file's end.
     durable : bool
-        Wait until the file would survive a power failure.
+        If True, wait until the file would survive a power failure.
 
     Raises
     ------
     CheckpointError
-        If ``state`` has an object that could not be read without running code; nothing is written.
+        If ``state`` has an object that can't be read without running code. Nothing is written.
     OSError
-        If it can't be written, for example for lack of space. An existing file stays complete, and nothing else is
-        left.
+        If the file can't be written, for example for lack of space. An existing file stays complete, and no partial
+        file is left.
 
     Notes
     -----
@@ -201,9 +201,10 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
     path : str or path
         File or fsspec URL, usually ``*.safetensors``.
     weights : mapping from str to Tensor
-        Weights on any device. Tied weights are written under each of their names, so that a strict load finds all.
+        Weights on any device. Tied weights are written under each of their names, so that a strict load finds every
+        name.
     run : str
-        The run that writes, which may remove its own half-written files.
+        Identifier of the run, which may remove its own half-written files.
     """
     data = require_safetensors(f"writing {os.fspath(path)!r}").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
@@ -238,15 +239,16 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        File or fsspec URL, or the folder of a sharded checkpoint; any other folder means the newest complete one in it.
+        File or fsspec URL, or the folder of a sharded checkpoint. For any other folder, the newest complete checkpoint
+        in it.
     whole : bool
-        Read the tensors of a sharded checkpoint. If False, each of them is a
-        :class:`~trainloop.checkpoint.sharded.StoredTensor`, which can be read later, wholly or in part.
+        If True, read the tensors of a sharded checkpoint. If False, each tensor is a
+        :class:`~trainloop.checkpoint.sharded.StoredTensor`, which can be read later, entirely or in part.
 
     Raises
     ------
     CheckpointError
-        If there is no such file, it is truncated or damaged, or it contains code, which is not run.
+        If the file does not exist, is truncated or damaged, or contains code. (The code is not run.)
     """
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
@@ -356,9 +358,9 @@ def _verify(file: BinaryIO, shown: str) -> None:
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, oldest first; those with a damaged end come first, by name.
+    """Return the checkpoints of a folder, the oldest first; before them, those with a damaged end, sorted by name.
 
-    Reads the last bytes of each. Unfinished files have other names and are not listed.
+    Reads only the last bytes of each file. Unfinished files have other names and are not listed.
     """
     where = location if isinstance(location, Folder) else folder(location)
     found = []
@@ -380,14 +382,14 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
 
 
 def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True) -> tuple[str, dict[str, Any]] | None:
-    """Return path and state of the newest complete checkpoint in a folder; None if there is none yet.
+    """Return the path and the state of the newest complete checkpoint in a folder; None if there is no checkpoint yet.
 
-    Newer ones that are damaged or missing are skipped, with one warning for all. ``whole`` is as in :func:`load`.
+    Newer checkpoints that are damaged or missing are skipped, with a single warning. ``whole`` is as in :func:`load`.
 
     Raises
     ------
     CheckpointError
-        If there are checkpoints but none can be loaded: a fresh start would lose them.
+        If there are checkpoints but none can be loaded, because a fresh start would lose them.
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)
@@ -408,9 +410,10 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     problems += [c.problem for c in listed if c.info is None]
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {where.location} can be loaded. To start afresh, move them away:\n" + "\n".join(problems)
+            f"no checkpoint in {where.location} can be loaded. To start from scratch, move these files "
+            f"away:\n" + "\n".join(problems)
         )
-    _warn_of(_missing_newest(where, []), "There is no other one: training starts from scratch.")
+    _warn_of(_missing_newest(where, []), "There is no other checkpoint, so training starts from scratch.")
     return None
 
 

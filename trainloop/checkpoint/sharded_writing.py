@@ -167,7 +167,7 @@ class FolderWriting:
             missing = set(table["files"]).difference(os.listdir(self._folder))
             if missing:  # another process has deleted files
                 raise OSError(
-                    f"{', '.join(sorted(missing))} of {self._folder}, which a rank has written, can't be seen by rank 0"
+                    f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although a rank has written it"
                 )
             save(os.path.join(self._folder, STATE), {**self._state, "shards": table}, info)
             publish(self._folder, os.path.join(self._where, name))

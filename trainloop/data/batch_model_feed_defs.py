@@ -1,4 +1,4 @@
-"""A model's loss and predictions, defined outside of the model: for plain ``nn.Module`` and for older code."""
+"""A model's loss and predictions, defined outside of the model. This is for plain ``nn.Module`` and for older code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AbstractModelFeedDefinition"]
 
 
 class AbstractModelFeedDefinition(ABC):
-    """Loss and predictions for a model without such methods; see :class:`trainloop.ModelWrap`.
+    """Loss and predictions for a model that does not define them itself; see :class:`trainloop.ModelWrap`.
 
     For your own models, :class:`trainloop.TTModel` is shorter: it has the same three methods.
     """

@@ -19,32 +19,32 @@ from trainloop.errors import ConfigurationError
 class SplitBatches:
     """A loader whose batches are split over the ranks by columns, so that a column stays on its rank.
 
-    In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. If state
-    is carried from batch to batch (truncated backpropagation through time), that leaves gaps: the state after a chunk
-    of the sequence belongs to the chunk that follows it. With this class, every rank reads every batch, in order, and
-    takes a block of its columns, the same block of each batch. Any number of ranks then trains like one process with
-    the whole batches.
+    In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. If a model
+    carries state from batch to batch (truncated backpropagation through time), this is wrong, because the state after a
+    chunk of the sequence belongs to the next chunk. With this class, every rank reads every batch, in order, and takes
+    the same block of columns from each batch. Any number of ranks then trains like one process with the whole batches.
 
     Parameters
     ----------
     loader : iterable of batches
-        A ``DataLoader`` or another object that can be iterated repeatedly. Its batches are those of all ranks
+        A ``DataLoader`` or another object that can be iterated repeatedly. Each of its batches is for all ranks
         together.
     dim : int
         Dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
-        for ``(column, time)``. One-dimensional tensors, such as lengths, and lists have an entry for each column;
-        numbers, texts and 0-d tensors are passed to all ranks.
+        for ``(column, time)``. One-dimensional tensors (such as lengths) and lists must have an entry for each column.
+        Numbers, strings and 0-d tensors are passed to all ranks.
 
     Raises
     ------
     ConfigurationError
-        If the loader can't be iterated or ``dim`` is not a dimension; in training also for a batch whose tensors differ
-        in the number of columns.
+        If the loader can't be iterated or ``dim`` is not a dimension; in training, if the tensors of a batch have
+        different numbers of columns.
 
     Notes
     -----
-    Columns count as samples: losses are weighted by their number. Of ``n`` columns on ``w`` ranks, the first ``n % w``
-    ranks have one more than the others. Each rank loads whole batches, so use this for data that is cheap to load.
+    Columns count as samples: losses are weighted by the number of columns. If ``n`` columns are split over ``w`` ranks,
+    the first ``n % w`` ranks have one more column than the others. Each rank loads whole batches, so use this for data
+    that is cheap to load.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class SplitBatches:
 
     @property
     def num_workers(self) -> int:
-        """The loader's number of workers, on each rank."""
+        """Number of workers of the loader, on each rank."""
         return getattr(self.loader, "num_workers", 0)
 
     def columns(self, batch: Any) -> int:
@@ -81,14 +81,15 @@ class SplitBatches:
         Raises
         ------
         ConfigurationError
-            If its tensors disagree, or it has no columns.
+            If its tensors have different numbers of columns, or it has no columns.
         """
         counts = dict(_counts(batch, self.dim))
         if len(counts) != 1 or None in counts:
             found = ", ".join(counts.values()) or "no tensor"
             raise ConfigurationError(
-                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: it has "
-                f"{found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of that size: "
+                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: the batch "
+                f"has {found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of "
+                f"that size: "
                 f"for example, give a target the shape of its input, and flatten it in get_loss."
             )
         (columns,) = counts

@@ -97,7 +97,8 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     if sampler.num_replicas != world_size:
         raise ConfigurationError(
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
-            f"Make it for {world_size}, or pass a loader without one, which trainloop splits over ranks."
+            f"Make the sampler for {world_size} ranks, or pass a loader without one, which trainloop then splits "
+            "over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
     sampler.rank = rank
@@ -218,8 +219,9 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
             "so its samples can't be split over ranks. Make it in the same way on every rank."
         )
     raise ConfigurationError(
-        f"rank {rank} has a different seed from rank 0, so the order of {name}, by which samples are split, would "
-        "differ. Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for augmentation "
+        f"rank {rank} has a different seed from rank 0, so the order of {name}, which determines how samples are "
+        "split, would differ. Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for "
+        "augmentation "
         "from it."
     )
 
@@ -262,10 +264,10 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
     samples = length_of(batches.sampler) if batches is not None else length_of(loader)
     if samples == 0 and batches is not None:
         raise ConfigurationError(
-            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one."
+            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one sample."
         )
     if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
-        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs one.")
+        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs at least one batch.")
     if batches is not None and batches.drop_last and samples is not None:
         needed = batches.batch_size * (1 if is_distributed(loader) else world_size)
         if samples < needed:

@@ -150,7 +150,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     def __len__(self) -> int:
         if self.plan is None:
-            raise TypeError(f"{type(self.base).__name__} has no length, and so its shard has none")
+            raise TypeError(f"{type(self.base).__name__} has no length, so its shard has no length either")
         return self.num_samples
 
     def __iter__(self) -> Iterator[Any]:

@@ -280,7 +280,7 @@ class TrainFeed:
             warn(
                 f"{self._name}: the checkpoint holds the stream's position for a different loader, or for different "
                 f"numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is "
-                f"read again from its start. That is right unless positions continue across epochs; in that case "
+                "read again from its start. This is correct unless positions continue across epochs; in that case "
                 f"resume with the same loader and numbers as before."
             )
         return False

@@ -1,6 +1,6 @@
-"""Choose a run's devices: parse requests, resolve mode names, count samples of a batch.
+"""Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
 
-An index always counts within ``CUDA_VISIBLE_DEVICES``, like torch's.
+Indices always refer to ``CUDA_VISIBLE_DEVICES``, like torch's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     accelerator : {'auto', 'gpu', 'cuda', 'mps', 'cpu'}
         ``auto`` is the first available of cuda, mps and cpu; ``gpu`` is cuda or mps, never the CPU.
     devices : int, str or sequence of int
-        See :func:`parse_devices`. For the CPU it is a number of processes.
+        See :func:`parse_devices`. For the CPU, the number of processes.
 
     Returns
     -------
@@ -76,7 +76,8 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Warns
     -----
     UserWarning
-        In a notebook or shell, if ``devices='auto'`` uses one of several GPUs; and for more processes than cores.
+        In a notebook or shell, if ``devices='auto'`` uses only one of several GPUs; and if there are more processes
+        than cores.
     """
     import torch
 
@@ -104,10 +105,10 @@ def _interactive() -> bool:
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Find GPUs that no other run uses, lease them to this process, and return their indices.
 
-    For several runs on one machine, especially in 'exclusive process' mode. GPUs are tried in index order with one
-    tiny tensor each. This creates a CUDA context, so the search stops as soon as enough are found. GPUs that another
-    trainloop run on this machine has leased are skipped. The lease lasts until this process ends. A second call in the
-    same process may return the same GPUs.
+    This is for several runs on one machine, especially in 'exclusive process' mode. The function tries GPUs in index
+    order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough GPUs are
+    found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this process
+    ends. A second call in the same process may return the same GPUs.
 
     Parameters
     ----------
@@ -122,13 +123,13 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Raises
     ------
     DeviceError
-        If no GPU is visible or more are requested than are visible (both before any GPU is tried); if fewer are usable,
-        with the indices of the occupied ones; or if ``num_devices`` is not an int.
+        If fewer GPUs are visible than requested (before any GPU is tried); if fewer are usable (the message has the
+        indices of the occupied ones); or if ``num_devices`` is not an int.
 
     Notes
     -----
-    In the default compute mode a busy GPU still accepts a tensor, so 'usable' does not mean that it has no other user.
-    GPUs without other users' processes come first if ``nvidia-ml-py`` is installed (the extra ``gpu``).
+    In the default compute mode a busy GPU still accepts a tensor, so a usable GPU may have other users. If
+    ``nvidia-ml-py`` (the extra ``gpu``) is installed, GPUs without other users' processes are tried first.
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(

@@ -110,14 +110,14 @@ def global_rank(node_rank: int, num_devices: int, local_rank: int) -> int:
 def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
     """Return the number of samples of a global batch, for loaders with this ``batch_size``.
 
-    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks; ``single`` and ``dp`` (which
-    splits it) don't.
-    Gradient accumulation multiplies the samples of an optimizer step, not of a global batch.
+    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks, while ``single`` and ``dp``
+    (which splits the batch) do not. Gradient accumulation multiplies the samples of an optimizer step, not of a global
+    batch.
 
     Raises
     ------
     ConfigurationError
-        For more than one node in a mode that uses one only.
+        For more than one node in a mode that uses only one.
     """
     mode = resolve_mode(mode, num_devices, num_nodes)
     return batch_size * world_size(num_devices, num_nodes) if has_ranks(mode) else batch_size

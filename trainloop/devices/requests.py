@@ -1,4 +1,4 @@
-"""Parse and decide requests for devices; depends on the arguments only, not on the machine."""
+"""Parse and resolve requests for devices. The results depend only on the arguments, not on the machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def parse_devices(devices: object, count: int) -> list[int]:
     Parameters
     ----------
     devices : int, str or sequence of int
-        A number (``3``, ``'3'``: the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices (``[1, 3]``,
-        ``'1,3'``, ``'3,'``). A string without a comma is a number, never an index.
+        A number (``3`` or ``'3'`` for the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices (``[1,
+        3]``, ``'1,3'``, ``'3,'``). A string without a comma is a number, never an index.
     count : int
         Visible devices of the chosen accelerator.
 
@@ -157,12 +157,12 @@ def shown(value: object) -> str:
 
 
 class DeviceChoice(NamedTuple):
-    """Devices by type and index, not yet torch devices."""
+    """Devices as a type and indices, without ``torch.device`` objects."""
 
     kind: Kind
     """Type of all devices."""
     indices: list[int]
-    """Indices in rank order; for ``cpu`` one 0 per process."""
+    """Indices in rank order; for ``cpu``, a 0 for each process."""
     note: str = ""
     """Hint for the user about the choice; empty if there is none."""
 
@@ -259,11 +259,12 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
-            "Use devices=1 for one process, devices=2 for two; 'auto' is one."
+            "Use devices=1 for one process, devices=2 for two; 'auto' means one."
         )
     if number > most_cpu_processes(cores):
         raise DeviceError(
-            f"devices={shown(devices)}: on the CPU that is a number of processes, and there {_be(cores)} {cores} core"
+            f"devices={shown(devices)}: on the CPU, this is the number of processes, but there {_be(cores)} {cores} "
+            "core"
             f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
         )
     return number

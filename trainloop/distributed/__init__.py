@@ -4,10 +4,10 @@
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,
 :func:`exchange_ints`, :func:`barrier`. These are collective: every rank must call them, in the same order.
 
-Objects and CPU tensors are sent over Gloo, so that no exchange of a few bytes waits for a GPU. If the default
-process group does not support CPU tensors (``init_process_group('nccl')``), a Gloo group is made beside it at the
-first exchange, and kept as long as the default group exists. GPU tensors are sent over the default group's backend for
-that device, or over the CPU if it has none.
+Objects and CPU tensors are sent over Gloo, so that small exchanges do not wait for a GPU. If the default process group
+does not support CPU tensors (``init_process_group('nccl')``), the first exchange creates an additional Gloo group,
+which exists as long as the default group. GPU tensors are sent over the default group's backend for their device or, if
+it has none, over the CPU.
 """
 
 from trainloop.distributed.objects import (

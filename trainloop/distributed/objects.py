@@ -86,20 +86,20 @@ def gather_object(obj: T) -> list[T]:
     ----------
     obj : object
         Plain data: ``None``, numbers, strings, bytes, arrays, tensors, and lists, tuples, named tuples, sets and dicts
-        of these. Other picklable objects if the run has a key (see Notes). Ranks' objects may differ in type
-        and size.
+        of these. If the run has a key (see Notes), any picklable object. The objects of ranks may differ in type and
+        size.
 
     Returns
     -------
     list
-        Entry r is rank r's object. This rank's own entry is ``obj`` itself, the others are copies.
+        Entry r is the object of rank r. The entry of the calling rank is ``obj`` itself; the others are copies.
 
     Raises
     ------
     UnpicklableError
         On every rank, if the object of any rank can't be sent.
     ConnectionError
-        If the answer was not sent by a rank of this run.
+        If a message was not sent by a rank of this run.
 
     Notes
     -----
@@ -107,8 +107,8 @@ def gather_object(obj: T) -> list[T]:
     one host always have a key; ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data
     is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
-    It takes one exchange for objects of up to 1 KiB, else two. Every rank holds the bytes of all ranks at the same
-    time, padded to the longest.
+    It takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all ranks,
+    each padded to the longest.
     """
     if not has_group():
         return [obj]
@@ -121,14 +121,14 @@ def gather_object(obj: T) -> list[T]:
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
-    """Return the object of one rank, on every rank.
+    """Return the object of rank ``src`` on every rank.
 
     Collective: every rank calls it.
 
     Parameters
     ----------
     obj : object
-        Object to send from rank ``src``; ignored on the others. As in :func:`gather_object`.
+        Object to send from rank ``src``, as in :func:`gather_object`; ignored on other ranks.
     src : int
         Global rank of the sender.
 
@@ -144,7 +144,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     UnpicklableError
         On every rank, if the object can't be sent.
     ConnectionError
-        If the answer was not sent by rank ``src`` of this run.
+        If the message was not sent by rank ``src`` of this run.
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
@@ -167,7 +167,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 
 
 def gather_to(obj: T, dst: int = 0) -> list[T] | None:
-    """Return every rank's object, on one rank only; for large objects.
+    """Return the objects of all ranks, on one rank only. Use it for large objects.
 
     Collective: every rank calls it.
 
@@ -176,12 +176,12 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     obj : object
         As in :func:`gather_object`.
     dst : int
-        The rank that receives them.
+        The rank that receives the objects.
 
     Returns
     -------
     list or None
-        Entry r is rank r's object; ``None`` on the other ranks, which only send their own.
+        On rank ``dst``, a list whose entry r is the object of rank r; on other ranks ``None``.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def _decode_row(session: Session, rank: int, data: memoryview) -> Any:
 
 
 def exchange_ints(values: Sequence[int]) -> list[list[int]]:
-    """Return every rank's integers, on every rank; the cheapest exchange.
+    """Return the integers of all ranks, on every rank. This is the cheapest exchange.
 
     Collective: every rank calls it.
 
@@ -240,11 +240,11 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     Returns
     -------
     list of list of int
-        Entry r has rank r's values.
+        Entry r has the values of rank r.
 
     Notes
     -----
-    It takes one exchange over Gloo for up to 128 integers, else two.
+    It takes one exchange over Gloo for up to 128 integers, otherwise two.
     """
     if not has_group():
         return [[int(value) for value in values]]
@@ -256,7 +256,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 def barrier() -> None:
     """Wait until every rank has called this function.
 
-    Collective: every rank calls it. Processes wait for each other, GPUs do not: their queued work may still run.
+    Collective: every rank calls it. Only the processes wait for each other; the queued work of GPUs may still run.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")

@@ -76,7 +76,8 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
         raise kind(
             f"{users} connected to this run's process group while it was created, but only its ranks may (seen by the "
             f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the "
-            "run again; if somebody does that on purpose, in a container with its own network. See SECURITY.md."
+            "run again; if somebody does this on purpose, start it in a container with its own network. See "
+            "SECURITY.md."
         ) from None
 
 

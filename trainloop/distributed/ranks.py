@@ -113,8 +113,8 @@ def get_rank() -> int:
     Returns
     -------
     int
-        Rank in the process group if there is one. Otherwise the value of ``RANK``, ``LOCAL_RANK`` or ``SLURM_PROCID``,
-        the first of these environment variables that is a number; 0 if none is.
+        Rank in the process group if there is one. Otherwise the first of the environment variables ``RANK``,
+        ``LOCAL_RANK`` and ``SLURM_PROCID`` that is a number, or 0.
     """
     if has_group():
         return dist.get_rank()
@@ -131,14 +131,14 @@ def get_world_size() -> int:
     Returns
     -------
     int
-        Size of the process group, or 1 without one, whatever the environment says: a shell inside a Slurm allocation
-        has ``SLURM_NTASKS=8`` but is a single process.
+        Size of the process group, or 1 if there is no group. Environment variables are ignored, because a shell inside
+        a Slurm allocation has ``SLURM_NTASKS=8`` but is a single process.
     """
     return dist.get_world_size() if has_group() else 1
 
 
 def is_global_zero() -> bool:
-    """Return True if this process has global rank 0: true in exactly one process of all nodes."""
+    """Return True if this process has global rank 0, which is exactly one process of all nodes."""
     return get_rank() == 0
 
 
@@ -148,7 +148,7 @@ def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
     Parameters
     ----------
     f : callable
-        Function to call on rank 0. It must not contain an exchange, since the other ranks don't take part.
+        Function to call on rank 0. It must not contain an exchange, because the other ranks don't take part.
 
     Returns
     -------

@@ -121,8 +121,9 @@ def _agreed(
         ]
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
-            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same. If "
-            "they differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
+            f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same "
+            "structure and shapes. If values differ in their first axis, as an uneven last batch does, "
+            "all_gather(value, concat=True) joins them; "
             "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
         )
     agreed: dict[str, _Agreed] = {}
@@ -162,37 +163,37 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     Parameters
     ----------
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
-        Tensors of any dtype on any device, numpy arrays and scalars, Python numbers. ``None`` is unchanged. Every
-        rank must pass the same structure and shapes; if dtypes differ, the values are promoted.
+        Tensors of any dtype on any device, numpy arrays and scalars, or Python numbers. ``None`` is returned unchanged.
+        Every rank must pass the same structure and shapes. If dtypes differ, the values are promoted.
     concat : bool
-        Join along the first axis instead of a new one; its length may then differ between ranks, as in an uneven last
-        batch.
+        Join the values along their first axis instead of a new one. The length of this axis may differ between ranks,
+        as in an uneven last batch.
 
     Returns
     -------
     same structure
-        Each tensor of shape ``(*s)`` becomes one of shape ``(world_size, *s)``, entry r from rank r, on the device of
-        this rank's tensor; numbers and arrays become CPU tensors, float64 for a Python float. In one process the axis
-        has length 1. With ``concat``, tensors of shape ``(n_r, *s)`` become one of shape ``(n_0 + n_1 + ..., *s)``,
-        in the order of ranks, and numbers become a vector. The result is a copy.
+        Each tensor of shape ``(*s)`` becomes one of shape ``(world_size, *s)`` on the device of this rank's tensor;
+        entry r is from rank r. Numbers and arrays become CPU tensors, with dtype float64 for a Python float. In one
+        process the new axis has length 1. With ``concat``, tensors of shape ``(n_r, *s)`` become one of shape ``(n_0 +
+        n_1 + ..., *s)``, in the order of ranks, and numbers become a vector. The result is a copy.
 
     Raises
     ------
     ValueError
-        On every rank, if ranks pass different structures or shapes, or only some ranks' tensors require a gradient; the
-        message names those of each rank.
+        On every rank, if ranks pass different structures or shapes, or if tensors require a gradient on some ranks
+        only. The message says what each rank passed.
     TypeError
         On every rank, if a rank passes an object that is not a tensor or number.
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one of all tensors together (one for each type of device).
+    It takes one small exchange of the shapes, then one exchange of all tensors for each type of device.
 
-    A tensor that requires a gradient gets the sum of the gradients that all ranks' losses have with respect to it: one
-    all-reduce of the gathered tensor's size in the backward, which every rank must run. No factor is needed to train as
-    one process would on the global batch: whether a rank's loss is that of all gathered rows, or the mean over its own
-    rows against all, ``DistributedDataParallel`` divides the sum by the number of ranks. Pass ``value.detach()`` if no
-    gradient is needed, for example for metrics.
+    If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. For this,
+    every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the
+    number of ranks, because ``DistributedDataParallel`` divides the sum by that number. This is true for a loss over
+    all gathered rows, and for a mean loss that compares the rank's own rows with all rows. If no gradient is needed,
+    for example for metrics, pass ``value.detach()``.
 
     Examples
     --------
@@ -285,7 +286,7 @@ class _Flow(torch.autograd.Function):
 
 
 def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
-    """Return the values of all ranks reduced to one, on every rank; the input is not changed.
+    """Reduce the values of all ranks to one value, and return it on every rank. The input is not changed.
 
     Collective: every rank calls it.
 
@@ -294,15 +295,15 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
         As in :func:`all_gather`.
     reduce : 'mean', 'sum', 'min' or 'max'
-        Reduction. In the mean each rank counts once; to weight by samples, reduce sums and counts.
+        Reduction. In the mean each rank counts once. To weight by samples, reduce sums and counts separately.
 
     Returns
     -------
     same structure
-        Tensors of the same shapes and devices, arrays as CPU tensors, and Python numbers for Python numbers. Dtypes
-        are kept (promoted if ranks' differ), except for the mean of integers and bools, which is a float of torch's
-        default dtype, and the sum of bools, which is an integer. No gradient flows through it. The same bits on every
-        rank.
+        Tensors keep their shapes and devices, arrays become CPU tensors, and Python numbers stay Python numbers. Dtypes
+        are kept (or promoted, if they differ between ranks), with two exceptions: the mean of integers and bools is a
+        float of torch's default dtype, and the sum of bools is an integer. The result is bit-identical on every rank,
+        and no gradient flows through it.
 
     Raises
     ------

@@ -1,8 +1,7 @@
-"""Check the machine and the installation before a training: ``python -m trainloop doctor``.
+"""Check the machine and the installation before you train: ``python -m trainloop doctor``.
 
 :func:`examine` runs all checks and returns a :class:`Report` that prints as a table of ``ok``,
-``attention`` and ``problem``.
-It works even if torch can't be imported.
+``attention`` and ``problem``. It also works if torch can't be imported.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ class Report:
 
 
 def examine(readings: probe.Readings | None = None) -> Report:
-    """Check the machine and the installation, in a few seconds; changes nothing.
+    """Check the machine and the installation in a few seconds. Nothing is changed.
 
     Parameters
     ----------
     readings : Readings, optional
-        Readings to check. Default: those of this machine.
+        Readings to check. Default: the readings of this machine.
     """
     readings = probe.read() if readings is None else readings
     return Report(tuple(found for check in checks.CHECKS for found in check(readings)))

@@ -1,4 +1,4 @@
-"""The checks: each takes the readings and yields one or more lines. They only decide, and read nothing themselves."""
+"""The checks. Each takes the readings and yields one or more lines; it reads nothing from the machine itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_distribution(r: Readings) -> Iterator[Check]:
 
 def check_requirements(r: Readings) -> Iterator[Check]:
     if r.conflicts:
-        remedy = "install the packages that it names; python -m pip check shows its whole output."
+        remedy = "install the packages that are named here; python -m pip check shows the full list."
         yield Check("requirements", "problem", _line("; ".join(r.conflicts)), remedy)
     else:
         yield Check("requirements", "ok", "python -m pip check finds no conflict")
@@ -70,7 +70,9 @@ def check_torch(r: Readings) -> Iterator[Check]:
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
-        yield Check("ddp", "problem", "this build of torch has no Gloo", "ddp needs it: install torch's own build.")
+        yield Check(
+            "ddp", "problem", "this build of torch has no Gloo", "ddp needs Gloo: install an official build of torch."
+        )
 
 
 def check_cpus(r: Readings) -> Iterator[Check]:
@@ -87,7 +89,8 @@ def check_cpus(r: Readings) -> Iterator[Check]:
             "threads",
             "attention",
             f"OMP_NUM_THREADS={threads} on {cpus} CPUs",
-            f"threads will compete for CPUs: set OMP_NUM_THREADS={cpus} or less, in ddp divided by the ranks.",
+            f"threads will compete for CPUs: set OMP_NUM_THREADS={cpus} or less (in ddp, divided by the number of "
+            "ranks).",
         )
     elif r.torch.found is not None and not threads and r.torch.found["threads"] > cpus:
         yield Check(
@@ -105,7 +108,7 @@ def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
         f" of the host's {limits[0].value / GIB:.1f}, limited by {least.source}" if least is not limits[0] else ""
     )
     low = memory < 2 * GIB
-    remedy = "each rank needs about 0.3 GiB without data: raise the container's memory, or start fewer." if low else ""
+    remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks." if low else ""
     yield Check("memory", "attention" if low else "ok", found, remedy)
 
 
@@ -121,7 +124,8 @@ def check_places(r: Readings) -> Iterator[Check]:
             "/dev/shm",
             "attention",
             f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 send their batches through it (Bus error): use docker run --shm-size=8g, "
+            "loaders with num_workers > 0 send their batches through it, and fail with 'Bus error' if it is full: "
+            "use docker run --shm-size=8g, "
             "or num_workers=0.",
         )
     else:
@@ -142,7 +146,8 @@ def check_places(r: Readings) -> Iterator[Check]:
         "file descriptors",
         "attention" if few else "ok",
         f"{soft} (at most {hard})",
-        f"loaders' workers need many (Too many open files): run ulimit -n {min(65536, hard) if hard > 0 else 65536}."
+        "the workers of loaders open many files (Too many open files): run ulimit -n "
+        f"{min(65536, hard) if hard > 0 else 65536}."
         if few
         else "",
     )
@@ -154,7 +159,8 @@ def check_network(r: Readings) -> Iterator[Check]:
             "loopback",
             "problem",
             r.loopback_error,
-            "ranks of one host connect over 127.0.0.1: bring it up (ip link set lo up), and let no firewall block it.",
+            "ranks of one host connect over 127.0.0.1: bring this interface up (ip link set lo up), and check that "
+            "no firewall blocks it.",
         )
     else:
         yield Check("loopback", "ok", "127.0.0.1 answers")
@@ -163,7 +169,8 @@ def check_network(r: Readings) -> Iterator[Check]:
             "host name",
             "attention",
             r.hostname_error,
-            "runs on several hosts need one: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+            "runs on several hosts need an address: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME.",
         )
     if r.port_taken:
         port = r.environ.get("MASTER_PORT")

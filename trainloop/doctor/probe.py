@@ -1,4 +1,4 @@
-"""Read the machine for the checks. Libraries are imported in separate processes: an import may fail, hang or crash."""
+"""Read the machine for the checks. Imports run in separate processes, because they may fail, hang or crash."""
 
 from __future__ import annotations
 

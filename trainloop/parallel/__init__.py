@@ -1,9 +1,9 @@
 """The three wrappers, which also work in a hand-written loop.
 
-:class:`TTDistributedDataParallel` is a ``DistributedDataParallel``, :class:`TTDataParallel` an ``nn.DataParallel``,
-:class:`TTFullyShardedDataParallel` a module under ``fully_shard`` (FSDP2).
-All of them run the wrapped model's ``get_loss``, ``get_loss_eval`` and ``get_predictions`` like ``forward``, and every
-other attribute of the model can be read and written as without the wrapper.
+:class:`TTDistributedDataParallel` is a ``DistributedDataParallel``, :class:`TTDataParallel` is an ``nn.DataParallel``,
+and :class:`TTFullyShardedDataParallel` is a module under ``fully_shard`` (FSDP2). All of them run the wrapped model's
+``get_loss``, ``get_loss_eval`` and ``get_predictions`` in the same way as ``forward``. Every other attribute of the
+model can be read and written through the wrapper.
 """
 
 from trainloop.parallel.ddp import TTDistributedDataParallel, reduce_gradients

@@ -28,24 +28,23 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as a single call,
-    whichever submodules they call and however often. So gradients are averaged over ranks in the backward that
-    follows, and buffers are those of rank 0, as DDP does for ``wrapper(...)``, which works too. With gradients
-    disabled they are plain calls without any exchange, so ranks may evaluate different numbers of batches.
+    no matter which submodules they call or how often. Therefore, as for ``wrapper(...)``, the backward that follows
+    averages gradients over ranks, and buffers are those of rank 0. If gradients are disabled, these methods are plain
+    calls without any exchange, so ranks may evaluate different numbers of batches.
 
-    A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields them here
-    too; each is a separate pass of DDP. Each loss's backward leaves the others' parameters without gradients, which
-    needs ``find_unused_parameters=True``.
+    If ``get_loss`` yields its losses, so that one optimizer steps after another within a batch, ``wrapper.get_loss``
+    yields them too, and each loss is a separate pass of DDP. The backward of one loss leaves the parameters of the
+    other losses without gradients, which requires ``find_unused_parameters=True``.
 
-    Every other attribute, property and method is the model's own, for reading and writing. A method other than these
-    three bypasses DDP: gradients of a loss that it computes are **not** averaged.
+    You can read and write every other attribute, property and method of the model through the wrapper. Methods other
+    than these three bypass DDP: if they compute a loss, its gradients are **not** averaged.
 
     Parameters
     ----------
     module : nn.Module
-        Any module, on its final device and without lazy parameters. Whichever of the three methods it defines are
-        wrapped.
+        Any module, on its final device and without lazy parameters. It need not define all three methods.
     device_ids : list of one int or torch.device, optional
-        Device to which inputs are moved. Default: the device of a module that is wholly on one GPU.
+        Device to which inputs are moved. Default: the module's GPU, if the module is on a single one.
     output_device : int or torch.device, optional
         As in ``DistributedDataParallel``.
     **ddp_args
@@ -57,16 +56,16 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     ConfigurationError
         If there is no process group, or the module has lazy parameters.
     RuntimeError
-        If no parameter requires a gradient; also in the forward after a backward that left parameters without
-        gradient, with their names (see ``find_unused_parameters``).
+        If no parameter requires a gradient; and in the next forward, if a backward left parameters without a gradient.
+        The message names them (see ``find_unused_parameters``).
 
     Notes
     -----
     Collective: every rank makes its wrapper, with the same arguments, and calls it the same number of times (but see
-    :meth:`no_exchange`). Hooks on the module and its parts fire when these run; hooks registered on the wrapper itself
-    fire only for ``wrapper(...)``. The names ``module`` and those of the methods of
-    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper: a model's
-    own attribute of such a name is ``wrapper.module.<name>``.
+    :meth:`no_exchange`). Hooks on the module and its submodules fire when these run; hooks on the wrapper itself fire
+    only for ``wrapper(...)``. The name ``module`` and the names of the methods of ``DistributedDataParallel``
+    (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper. If the model has an attribute with one
+    of these names, use ``wrapper.module.<name>``.
 
     Examples
     --------
@@ -209,11 +208,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     def release(self) -> None:
-        """Remove DDP's hooks from the parameters, free its buckets and the group; the wrapper is unusable afterwards.
+        """Remove DDP's hooks from the parameters, and free its buckets and group. The wrapper is unusable afterwards.
 
-        No exchange. Otherwise these live until the garbage collector breaks the wrapper's cycles. That may be after
-        ``destroy_process_group()``: the reducer then has the last reference to the group, whose destructor waits for
-        threads while it holds the interpreter's lock, and in a forked child for threads that do not exist.
+        This needs no exchange. Without it, these objects live until the garbage collector breaks the wrapper's cycles,
+        possibly after ``destroy_process_group()``. The reducer would then have the last reference to the group. The
+        group's destructor waits for threads while it holds the interpreter's lock, and in a forked child these threads
+        do not exist.
         """
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
@@ -222,8 +222,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def no_exchange(self) -> Iterator[None]:
         """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 
-        For a step in which ranks have unequal numbers of batches, or none: ``no_sync()`` exchanges no gradients, but
-        its first forward broadcasts buffers, and waits for ranks that run no forward. Every rank calls
+        Use it for a step in which ranks have unequal numbers of batches, or none. ``no_sync()`` is not enough, because
+        its first forward broadcasts buffers, and would wait for ranks that run no forward. Every rank must call
         :func:`reduce_gradients` after its last backward of the step.
         """
         before, self._tt_exchanges = self._tt_exchanges, False
@@ -238,15 +238,15 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self._sync_buffers()
 
     def check_reduced(self) -> None:
-        """Check that the backward just done averaged the gradients of all parameters over the ranks.
+        """Check that the last backward averaged the gradients of all parameters over the ranks.
 
-        DDP itself reports it only at the next forward, after an optimizer step with gradients that differ between
-        ranks, and never for the last step.
+        DDP itself reports missing gradients only at the next forward. By then, an optimizer step has used gradients
+        that differ between ranks; and for the last step there is no next forward.
 
         Raises
         ------
         RuntimeError
-            If parameters got no gradient; the message names them, and the argument that allows it.
+            If parameters got no gradient. The message names them, and the argument that allows this.
         """
         try:
             self._check_reducer_finalized()
@@ -361,22 +361,23 @@ _BUCKET_BYTES = 32 * 2**20
 def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Average gradients over ranks in place, as DDP does in the backward.
 
-    For steps under :meth:`TTDistributedDataParallel.no_exchange`. Collective: every rank of the group must call it,
-    even if it ran no backward.
+    Use it for steps under :meth:`TTDistributedDataParallel.no_exchange`. Collective: every rank of the group must call
+    it, even if the rank ran no backward.
 
     Parameters
     ----------
     parameters : iterable of Tensor
-        The same parameters on every rank, in the same order; those without a gradient on all ranks are skipped.
+        The same parameters on every rank, in the same order. Parameters that have no gradient on any rank are skipped.
     group : ProcessGroup, optional
         Ranks to average over. Default: all ranks.
 
     Notes
     -----
-    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. A
-    parameter without one on any rank keeps ``None``. Parameters with a sparse gradient on any rank get a sparse one.
-    There is one exchange of a flag per parameter, and one for each 32 MiB of gradients of a dtype; for sparse ones, one
-    of their numbers of entries, and two for each of them. In one process nothing happens.
+    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. If a
+    parameter has no gradient on any rank, ``.grad`` stays ``None``. If its gradient is sparse on a rank, the result is
+    sparse. There is one exchange of a flag for each parameter, and one for each 32 MiB of gradients of a dtype. Sparse
+    gradients need one exchange of their numbers of entries, and two more for each gradient. In one process nothing
+    happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return

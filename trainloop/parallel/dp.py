@@ -27,53 +27,54 @@ __all__ = ["TTDataParallel"]
 class TTDataParallel(Transparent, DataParallel):
     """An ``nn.DataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
-    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` split the batch, run the method on a replica
-    for each part, and join the results: losses to the loss of the whole batch, predictions to all its rows, in
-    order. Gradients add up in the module's own parameters. ``wrapper(...)`` does the same with ``forward`` and
-    concatenates the outputs, as ``nn.DataParallel`` does.
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` split the batch and run the method on a replica
+    for each part. Then they join the results: losses become the loss of the whole batch, and predictions its rows, in
+    order. Gradients add up in the module's own parameters. ``wrapper(...)`` runs ``forward`` in this way and
+    concatenates the outputs, like ``nn.DataParallel``.
 
-    A ``get_loss`` that yields its losses, so that one optimizer steps after another within a batch, yields those of the
-    whole batch; after each, the replicas get the module's new weights. Losses whose criterion says
-    ``reduction='sum'`` add up, see ``trainloop._support.reduction``.
+    If ``get_loss`` yields its losses, so that one optimizer steps after another within a batch, ``wrapper.get_loss``
+    yields the losses of the whole batch, and the replicas get the module's new weights after each loss. If the
+    criterion has ``reduction='sum'``, the losses of the parts are added (see ``trainloop._support.reduction``).
 
-    Every other attribute, property and method is the model's own, for reading and writing.
+    You can read and write every other attribute, property and method of the model through the wrapper.
 
     Parameters
     ----------
     module : nn.Module
-        Any module without lazy parameters. Whichever of the three methods it defines are wrapped.
+        Any module without lazy parameters. It need not define all three methods.
     device_ids : list of int or torch.device, optional
-        GPUs to use. Default: all. The module must be on the first. Without GPUs the module is called directly.
+        GPUs to use. Default: all. The module must be on the first one. If there are no GPUs, the module is called
+        directly.
     output_device : int or torch.device, optional
         Device of the results. Default: the first of ``device_ids``.
     dim : int
         Dimension of the samples in tensors.
     devices : int, optional
-        Number of replicas to run on the CPU, each in a thread, even if there are GPUs; to test this mode anywhere.
+        Number of replicas to run on the CPU, each in a thread, even if there are GPUs. Use it to test this mode.
 
     Raises
     ------
     ConfigurationError
-        If ``devices`` is not a number of replicas, is passed together with ``device_ids`` or for a module on a GPU; or
-        if the module has lazy parameters.
+        If ``devices`` is not a number of replicas, or is passed together with ``device_ids`` or for a module on a GPU;
+        or if the module has lazy parameters.
     Exception
-        The exception of a replica, of the same type, with the replica's number and traceback in its message.
+        If a replica raises: an exception of the same type, whose message has the replica's number and traceback.
 
     Notes
     -----
-    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 7 samples on 2 replicas are 4 and 3, and
-    on 8 replicas one is idle.
+    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 2 replicas get 4 and 3 of 7 samples; of
+    8 replicas, one is idle.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy: attributes that the method sets on ``self`` are lost, and
-    in-place changes of buffers are kept only from the first replica, so BatchNorm has the first part's statistics.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost.
+    In-place changes of buffers are kept only from the first replica, so BatchNorm has the statistics of the first part.
 
-    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't reach gets a gradient of zeros, rather than
-    none as in one process: an optimizer with weight decay then decays it.
+    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In one
+    process it gets none.) Therefore an optimizer with weight decay changes this parameter.
 
-    CPU replicas take turns: torch's CPU random generator belongs to all threads, and dropout in threads that race for
-    it would give other numbers in each run. A replica's operations use all cores.
+    CPU replicas run one after another, because all threads share torch's CPU random generator: if they ran at the same
+    time, dropout would draw different numbers in each run. A replica's operations use all cores.
 
-    The name ``module`` belongs to the wrapper: a model's own attribute of that name is ``wrapper.module.module``.
+    The name ``module`` belongs to the wrapper. If the model has an attribute ``module``, use ``wrapper.module.module``.
 
     Examples
     --------
@@ -118,7 +119,7 @@ class TTDataParallel(Transparent, DataParallel):
     _tt_output_device: torch.device
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, concatenated along ``dim``."""
+        """Return the module's outputs, concatenated along ``dim``."""
         return self._run("__call__", *inputs, **kwargs)
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -37,38 +37,39 @@ class _Call:
 
 
 class TTFullyShardedDataParallel(Transparent, nn.Module):
-    """PyTorch's ``fully_shard`` (FSDP2) of a model, whose ``get_loss`` runs the way its ``forward`` does.
+    """A module under PyTorch's ``fully_shard`` (FSDP2) that runs a model's ``get_loss`` the way it runs ``forward``.
 
-    Parameters, gradients and the state of optimizers that are made afterwards from ``wrapper.parameters()`` are sharded
-    over the ranks: a rank has its part, and gathers only the unit that is running. The module is changed in place; its
-    parameters are ``DTensor`` from then on.
+    Parameters and gradients are sharded over the ranks, and so is the state of optimizers that you make afterwards from
+    ``wrapper.parameters()``. A rank keeps its shards, and gathers only the unit that is running. The module is changed
+    in place, and its parameters become ``DTensor``.
 
-    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, whichever
-    submodules they call and however often; a ``get_loss`` that yields its losses is one pass for each loss. Every other
-    attribute, property and method is the model's own, for reading and writing. A method other than these three bypasses
-    it, and sees the root unit's parameters sharded.
+    ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, no matter
+    which submodules they call or how often. If ``get_loss`` yields its losses, each loss is one pass. You can read and
+    write every other attribute, property and method of the model through the wrapper. Methods other than these three
+    bypass FSDP, and see sharded parameters in the root unit.
 
     Parameters
     ----------
     module : nn.Module
-        Any module without lazy parameters. One that was built under ``torch.device('meta')`` is initialized here, unit
-        by unit, with the ``reset_parameters`` of its parts.
+        Any module without lazy parameters. If it was built under ``torch.device('meta')``, the wrapper initializes it,
+        unit by unit, with the ``reset_parameters`` of its submodules.
     shard : type, list of types or callable, optional
-        Modules that are separate units: their classes, or a function ``module -> bool`` or
-        ``(name, module) -> bool``. Default: the repeated blocks, members of one class in a ``ModuleList`` or
-        ``Sequential``. The root unit has the rest.
+        Modules that are separate units: their classes, or a function ``module -> bool`` or ``(name, module) -> bool``.
+        Default: the repeated blocks, which are modules of one class in a ``ModuleList`` or ``Sequential``. The root
+        unit has the rest.
     mesh : DeviceMesh, optional
-        Mesh with one dimension, or with two named ones: replicas, and shards of each (HSDP). Default: all ranks.
+        Mesh with one dimension, or with two named dimensions, for replicas and for the shards of each replica (HSDP).
+        Default: all ranks.
     replicas : int
-        Number of copies of the model, each sharded over a part of the ranks; instead of a mesh.
+        Number of copies of the model, each sharded over a part of the ranks. Use it instead of ``mesh``.
     reshard_after_forward : bool or int
-        If True, a unit's gathered parameters are freed between its forward and its backward; those of the root never
-        are. An int: they are sharded over that many ranks in between.
+        If True, the gathered parameters of a unit are freed between its forward and its backward (except for the root
+        unit). If it is an int, they are sharded over that many ranks between the two.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
-        If True, parameters and buffers of the mesh's first rank are first sent to its other ranks, as DDP does, one at
-        a time. Use ``False`` if they are already equal.
+        If True, the parameters and buffers of the mesh's first rank are first sent to its other ranks, one at a time
+        (as DDP does). Use ``False`` if they are already equal.
 
     Raises
     ------
@@ -78,12 +79,11 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     Notes
     -----
-    Collective: every rank makes its wrapper with the same arguments, and **every forward, in evaluation too, is an
-    exchange of all ranks**, which must call the same units in the same order. Scalar and empty parameters can't be
-    sharded: each rank has all of them, and their gradients are averaged in the backward.
-    A block that shares a parameter with a module outside of it belongs to the unit that contains both. The names
-    ``module`` and those of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the
-    wrapper.
+    Collective: every rank makes its wrapper with the same arguments. **Every forward, in evaluation too, is an exchange
+    between all ranks**, which must call the same units in the same order. Scalar and empty parameters can't be sharded:
+    each rank has all of them, and the backward averages their gradients. If a block shares a parameter with a module
+    outside of it, the block belongs to the unit that contains both. The name ``module`` and the names of
+    ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the wrapper.
 
     Examples
     --------
@@ -194,7 +194,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward."""
         if args and type(args[0]) is _Call:
             call = args[0]
             call.output = call.run(*args[1:], **kwargs)
@@ -226,12 +226,12 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """Free what forwards without a backward have left gathered, in the root and any other unit. No exchange."""
+        """Free the parameters that forwards without a backward have left gathered, in all units. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError if one of the next training forwards changes a parameter: it would be lost."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter (which would be lost)."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
@@ -255,7 +255,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            New parameters, by the names in ``module.named_parameters()`` of those that they replace.
+            New parameters. The keys are the names in ``module.named_parameters()`` of the parameters that they replace.
 
         Returns
         -------

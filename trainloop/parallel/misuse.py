@@ -26,10 +26,10 @@ def explain_sharded(error: RuntimeError) -> None:
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': backward needs a unit's parameters again after they were freed: a second backward "
-            "through its graph, as of torch.autograd.grad(..., create_graph=True) in a gradient penalty, runs after "
-            "the first one of another forward of the same loss. Compute the penalty after all other forwards of its "
-            f"loss, or use gpu_mode='ddp'. torch says: {text}"
+            "gpu_mode='fsdp': backward needs the parameters of a unit again after they were freed. This occurs if "
+            "a gradient penalty (torch.autograd.grad(..., create_graph=True)) is computed before another forward "
+            "of the same loss. Compute the penalty after all other forwards of the loss, or use gpu_mode='ddp'. "
+            f"torch says: {text}"
         ) from error
 
 
@@ -94,7 +94,8 @@ class WatchedForwards:
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {shown} is changed while the model runs. At that time it is a gathered copy, so "
                     "the change would be lost. Change parameters in a callback's "
-                    "on_after_optimizer_step, on all ranks: there each is a DTensor, and target.lerp_(online, 0.01) "
+                    "on_after_optimizer_step, on all ranks: there each parameter is a DTensor, and "
+                    "target.lerp_(online, 0.01) "
                     "works as usual. Or use gpu_mode='ddp'."
                 )
         if is_root and torch.is_grad_enabled():

@@ -58,10 +58,10 @@ class SharedName:
 
 
 class Transparent(nn.Module):
-    """Base of wrappers: names that are not the wrapper's own are the model's, to read, write and delete.
+    """Base of wrappers that read, write and delete names on the model if they do not belong to the wrapper.
 
-    The wrapper's own are ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a leading
-    underscore that the model doesn't know. Every other public name is the model's, a new one too.
+    These names belong to the wrapper: ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a
+    leading underscore that the model doesn't have. Every other name belongs to the model, even if it is new.
     """
 
     get_loss: Callable[..., Any]

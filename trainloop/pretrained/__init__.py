@@ -1,7 +1,7 @@
 """Pretrained networks of transformers and timm for text and pictures, as ``TTModel``.
 
-They predict your own classes or numbers: the last layer is new if the model's does not fit. Weights are loaded from a
-folder, or from the Hugging Face hub. The libraries are in the extra ``multimodal``.
+They predict your own classes or numbers: if the last layer of a model does not fit, it is replaced. Weights are loaded
+from a folder, or from the Hugging Face hub. The extra ``multimodal`` installs the libraries.
 """
 
 from __future__ import annotations

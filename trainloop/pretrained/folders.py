@@ -20,7 +20,7 @@ _HINTS = {
 
 
 def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
-    """Return the folder of a transformers model; download it if it is not on this machine.
+    """Return the folder of a transformers model. Download the model if it is not on this machine.
 
     Parameters
     ----------
@@ -38,18 +38,18 @@ def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
     Raises
     ------
     ConfigurationError
-        If it is not on this machine and can't be downloaded. The message names the folder to fill.
+        If the model is not on this machine and can't be downloaded. The message names the folder to put it in.
     """
     return _local(model) or _fetched(model, model, wanted_by)
 
 
 def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> str:
-    """Return the folder of a timm or transformers model for pictures; download it if needed.
+    """Return the folder of a timm or transformers model for pictures. Download the model if it is not on this machine.
 
     Parameters
     ----------
     model : str
-        A folder, or a name of timm (``timm.list_models(pretrained=True)``). A name is searched for like that of
+        A folder, or a timm name (``timm.list_models(pretrained=True)``). A name is searched for as in
         :func:`find_text_model`.
     wanted_by : str
         Beginning of the error message.
@@ -57,7 +57,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
     Raises
     ------
     ConfigurationError
-        If it is not on this machine and can't be downloaded, or there is no such model.
+        If the model does not exist, or is not on this machine and can't be downloaded.
     """
     if (folder := _local(model)) is not None:
         return folder
@@ -66,7 +66,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
         on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
     except (RuntimeError, AttributeError) as error:  # it depends on timm's version
         raise ConfigurationError(
-            f"{wanted_by}: {model!r} is neither a folder a timm name. timm.list_models(pretrained=True) "
+            f"{wanted_by}: {model!r} is neither a folder nor a timm name. timm.list_models(pretrained=True) "
             "lists the names."
         ) from error
     return _fetched(model, on_hub, wanted_by)

@@ -82,9 +82,9 @@ class PictureModel(TTBasicModel):
     module : nn.Module
         Maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to an object with ``logits``.
     size : int
-        Width and height of its pictures. If it is a shape or a mapping, as in model configurations, one side is used.
+        Width and height of the pictures. If it is a shape or a mapping, as in model configurations, one side is used.
     mean, std : sequence of float
-        Mean and standard deviation of each channel, for values from 0 to 1. Defaults: those of ImageNet.
+        Mean and standard deviation of each channel, for values from 0 to 1. Defaults: the values of ImageNet.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class PictureModel(TTBasicModel):
 
     @classmethod
     def load(cls, model: str, num_outputs: int, **settings: Any) -> PictureModel:
-        """Load a model, with the size, mean and std of pictures that it was trained on.
+        """Load a model, and the size, mean and std of the pictures that it was trained on.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class PictureModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         **settings
-            ``size``, ``mean`` and ``std``, to use instead of the model's own.
+            ``size``, ``mean`` and ``std``, if you want to replace the model's own values.
         """
         folder = find_picture_model(model, wanted_by="PictureModel.load")
         known = _known(Path(folder))
@@ -137,7 +137,7 @@ class PictureModel(TTBasicModel):
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return logits, (n, num_outputs), of pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
+        """Return logits of shape (n, num_outputs), for pictures of shape (n, 3, size, size) or (n, several, 3, ...)."""
         several = pictures.unsqueeze(1) if pictures.dim() == 4 else pictures
         found = self.module((several.flatten(0, 1).float() / 255 - self.mean) / self.std)
         logits: Tensor = getattr(found, "logits", found)
@@ -145,12 +145,12 @@ class PictureModel(TTBasicModel):
 
 
 class PictureFiles(Dataset[Tensor]):
-    """A dataset of picture files, read on access. An empty path is a black picture.
+    """A dataset of picture files, which are read on access. An empty path is a black picture.
 
     Parameters
     ----------
     paths : sequence of str, or of sequences of str
-        A path, or several, for each sample.
+        One or several paths for each sample.
     size : int
         Width and height to resize pictures to.
 

@@ -1,8 +1,8 @@
-"""Resources of a machine, and quotas: the part that a run may use, enforced while it runs.
+"""Resources of a machine, and quotas, which are the resources that a run may use.
 
-``available`` reads the machine, ``ResourceQuota`` is a share of it, ``plan`` and ``place`` divide it over trials and
-folds (both pure), ``gpu_or_cpu`` trains on the CPU if a GPU build is missing. ``TrainLoop(resources=quota)`` enforces a
-quota.
+``available`` reads the resources of the machine. A ``ResourceQuota`` is a part of them; ``TrainLoop(resources=quota)``
+enforces it. ``plan`` and ``place`` divide resources among trials and folds; they only compute. ``gpu_or_cpu`` trains on
+the CPU if a GPU build is missing.
 """
 
 from __future__ import annotations

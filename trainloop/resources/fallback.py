@@ -1,4 +1,4 @@
-"""Train on the GPU, or on the CPU if the library's build can't use a GPU."""
+"""Train on the GPU, or on the CPU if the build of the library can't use a GPU."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NO_GPU = r"""
 
 
 def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
-    """Train on the GPU; start again on the CPU if the library was built without GPU support or finds no device.
+    """Train on the GPU. If the library was built without GPU support or finds no device, start again on the CPU.
 
     Parameters
     ----------
     fit_on_gpu, fit_on_cpu : callable
-        Each trains from the start and returns the model.
+        Functions that train from the start and return the model.
 
     Returns
     -------
@@ -44,8 +44,8 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Raises
     ------
     Exception
-        Every other error of ``fit_on_gpu`` (out of memory, wrong arguments), unchanged, and every error of
-        ``fit_on_cpu``.
+        Every error of ``fit_on_cpu``, and every other error of ``fit_on_gpu`` (out of memory, wrong arguments),
+        unchanged.
 
     Warns
     -----

@@ -101,7 +101,7 @@ def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[s
                     leases.pop(names[index]).release()
         if not usable or (num_devices != -1 and len(usable) < wanted):
             raise DeviceError(
-                f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now; occupied, "
+                f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now. Occupied, "
                 f"or leased by another run: {sorted(occupied)}. Ask for fewer, or wait until another run ends."
             )
         _own_leases.update(leases)

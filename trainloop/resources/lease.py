@@ -120,8 +120,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
-                f"{request.enough} of kind {kind!r} cannot be granted: there are {len(request.pool)} here. "
-                "Ask for fewer."
+                f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
             )
     if fcntl is None:
         warn("CPUs and GPUs are not leased on Windows: separate the runs on this machine with devices= and num_cpus=.")
@@ -181,8 +180,8 @@ class _LeaseFolder:
         if lock is None:
             raise ResourceError(
                 f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by "
-                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}; a lock normally lasts moments. "
-                "End that process, or set TRAINLOOP_LEASE_DIR to another folder."
+                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}; a lock is normally held only for a moment. "
+                f"End that process, or set TRAINLOOP_LEASE_DIR to another folder."
             )
         try:
             self._sign(f"{name}.lock")

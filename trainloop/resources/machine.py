@@ -1,7 +1,7 @@
 """Read which part of the machine this process may use: affinity, cgroups, Slurm, memory, visible GPUs.
 
-Inside a container ``os.cpu_count`` returns the host's CPUs, and inside a job step the node's, so all limits are read
-and the lowest counts. A cgroup's limit applies to its descendants: every ancestor is read, not only the root.
+Inside a container ``os.cpu_count`` returns the CPUs of the host, and inside a job step those of the node. Therefore all
+limits are read, and the lowest applies. The limit of a cgroup applies to its descendants, so every ancestor is read.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def available(
     memory: int | None = None,
     num_gpus: int | None = None,
 ) -> Resources:
-    """Return the resources that this process may use. Creates no CUDA context.
+    """Return the resources that this process may use, without creating a CUDA context.
 
     Parameters
     ----------
     root : path
         Replacement for ``/``: ``proc/self/cgroup`` and ``sys/fs/cgroup`` are read below it.
     cpu_count : int, optional
-        Replacement for the machine's number of CPUs; without ``affinity``, the process may use all of them.
+        Replacement for the machine's number of CPUs. If ``affinity`` is not passed, the process may use all of them.
     affinity : collection of int, or int, optional
         Replacement for the CPUs of the affinity mask, or their number.
     environ : mapping, optional
@@ -51,7 +51,7 @@ def available(
     Returns
     -------
     Resources
-        The lowest of all limits, at least 1 CPU; ``print`` it to see which limit decided.
+        The lowest of all limits, at least 1 CPU; ``print`` it to see which limit applies.
 
     Notes
     -----

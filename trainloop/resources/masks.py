@@ -1,6 +1,6 @@
 """Masks of CUDA devices: read ``CUDA_VISIBLE_DEVICES`` like CUDA, and compose it for child processes.
 
-A separate module, since both ``machine.py`` and :mod:`trainloop.devices` use it.
+This is a separate module because both ``machine.py`` and :mod:`trainloop.devices` use it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     Returns
     -------
     list of str or None
-        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden.
-        The list ends at a negative entry and at the first entry of a different kind; it is empty if an entry is
-        repeated.
+        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden. Like
+        CUDA, it ends the list before a negative entry and before the first entry of a different kind. If an entry is
+        repeated, the list is empty.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:

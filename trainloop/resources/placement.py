@@ -1,4 +1,4 @@
-"""Assign models to devices: exact bin packing of a few requests, first fit of many."""
+"""Assign models to devices: with exact bin packing for a few requests, and with first fit for many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEARCHED = 16  # largest number of unequal fractions for which all assignments 
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request: a fraction uses one device, a whole n uses n exclusively; sums are at most 1.
+    """Return the devices of each request: a fraction uses a part of one device, a whole number that many devices.
 
     Parameters
     ----------
@@ -26,18 +26,18 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Returns
     -------
     list of list of int
-        In the order of the input; an empty list for a request of 0. Uses the fewest devices, then the lowest indices;
-        the same input gives the same result.
+        Indices of the devices, in the order of the requests; an empty list for a request of 0. As few devices as
+        possible are used, with the lowest indices. The same input always gives the same result.
 
     Raises
     ------
     ResourceError
-        If there is no such assignment, or a request is not a number of GPUs.
+        If there is no possible assignment, or a request is not a number of GPUs.
 
     Notes
     -----
-    Bin packing. If an assignment exists, it is found for up to 16 requests, and for any number of equal requests.
-    More are placed by first fit, the largest first, which can use more devices than necessary.
+    This is bin packing. For up to 16 requests, and for any number of equal requests, an assignment is found if one
+    exists. More requests are placed by first fit, the largest first, which can use more devices than necessary.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     raise ResourceError(
         f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
         f"on {num_gpus} device{'s' * (num_gpus != 1)}: a fraction is never split over devices. "
-        "Request smaller fractions, or run fewer at once."
+        "Request smaller fractions, or run fewer models at once."
     )
 
 

@@ -1,8 +1,8 @@
 """Nested quotas: how many trials and folds run at once, with which resources, and on which devices.
 
-Pure arithmetic. The levels are run > trial (one bagged model, or one model) > fold (one model). In AutoGluon's terms
-``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}`` and
-``per_model`` is ``ag_args_fit``.
+This module only computes. The levels are run > trial (one bagged model, or one model) > fold (one model). In
+AutoGluon's terms, ``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit:
+...}``, and ``per_model`` is ``ag_args_fit``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Plan:
     folds_in_parallel: int
     """Number of folds of one trial that run at once."""
     per_bag: ResourceQuota
-    """Quota of one trial, reserved whether its folds use it or not."""
+    """Quota of one trial, which is reserved even if its folds don't use all of it."""
     per_model: ResourceQuota
     """Quota of one fold, or of the trial's only model."""
     placement: tuple[tuple[int, ...], ...]
@@ -95,9 +95,9 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        """Number of models that run one after the other: waves of trials, times the waves of a trial's folds.
+        """Number of models that run one after the other: the waves of trials, times the waves of folds in a trial.
 
-        ``tune`` needs no more: it gives a finished trial's slot to the next trial's folds.
+        ``tune`` may need fewer waves, because it gives the slot of a finished trial to the folds of the next one.
         """
         trials = math.ceil(self.num_trials / self.trials_in_parallel)
         return trials * math.ceil(self.num_folds / self.folds_in_parallel)
@@ -239,8 +239,8 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     figures = _figures("total", total)
     if figures.cpus is None:
         raise ResourceError(
-            f"total={total!r}: a plan needs a number of CPUs, since it reads nothing from the machine, but "
-            "num_cpus has none (GPUs default to 0). Pass num_cpus, or "
+            f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs "
+            "default to 0). Pass num_cpus, or "
             "total=trainloop.resources.available() for the whole machine."
         )
     return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)

@@ -1,7 +1,7 @@
 """The resources of a machine, and a run's quota of them, as plain values.
 
-GPUs are counted exactly. Floats would be wrong: ``1 // 0.1`` is 9, but ten models of 0.1 fit on one GPU.
-:func:`exact` returns the fraction that a float means, and all arithmetic here uses fractions.
+GPUs are counted exactly, because floats would give wrong results: ``1 // 0.1`` is 9, but ten models with 0.1 GPUs each
+fit on one GPU. :func:`exact` converts a float to the fraction that it means, and all arithmetic here uses fractions.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Resources:
     memory: int
     """Main memory in bytes."""
     cpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All limits of the CPUs; the lowest decides."""
+    """All limits of the CPUs; the lowest one applies."""
     gpu_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
     """All limits of the GPUs."""
     memory_limits: tuple[Limit, ...] = field(default=(), compare=False, repr=False)
-    """All limits of the memory; the lowest decides."""
+    """All limits of the memory; the lowest one applies."""
 
     def __str__(self) -> str:
         lines = []
@@ -87,9 +87,9 @@ class ResourceQuota:
     num_cpus : int or 'auto'
         CPUs, 1 or more, for all processes of the run together, including ``DataLoader`` workers.
     num_gpus : number or 'auto'
-        GPUs, 0 or more. For one model a fraction of one device, or a whole number.
+        GPUs, 0 or more; for one model, a fraction of one device or a whole number.
     memory : int, str or 'auto'
-        Bytes, or text such as ``'512MiB'`` and ``'1.5GB'``; stored as bytes.
+        Bytes, or a string such as ``'512MiB'`` or ``'1.5GB'``; stored as bytes.
 
     Raises
     ------
@@ -110,7 +110,7 @@ class ResourceQuota:
             object.__setattr__(self, "memory", parse_memory(self.memory))
 
     def filled(self, other: ResourceQuota) -> ResourceQuota:
-        """Return these figures, with those of ``other`` in place of ``'auto'``."""
+        """Return this quota, with the values of ``other`` in place of ``'auto'``."""
         own, theirs = astuple(self), astuple(other)
         return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
 

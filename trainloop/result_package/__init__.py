@@ -3,7 +3,7 @@
 :func:`evaluate_result_package` scores the result of ``predict_on_test_set()`` with a package of this module, a plain
 function, a torchmetrics metric or collection, or a list or dict of these, and returns numbers.
 
-The metrics of the packages here are those of scikit-learn (extra ``metrics``), computed over all rows at once.
+The packages here use scikit-learn's metrics (extra ``metrics``), computed over all rows at once.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def evaluate_result_package(
         A function is called as ``package(y_pred, y_true, metadata)`` and returns a number or a dict of numbers. The
         metric's name is the function's name, or its key in a dict.
     y_pred, y_true : Tensor, array or list
-        Rows of predictions and targets, as returned by ``predict_on_*``; packages get them as numpy arrays, others
-        unchanged.
+        Rows of predictions and targets, as returned by ``predict_on_*``. Result packages get them as numpy arrays;
+        functions and torchmetrics get them unchanged.
     metadata : mapping, optional
         Metadata, as returned by ``predict_on_*``.
 
@@ -80,7 +80,7 @@ def evaluate_result_package(
     Raises
     ------
     ConfigurationError
-        If ``package`` is something else, or a metric's value is not a single number.
+        If ``package`` has another type, or the value of a metric is not a single number.
 
     Examples
     --------
@@ -178,7 +178,7 @@ class AbstractResultPackage(ABC):
     pkg_name : str, optional
         Name in reports. Default: the class name.
     strict_content_check : bool
-        Accepted for AIToolbox's code, and ignored.
+        Ignored; accepted for AIToolbox's code.
     np_array : bool or 'auto'
         If True, convert predictions and targets to numpy arrays. Rows of unequal length always stay a list.
     **kwargs
@@ -192,7 +192,7 @@ class AbstractResultPackage(ABC):
         ``{'additional_results': metadata}``, with the metadata of ``predict_on_*``.
     hyperparameters : dict or None
     requires_loss : bool
-        Set to True to get the dataset's mean loss as ``metadata['loss']``.
+        Set it to True to get the dataset's mean loss as ``metadata['loss']``.
     results_dict : dict or None
         The last results.
 
@@ -225,7 +225,7 @@ class AbstractResultPackage(ABC):
 
     @abstractmethod
     def prepare_results_dict(self) -> Mapping[str, Any]:
-        """Return the metrics of ``self.y_predicted`` against ``self.y_true``: numbers by name."""
+        """Return a dict with the metrics of ``self.y_predicted`` against ``self.y_true``."""
 
     def prepare_result_package(
         self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
@@ -243,7 +243,7 @@ class AbstractResultPackage(ABC):
         Raises
         ------
         ConfigurationError
-            If there are none yet.
+            If there are no results yet.
         """
         if self.results_dict is None:
             raise ConfigurationError(f"{self.pkg_name} has no results yet. Call prepare_result_package first.")
@@ -296,9 +296,9 @@ class _ScikitLearnPackage(AbstractResultPackage):
 class ClassificationResultPackage(_ScikitLearnPackage):
     """Metrics of classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
-    Predictions are classes, or rows of scores whose maximum is the class; targets are classes or one-hot rows. Both may
-    have a class per element, such as a token or pixel; all elements are counted together. Several labels per row
-    (multi-label) are not supported: use, for example, torchmetrics' ``MultilabelF1Score``.
+    Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
+    have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
+    labels per row (multi-label) are not supported: use, for example, torchmetrics' ``MultilabelF1Score``.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -318,7 +318,8 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
     Notes
     -----
-    Predictions are one score per row, (n,) or (n, 1), or scores of both classes, (n, 2), of which the second is used.
+    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2).
+    Then the second score is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:

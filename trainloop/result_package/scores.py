@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 def accuracy(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the share of rows whose class is right; NaN without rows."""
+    """Return the fraction of rows whose class is correct; NaN if there are no rows."""
     return _of_classes("accuracy_score", y_pred, y_true)
 
 
@@ -51,7 +51,7 @@ def f1(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the probability that a positive row's score exceeds a negative row's; NaN with only one class."""
+    """Return the probability that a positive row's score exceeds a negative row's; NaN if there is only one class."""
     scores, positive = as_scores(y_pred), as_scores(y_true) == 1
     if positive.all() or not positive.any() or not _are_finite(scores):
         return float("nan")
@@ -59,7 +59,7 @@ def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def pr_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the area under precision over recall, by trapezoids; NaN if there is no positive row."""
+    """Return the area under the precision-recall curve, by the trapezoidal rule; NaN if there is no positive row."""
     scores, positive = as_scores(y_pred), as_scores(y_true) == 1
     if not positive.any() or not _are_finite(scores):
         return float("nan")
@@ -83,7 +83,7 @@ def mae(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def r2(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the share of the targets' variance that is explained; NaN if they have none."""
+    """Return the fraction of the targets' variance that is explained; NaN if they have no variance."""
     targets = as_array(y_true).astype(np.float64).ravel()
     errors = _errors(y_pred, y_true).ravel()
     if not np.ptp(targets) or not _are_finite(errors):
@@ -108,8 +108,8 @@ def scikit_learn() -> Any:
 
 def no_scikit_learn() -> ConfigurationError:
     return ConfigurationError(
-        "Metrics of classes and scores, and r2, are scikit-learn's, which is not installed: "
-        f"{pip_install('metrics')}, or score by a function of (y_pred, y_true, metadata)."
+        "Metrics of classes and scores, and r2, need scikit-learn, which is not installed: "
+        f"{pip_install('metrics')}, or score with a function of (y_pred, y_true, metadata)."
     )
 
 
@@ -191,5 +191,6 @@ def _errors(y_pred: Any, y_true: Any) -> Array:
 def _check_lengths(predicted: Array, targets: Array) -> None:
     if predicted.shape != targets.shape:
         raise ConfigurationError(
-            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one for each."
+            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one prediction for each "
+            "target."
         )

@@ -1,6 +1,7 @@
 """Schedules that start with a linear warm-up, from 0 to the optimizer's learning rate.
 
-The factors are those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All of them count optimizer steps.
+The curves are the same as those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All schedules count
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     last_epoch : int
-        Number of steps already done, -1 for none; an argument of ``LambdaLR``.
+        Number of steps already done; -1 if there are none. An argument of ``LambdaLR``.
     **kwargs
         Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
 
@@ -95,7 +96,7 @@ class LinearWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps; the rate is 0 from there on. Default: that of ``fit``, see
+        Total number of optimizer steps, after which the rate is 0. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     last_epoch, **kwargs
         As in :class:`ConstantWithWarmupScheduler`.
@@ -119,7 +120,7 @@ class CosineWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps. Default: that of ``fit``, see
+        Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
         Number of periods of the cosine after the warm-up; 0.5 decreases to 0 once.
@@ -150,7 +151,7 @@ class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
     num_warmup_steps : int
         Optimizer steps from 0 to the full rate.
     num_training_steps : int, optional
-        Total number of optimizer steps. Default: that of ``fit``, see
+        Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
     num_cycles : float
         Number of decreases; 1 by default, as in Transformers.

@@ -55,7 +55,7 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
         twice = _listed(names[names.duplicated()].unique().sort_values())
         raise ConfigurationError(f"{what} has more than one column {twice}. Rename or drop all but one of each.")
     if not len(data):
-        raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Pass at least one.")
+        raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Pass at least one row.")
     return data.set_axis(names, axis=1)
 
 

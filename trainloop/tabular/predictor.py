@@ -33,17 +33,17 @@ _FILE = "predictor.pkl"
 
 
 class TabularPredictor:
-    """Predict one column of a table from the others, which may hold numbers, categories, dates, text and pictures.
+    """Predict one column of a table from the others, which may contain numbers, categories, dates, text and pictures.
 
     Parameters
     ----------
     label : str
         Name of the column to predict.
     problem_type : {'binary', 'multiclass', 'regression'}, optional
-        By default inferred from the label column and printed.
+        By default it is inferred from the label column, and printed.
     eval_metric : str or callable, optional
         Metric by which models are compared. The default is accuracy, or root mean squared error for regression. A
-        function takes ``(y_true, y_pred)`` and returns a score, greater is better.
+        function takes ``(y_true, y_pred)`` and returns a score; a greater score must be better.
     path : path, optional
         Folder in which ``fit`` saves the predictor. It is created if it does not exist.
 
@@ -90,9 +90,9 @@ class TabularPredictor:
     ) -> TabularPredictor:
         """Train several models and an ensemble of them.
 
-        The models train side by side, each in its own process, under a resource plan that is printed first. If a model
-        fails or exceeds its memory limit, the others are not affected, and :attr:`lost` has the reason. A second call
-        starts from scratch.
+        The models train in parallel, each in its own process. The plan that divides the resources among them is printed
+        first. If a model fails or exceeds its memory limit, the others are not affected, and :attr:`lost` says why. A
+        second call starts from scratch.
 
         Parameters
         ----------
@@ -114,18 +114,19 @@ class TabularPredictor:
         num_bag_folds : int
             With 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
-            ``num_cpus``, ``num_gpus`` and ``memory_limit`` for one model; in a bag, for each of its models.
+            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, also in a bag.
         ag_args_ensemble : mapping, optional
-            ``{'ag_args_fit': ...}`` for one bag. ``'fold_fitting_strategy': 'sequential_local'`` trains the models of
-            a bag one after the other.
+            ``{'ag_args_fit': ...}`` with the resources of each bag. ``'fold_fitting_strategy': 'sequential_local'``
+            trains the models of a bag one after the other.
         hyperparameter_tune_kwargs : mapping or str, optional
             Request a search: ``{'searcher': 'random', 'scheduler': 'local', 'num_trials': 10}``. The scheduler is
             ``local`` or ``ray``.
         presets : str or mapping, optional
             ``'medium_quality'``, ``'good_quality'``, ``'high_quality'`` or ``'best_quality'``, which set
-            ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two.
+            ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two keys.
         verbosity : int
-            0 prints nothing, 1 the models that failed, 2 also columns, plans and the leaderboard, 3 also progress.
+            0: print nothing. 1: print failed models. 2: also print columns, plans and the leaderboard. 3: also print
+            progress.
 
         Raises
         ------
@@ -184,7 +185,7 @@ class TabularPredictor:
         return pd.DataFrame(found.predict(frame, model), index=frame.index, columns=list(found.target.classes))
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
-        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
+        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors have a minus sign."""
         frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
@@ -195,9 +196,8 @@ class TabularPredictor:
         """Return a table of all models, the best first, with their scores and the resources that each used.
 
         ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``.
-        ``fit_time`` is the sum of seconds over the models of a bag, ``cpu_seconds`` the CPU time that the system
-        counted for them; ``cpus`` and ``gpus`` were available to each of them. The ensemble's row sums up the models in
-        it.
+        ``fit_time`` is the sum of the seconds of all models of a bag, and ``cpu_seconds`` their CPU time. ``cpus`` and
+        ``gpus`` were available to each of these models. The row of the ensemble has the sums over the models in it.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
@@ -279,8 +279,8 @@ class TabularPredictor:
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> TabularPredictor:
         """Load a predictor that :meth:`save` wrote.
 
-        The file contains pickled objects, and unpickling can execute arbitrary code. So you or root must own the file
-        and its folder, and others must not be able to write to them.
+        The file contains pickled objects, and unpickling can execute arbitrary code. Therefore you or root must own the
+        file and its folder, and other users must not be able to write to them.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class TabularPredictor:
         Raises
         ------
         CheckpointError
-            If it does not exist, is damaged, or was written by another version; the message says which.
+            If the file does not exist, is damaged, or was written by an incompatible version.
         ConfigurationError
             If other users could have written the file.
         """

@@ -47,7 +47,7 @@ _TEXT_PRESETS: dict[str, dict[str, Any]] = {
 
 
 def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
-    """Return a copy of the named hyperparameters, to change and pass to ``fit``.
+    """Return a copy of the named hyperparameters, which you can change and pass to ``fit``.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def get_hyperparameter_config(config_name: str) -> dict[str, Any]:
     Raises
     ------
     ConfigurationError
-        If there is no such name; the message lists them.
+        If the name is unknown. The message lists the known names.
     """
     return named("hyperparameter config", config_name, HYPERPARAMETERS)
 

@@ -239,7 +239,8 @@ def _spec(
     if space and not searches:
         raise ConfigurationError(
             f"hyperparameters[{key!r}] has a search space ({', '.join(space)}), but no search is requested. Pass "
-            "hyperparameter_tune_kwargs={'num_trials': 10}, or one value; write a list that is one value as a tuple."
+            "hyperparameter_tune_kwargs={'num_trials': 10}, or a single value. If that value is a list, write it as "
+            "a tuple."
         )
     if searches and not space and own.get("hyperparameter_tune_kwargs", True) is not None:
         space = {name: value for name, value in model.space.items() if name not in settings}

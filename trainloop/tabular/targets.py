@@ -52,7 +52,7 @@ class Target:
         """Infer the problem type, or check that the values suit the given one. No value may be missing."""
         classes, wrong = pd.Index(values.unique()).tolist(), None
         if len(classes) < 2:
-            wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two"
+            wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two values"
         problem = problem or _infer(values, len(classes))
         if problem == "regression":
             if not np.isfinite(pd.to_numeric(values.astype(object), errors="coerce").astype(float)).all():
@@ -111,7 +111,7 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     if name not in known:
         raise ConfigurationError(
             f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or pass a function "
-            "metric(y_true, y_pred) where a greater result is better."
+            "metric(y_true, y_pred) for which greater is better."
         )
     return scorer(known[name], name)
 
@@ -121,8 +121,8 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
     frame = read_table(data, what)
     if label not in frame.columns:
         raise ConfigurationError(
-            f"{what} has no column {label!r}, the label; it has {', '.join(map(repr, frame.columns))}. "
-            f"Pass a table with it, or its name to TabularPredictor(label=...)."
+            f"{what} has no column {label!r}, which is the label; it has {', '.join(map(repr, frame.columns))}. "
+            f"Pass a table with this column, or another name to TabularPredictor(label=...)."
         )
     known = frame[label].notna()
     if not known.any():

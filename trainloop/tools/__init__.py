@@ -1,6 +1,6 @@
-"""Tools for a loop, each also a method of it; they don't change the loop, its model or random generators.
+"""Tools for a loop, which are also methods of it. They don't change the loop, its model or random generators.
 
-* :func:`find_lr`: losses over an increasing learning rate, and a suggestion
+* :func:`find_lr`: losses for increasing learning rates, and a suggestion
 * :func:`find_batch_size`: the largest batch that fits into memory in a training step
 * :func:`summary`: layers, parameters, FLOPs, and the memory that a training step needs
 """

@@ -38,7 +38,7 @@ class BatchSizes:
 
     @property
     def suggestion(self) -> int | None:
-        """Largest size that fits into memory; ``None`` if none does."""
+        """Largest size that fits into memory; ``None`` if no size fits."""
         return max((size for size, speed in self.tried.items() if speed is not None), default=None)
 
     def __str__(self) -> str:
@@ -54,9 +54,9 @@ def find_batch_size(
 ) -> BatchSizes:
     """Try training steps with repeatedly doubled batch sizes, until memory or data run out.
 
-    It runs in the loop's own mode, on its devices, on copies of model and optimizer; the loop is not changed. After an
-    out-of-memory error, GPU memory is freed. On the CPU each try runs in a separate process, which the kernel may
-    kill; so a script needs ``if __name__ == '__main__':``.
+    It runs in the mode and on the devices of the loop, with copies of the model and the optimizer, so the loop is not
+    changed. After an out-of-memory error, GPU memory is freed. On the CPU each size is tried in a separate process,
+    because the kernel may kill it; so a script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------
@@ -72,13 +72,14 @@ def find_batch_size(
     Returns
     -------
     BatchSizes
-        ``.suggestion``, and ``.tried`` with samples per second: the largest size is not always the fastest.
+        ``.suggestion`` is the largest size. ``.tried`` has the samples per second of each size, because the largest
+        size is not always the fastest.
 
     Raises
     ------
     ConfigurationError
-        For invalid arguments, loaders without a batch size, and a loop without ``train_loader`` or ``optimizer``.
-        Errors of the model that are not about memory are raised unchanged.
+        For invalid arguments, for a loader without a batch size, and for a loop without ``train_loader`` or
+        ``optimizer``. Errors of the model that are not about memory are raised unchanged.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Find an initial learning rate from losses of steps with an increasing rate (Smith, arXiv:1506.01186)."""
+"""Find an initial learning rate from the losses of steps with increasing rates (Smith, arXiv:1506.01186)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LearningRates:
 
     @property
     def smoothed(self) -> list[float]:
-        """Exponential mean of the losses, with bias correction."""
+        """Exponential moving average of the losses, with bias correction."""
         means, mean = [], 0.0
         for i, loss in enumerate(self.losses, start=1):
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
@@ -60,7 +60,7 @@ class LearningRates:
         return html_table(["rate", "loss", "smoothed loss"], [[f"{x:.4g}" for x in row] for row in rows]) + suggestion
 
     def plot(self, path: str | None = None) -> Any:
-        """Draw the losses over the rates, with the suggestion marked; return matplotlib's figure."""
+        """Plot the losses over the rates, with the suggestion marked, and return the Matplotlib figure."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -92,17 +92,18 @@ def find_lr(
     steps: int = 100,
     diverges_at: float = 4.0,
 ) -> LearningRates:
-    """Train copies with a learning rate that increases from step to step.
+    """Train a copy of the loop with a learning rate that increases from step to step.
 
-    It runs in the loop's own mode, on its devices and with its batches, which are repeated if there are few. The
-    loop is not changed. Set the rate yourself: ``optimizer.param_groups[0]["lr"] = found.suggestion``.
+    It runs in the mode, on the devices and with the batches of the loop. If there are fewer batches than steps, they
+    are repeated. The loop is not changed, so set the rate yourself: ``optimizer.param_groups[0]["lr"] =
+    found.suggestion``.
 
     Parameters
     ----------
     loop : TrainLoop
     smallest, largest : float
-        Range of rates, in steps of equal ratio. With several parameter groups it applies to the first one; the others
-        keep their ratio to it.
+        Range of rates, in steps of equal ratio. With several parameter groups, the range applies to the first group,
+        and the other groups keep their ratio to it.
     steps : int
         Number of optimizer steps.
     diverges_at : float
@@ -120,7 +121,8 @@ def find_lr(
 
     Notes
     -----
-    Memory: a second model and optimizer. A stream is read from its beginning, and stays where the sweep ended.
+    It needs memory for a second model and optimizer. A stream is read from its beginning, and is not rewound
+    afterwards.
 
     Examples
     --------
@@ -136,7 +138,8 @@ def find_lr(
         raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
     if isinstance(loop.optimizer, MultiOptimizer):
         raise ConfigurationError(
-            "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with one of them."
+            "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with a single "
+            "optimizer."
         )
     rates = [smallest * (largest / smallest) ** (i / (steps - 1)) for i in range(steps)]
     sweep = _Sweep(rates, diverges_at)

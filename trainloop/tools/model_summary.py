@@ -34,13 +34,13 @@ class Layer:
     output: str
     """Shape of the module's output; ``?`` if it wasn't called."""
     parameters: int
-    """Number of parameters of the module and all modules inside it; tied ones count once."""
+    """Number of parameters of the module and all modules inside it; tied parameters count once."""
     trainable: int
     """Number of these parameters that require gradients."""
     bytes: int
     """Size of these parameters and of buffers in bytes."""
     flops: int
-    """FLOPs of the forward pass; a multiplication with an addition counts as two."""
+    """FLOPs of the forward pass; a multiplication and an addition count as two."""
     counted: bool = True
     """True if ``flops`` is complete: ``torch.utils.flop_counter`` doesn't count recurrent layers."""
 
@@ -62,14 +62,15 @@ class Summary:
     optimizer_bytes: int
     """State of the optimizer after a step, in bytes."""
     activation_bytes: int
-    """Bytes of tensors that autograd keeps from forward to backward, each once, without the weights."""
+    """Bytes of the tensors (without the weights) that autograd keeps from forward to backward; each tensor counts
+    once."""
     batch_bytes: int
     not_optimized: int = 0
     """Number of parameters that require gradients but are in no optimizer."""
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process in bytes: the sum of these, without workspaces of kernels."""
+        """Memory of a training step of one process, in bytes: the sum of these sizes, without kernels' workspaces."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -110,33 +111,35 @@ class Summary:
 
 
 def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summary:
-    """Run one batch through copies of the model and the optimizer; count layers, parameters, FLOPs and memory.
+    """Run one batch through copies of the model and the optimizer, and count layers, parameters, FLOPs and memory.
 
     Parameters
     ----------
     loop : TrainLoop
-        Loop to summarize; neither it nor random generators are changed.
+        Loop to summarize. Neither the loop nor random generators are changed.
     batch : optional
-        A batch of the loader, for which ``get_loss`` is called; or a single tensor, the model's input, for which
-        ``forward`` is called. Default: the first batch of ``train_loader``.
+        A batch of the loader, with which ``get_loss`` is called; or a single tensor as the input of the model, with
+        which ``forward`` is called. Default: the first batch of ``train_loader``.
     depth : int
-        Depth of the listed modules; deeper ones are counted in the module that contains them.
+        Depth of the listed modules. Deeper modules are counted in the module that contains them.
 
     Returns
     -------
     Summary
-        ``print`` it. Counts are for one process and one (micro-)batch, with the loop's own precision. Without a loss
-        (``batch`` is a single tensor) the size of gradients is computed, and ``step_flops`` is ``None``.
+        ``print`` it. Counts are for one process and one (micro-)batch, with the precision of the loop. If there is no
+        loss (because ``batch`` is a single tensor), the size of the gradients is computed, and ``step_flops`` is
+        ``None``.
 
     Raises
     ------
     ConfigurationError
-        If there is no batch, and no ``train_loader`` to take one from; or while the loop runs.
+        If there is no batch and no ``train_loader`` to take one from, or if the loop is running.
 
     Notes
     -----
-    Activations are counted as if ``checkpoint_modules`` were not set. FLOPs are those of ``torch.utils.flop_counter``:
-    matrix products, convolutions and attention; all other operations count as 0.
+    Activations are counted as if ``checkpoint_modules`` were not set. FLOPs are counted by
+    ``torch.utils.flop_counter``, which includes matrix products, convolutions and attention, and counts all other
+    operations as 0.
 
     Examples
     --------

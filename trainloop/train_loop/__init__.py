@@ -1,4 +1,4 @@
-"""The loops: :class:`TrainLoop`, and those that keep an experiment's folder."""
+"""The loops: :class:`TrainLoop`, and its subclasses that keep an experiment's folder."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ class AlternatingTraining(Training):
             raise ConfigurationError(
                 "the batches of one step (micro-batches, or those of several ranks) yielded losses for different "
                 "optimizers at the same position, or different numbers of losses. get_loss must yield the same "
-                "sequence for all: make it depend only on values that are the same for all, such as the step's number."
+                "sequence for all batches: make it depend only on values that are the same for all batches, such as "
+                "the step's number."
             )
         (index,) = everyone
         return None if index == _ENDED else index
@@ -153,7 +154,8 @@ class AlternatingTraining(Training):
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(
                     "get_loss yielded a loss whose graph begins before an earlier yield. That graph has been freed, "
-                    "and its weights have been stepped. Compute everything that a loss needs after the previous yield, "
+                    "and an optimizer has changed its weights. Compute everything that a loss needs after the "
+                    "previous yield, "
                     f"or detach() the tensors that are kept. torch says: {error}"
                 ) from error
             raise

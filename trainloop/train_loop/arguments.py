@@ -125,7 +125,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
             which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
             raise ConfigurationError(
                 f"{which}, a {type(single).__name__}, has none of the model's parameters. "
-                "Create it from model.parameters() of the same model object that is passed."
+                "Create it from model.parameters() of the model object that you pass."
             )
     return optimizer
 

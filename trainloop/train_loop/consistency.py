@@ -109,7 +109,7 @@ def check_same_on_all_ranks(mine: list[int]) -> bool:
     if refused is not None:
         raise ConfigurationError(
             f"rank {refused} refused its arguments; see that rank's own error, and fix its cause. All ranks stop, "
-            "since they take each step together."
+            f"because they take each step together."
         )
     _check_arguments([theirs[:_PLACE] for theirs in everyone])
     _check_places([theirs[_PLACE:_TURNS] for theirs in everyone])

@@ -148,8 +148,7 @@ class RankSide:
             mark = fingerprint(value, self.known)
             if mark is None:
                 if self._attributes.get(key) is not None:
-                    message = f"model attribute {key[2]!r} can no longer be pickled; the caller keeps its old value."
-                    warn(message)
+                    warn(f"model attribute {key[2]!r} can no longer be pickled, so your process keeps the old value.")
             elif mark != self._attributes.get(key):
                 changed[key] = value
         state = {
@@ -171,7 +170,7 @@ class RankSide:
     def _can_send(self, key: tuple[int, str], module: nn.Module) -> bool:
         can = fingerprint(module, self.known) is not None
         if not can:
-            warn(f"{key[1]}, a module added in training, can't be pickled; the caller's model does not get it.")
+            warn(f"{key[1]}, a module added in training, can't be pickled, so your model does not get it.")
         return can
 
     def _changed_list(self) -> list[Any] | None:
@@ -185,8 +184,8 @@ class RankSide:
         lost = [callback for callback in now if fingerprint(callback, self.known) is None]
         for callback in lost:
             warn(
-                f"callback {callback.callback_name!r}, added in training, can't be pickled; the caller's list "
-                "does not get it."
+                f"callback {callback.callback_name!r}, added in training, can't be pickled, so your list does not "
+                "get it."
             )
         return [callback for callback in now if all(callback is not other for other in lost)]
 
@@ -195,7 +194,7 @@ class RankSide:
             return state
         can = {name: value for name, value in state.items() if fingerprint(value, self.known) is not None}
         lost = ", ".join(str(name) for name in state if name not in can)
-        warn(f"{callback!r}: {lost} can no longer be pickled; the caller keeps its old value.")
+        warn(f"{callback!r}: {lost} can no longer be pickled, so your process keeps the old value.")
         return can
 
 

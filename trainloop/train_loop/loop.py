@@ -1,5 +1,4 @@
-"""The training loop as users see it: its parts and its public methods. The attributes that callbacks read are in
-view.py.
+"""The constructor and the public methods of the training loop. The attributes that callbacks read are in view.py.
 
 ::
 
@@ -19,9 +18,9 @@ view.py.
         test, on_train_end
         write the state back into the caller's objects
 
-A :class:`TrainLoop` is what is sent to ranks. The placed model, hooks and recorders exist only while a rank
-works. They are a :class:`~trainloop.train_loop.run.Run`, or, in training, a
-:class:`~trainloop.train_loop.training.Training`; :func:`~trainloop.train_loop.execute.execute` makes it.
+A :class:`TrainLoop` is sent to the ranks. The placed model, hooks and recorders exist only while a rank works. They
+belong to a :class:`~trainloop.train_loop.run.Run` or, in training, to a
+:class:`~trainloop.train_loop.training.Training`, which :func:`~trainloop.train_loop.execute.execute` makes.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ __all__ = ["TrainLoop"]
 
 
 class TrainLoop(LoopView, Generic[ModelT]):
-    """Train a :class:`TTModel` on one device or many, with the same script and the same numbers.
+    """Train a :class:`TTModel` on one device or many, with the same script and the same results.
 
     Parameters
     ----------
@@ -90,11 +89,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
     train_loader : DataLoader or None
         Training batches. ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
     validation_loader : DataLoader, optional
-        Evaluated after each epoch; gives ``val_loss`` and what the model logs there.
+        Evaluated after each epoch, which records ``val_loss`` and the metrics that the model logs.
     test_loader : DataLoader, optional
         Evaluated once, when training ends.
     optimizer : torch.optim.Optimizer or MultiOptimizer, optional
-        Updates the parameters that it was made with. Not needed for a loop that only predicts or evaluates.
+        Optimizer of the model's parameters. Not needed for a loop that only predicts or evaluates.
     criterion : callable, optional
         Passed to ``get_loss``.
     collate_batch_pred_fn : callable
@@ -105,46 +104,47 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after
         every n-th epoch.
     gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
-        ``'single'``: one process on one device. ``'dp'``: one process with a replica in a thread for each device.
-        ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: the same,
-        with parameters, gradients and optimizer state sharded over the processes. ``'auto'``: ``'ddp'`` if there are
-        several devices, else ``'single'``.
+        ``'single'``: one process on one device. ``'dp'``: one process, with a replica in a thread for each device.
+        ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: like
+        ``'ddp'``, but parameters, gradients and optimizer state are sharded over the processes. ``'auto'``: ``'ddp'``
+        if there are several devices, otherwise ``'single'``.
     cuda_device_idx : int, optional
-        The GPU of ``'single'``; the same as ``accelerator='cuda', devices=[idx]``.
+        Index of the GPU for ``'single'``. Equivalent to ``accelerator='cuda', devices=[idx]``.
     use_amp : bool, {'bf16', 'fp16'} or dict
-        Mixed precision. ``True``: bf16 if the device supports it, else fp16. A dict: fp16 with these arguments of
-        ``GradScaler``.
+        Mixed precision. ``True``: bf16 if the device supports it, otherwise fp16. A dict: fp16, with the dict as
+        arguments of ``GradScaler``.
     accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
         Kind of device. ``'auto'`` takes GPUs if there are any.
     devices : int, str or list of int
-        Number of devices, or which ones; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
+        Number of devices, or their indices; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
         processes (in ``'dp'``, of replicas).
     auto_select_gpus : bool
         Use ``devices`` GPUs that no other run uses.
     resources : trainloop.resources.ResourceQuota, optional
-        CPUs, GPUs and memory that the run may use; enforced while it runs.
+        CPUs, GPUs and memory that the run may use. The limits are enforced while it runs.
     seed : int, optional
-        Seeds every epoch's order and the random generators. The same seed gives the same global batches in every mode,
-        with any number of ranks.
+        Seed of the order of samples in each epoch, and of the random generators. With the same seed, every mode and any
+        number of ranks have the same global batches.
     timeout : float
-        Seconds after which a rank that hangs ends the run.
+        If a rank hangs for this many seconds, the run ends with an error.
     progress_bar : bool
         Show a progress bar, and a table with a row for each epoch.
     gradient_clip_norm : float, optional
-        Largest norm of the gradient of all parameters together; a larger one is scaled down to it before each step.
+        Maximum norm of the gradient of all parameters together. A larger gradient is scaled down to it before each
+        step.
     sync_batchnorm : bool
         Compute the statistics of BatchNorm layers over the samples of all ranks.
     compile : bool, 'step' or dict
-        ``True``: ``torch.compile`` the model. A dict: with these arguments. ``'step'``: compile forward, loss,
-        backward, clipping and the optimizer's step into one graph (``'single'`` only; if that is not possible, a
-        warning says why and steps are not compiled).
+        ``True``: compile the model with ``torch.compile``. A dict: with the dict as arguments. ``'step'``: compile
+        forward, loss, backward, clipping and the optimizer's step into one graph (only in ``'single'``; if this is not
+        possible, a warning says why and steps are not compiled).
     start_method : {'auto', 'forkserver', 'spawn'}
         How ``'ddp'`` and ``'fsdp'`` start their processes: forked from a server that has imported torch once, or as
-        fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, else
-        ``'forkserver'`` where the platform has it.
+        fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, otherwise
+        ``'forkserver'`` if the platform supports it.
     checkpoint_modules : class, str, callable or list of them, optional
-        Gradient checkpointing: these modules keep only their inputs and compute the rest again in the backward pass.
-        This saves memory for about a third more time and gives the same numbers. Given as classes
+        Gradient checkpointing: these modules keep only their inputs, and compute the rest again in the backward pass.
+        This saves memory, takes about a third more time, and does not change the results. Pass classes
         (``nn.TransformerEncoderLayer``), names (``'encoder.layers.*'``), or a function ``(name, module) -> bool``.
 
     Raises
@@ -261,25 +261,26 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Parameters
         ----------
         num_epochs, num_iterations : int
-            Length of the training, in epochs or in batches; give exactly one. A second call trains that much more. With
-            ``resume_from``, it is the length of the whole training, including the part before the checkpoint.
+            Length of the training, in epochs or in batches; pass exactly one. A second call trains for this length
+            again. With ``resume_from``, it is the length of the whole training, including the part before the
+            checkpoint.
         callbacks : list of AbstractCallback, optional
             Called at each hook, in this order.
         grad_accumulation : int
             Batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have fewer.
         num_nodes, node_rank : int
-            Number of hosts that train together in ``ddp`` or ``fsdp``, and the number of this host. Each host starts
-            its own ranks.
+            Number of hosts that train together in ``ddp`` or ``fsdp``, and the index of this host. Each host starts its
+            own ranks.
         num_gpus : int, optional
-            Number of GPUs to use if the loop was made with ``devices='auto'``, in all modes but ``'single'``. 0 trains
-            on the CPU. Ignored if the loop was made with other ``devices``.
+            Number of GPUs to use if the loop was made with ``devices='auto'``, in all modes except ``'single'``; 0
+            trains on the CPU. Ignored if the loop was made with other ``devices``.
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
             Additional arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
-            :class:`TTFullyShardedDataParallel`. Evaluation and prediction after ``fit`` use the same ones.
+            :class:`TTFullyShardedDataParallel`. Evaluation and prediction after ``fit`` use the same arguments.
         gather : bool
-            ``False``, in ``fsdp``: the trained weights stay in the checkpoints of a ``ModelCheckpoint``, for models
-            that do not fit into the memory of one host. The returned model is then unchanged, and training, evaluation
-            and prediction raise an error until a checkpoint is resumed from or loaded into the model.
+            Pass ``False`` in ``fsdp`` if the model does not fit into the memory of one host. The trained weights are
+            then only in the checkpoints of a ``ModelCheckpoint``, and the returned model is unchanged. Training,
+            evaluation and prediction raise an error until you resume from a checkpoint, or load one into the model.
         in_process_data_load : AbstractCallback or list of them, optional
             Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
         backend : str, optional
@@ -290,30 +291,32 @@ class TrainLoop(LoopView, Generic[ModelT]):
         on_gpu : bool, optional
             ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
         resume_from : 'last' or path, optional
-            Checkpoint to resume from. ``'last'``: the newest valid one of the ``ModelCheckpoint`` in ``callbacks``, or
-            a fresh start if there is none yet. If the checkpoint's run has ended, as planned or by a callback that
-            would end it again, its results are loaded and nothing is trained.
+            Checkpoint to resume from. ``'last'``: the newest valid checkpoint of the ``ModelCheckpoint`` in
+            ``callbacks``, or a fresh start if there is no checkpoint yet. If the checkpoint's run has ended, as planned
+            or by a callback that would end it again, its results are loaded and nothing is trained.
         max_restarts : int
-            Number of failures that the run survives. Ranks that are killed, crash, exit, raise, hang or lose a loader's
-            worker are restarted from a checkpoint that the run writes for this into a private folder, and the run ends
-            with the same numbers as an uninterrupted one. -1: any number. In ``'single'`` and ``'dp'`` the loop then
-            runs in a separate process. With several hosts, pass it on all of them; a lost host ends the run.
+            Number of failures that the run survives; -1 for any number. If a rank is killed, crashes, exits, raises,
+            hangs or loses a worker of a loader, all ranks are restarted from a checkpoint that the run writes for this
+            purpose into a private folder. The run ends with the same results as an uninterrupted one. In ``'single'``
+            and ``'dp'`` the loop then runs in a separate process. With several hosts, pass it on all of them; a lost
+            host ends the run.
         restart_every_steps : int, optional
-            Steps between two of these checkpoints. Default: as often as costs at most 1 % of the time.
+            Steps between two of these checkpoints. Default: chosen so that they take at most 1 % of the time.
 
         Returns
         -------
         TTModel
-            The same model object that was passed to the loop, trained.
+            The trained model, which is the object that was passed to the loop.
 
         Raises
         ------
         ConfigurationError
             For arguments that can't work, before any process starts.
         UnpicklableError
-            If an object can't be sent to the ranks; the message names it.
+            If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError
-            If a rank fails; the message names it and has its traceback. Your objects are as they were before ``fit``.
+            If a rank fails. The message names the rank and has its traceback. Your objects are as they were before
+            ``fit``.
         CheckpointError
             If there is no checkpoint to resume from, or it belongs to another run.
         KeyboardInterrupt, SystemExit
@@ -323,7 +326,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
-                    "fit was called by a callback of the same loop. Make another TrainLoop for it."
+                    "fit was called by a callback of the same loop. Make another TrainLoop for the inner training."
                 )
             length = check.check_length(num_epochs, num_iterations)
             data_callbacks = check.check_callbacks(
@@ -380,7 +383,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return self.model
 
     def register_callback(self, callback: AbstractCallback) -> None:
-        """Give a callback the loop; ``fit`` calls it for each callback, and subclasses may override it."""
+        """Give a callback access to the loop. ``fit`` calls this for each callback, and subclasses may override it."""
         callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:
@@ -434,7 +437,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader, a row per sample, in their order.
+        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in order.
 
         Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
@@ -442,19 +445,20 @@ class TrainLoop(LoopView, Generic[ModelT]):
         ----------
         data_loader : DataLoader
         execute_callbacks : bool
-            Call the callbacks' ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end``. The
-            model's own hooks are called in any case.
+            Call ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end`` of the callbacks. The
+            hooks of the model are always called.
         dataset_info : dict, optional
             Passed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``,
             values logged in the pass are recorded as ``<type>_<name>``, except for ``'other'``.
         stream : bool
-            Return an iterator that yields ``(y_pred, y_true, metadata)`` batch by batch, for rows that do not fit in
-            memory: see :class:`~trainloop.train_loop.PredictionStream`. The whole pass runs first and stores its rows
-            on disk (in ``TMPDIR``); ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. One node only.
+            Return an iterator that yields ``(y_pred, y_true, metadata)`` batch by batch, for predictions that do not
+            fit in memory: see :class:`~trainloop.train_loop.PredictionStream`. The entire pass runs first, and stores
+            its rows on disk (in ``TMPDIR``). ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. Works
+            on one node only.
         rows_to : {'main', 'all'}, optional
-            Ranks that get the rows: rank 0, or all; the others get ``(None, None, None)``, or an empty iterator.
-            Default: all ranks inside ``fit`` and under torchrun; otherwise the calling process, for which only rank 0
-            collects them.
+            Ranks that get the rows: rank 0 only, or all. Other ranks get ``(None, None, None)``, or an empty iterator.
+            Default: all ranks, inside ``fit`` and under torchrun. In other cases, only rank 0 collects the rows, for
+            the calling process.
         """
         info = dataset_info or {"type": "other"}
         return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
@@ -479,9 +483,9 @@ class TrainLoop(LoopView, Generic[ModelT]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """Return everything that a resumed run needs; for callbacks. Collective: rank 0 gets it, the others ``None``.
+        """Return everything that a resumed run needs, on rank 0; on other ranks ``None``. For callbacks. Collective.
 
-        In ``fsdp`` its tensors are full. With ``keep_shards`` each rank gets its shards unchanged.
+        In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """
         return run_state.checkpoint_state(self._training("checkpoint_state"), keep_shards=keep_shards)
 
@@ -497,7 +501,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     # -- tools -------------------------------------------------------------------------------------------------------
 
     def find_lr(self, **kwargs: Any) -> LearningRates:
-        """Return the losses over an increasing learning rate, and a suggestion; see :func:`trainloop.tools.find_lr`."""
+        """Return the losses for increasing learning rates, and a suggestion; see :func:`trainloop.tools.find_lr`."""
         from trainloop.tools import find_lr
 
         return find_lr(self, **kwargs)
@@ -515,7 +519,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Check in seconds for later problems; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find problems of a long run, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
@@ -536,9 +540,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         path : str or path
             The file.
         detect : {'nan'}, optional
-            Look for the first module and the first backward function with a value that is not finite.
-        device : str or torch.device, optional
-            Default: the loop's first device.
+            With ``'nan'``, find the first module and the first backward function with a value that is not finite.
+            device : str or torch.device, optional Default: the loop's first device.
         trusted : bool
             Unpickle a batch that is not plain data. Unpickling can execute arbitrary code: use it only for files that
             you trust.
@@ -549,16 +552,16 @@ class TrainLoop(LoopView, Generic[ModelT]):
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """Keep ranks and their process group up between the calls in a ``with`` block.
+        """Keep ranks and their process group running between the calls in a ``with`` block.
 
-        The first ``fit``, ``predict_*`` or ``evaluate_*`` in it starts them, further ones run in the same processes,
-        and the block's end ends them: no start, no import, no new process group, and GPUs keep their memory. What
-        changed in between in the loop, its model, loaders and callbacks, in the environment or a notebook's cells is
-        sent with each call. A call that fails ends the ranks, and the next one starts others; so does one that needs
-        another number of them, or other devices. Other loops' calls in the block use the ranks, too. With several
-        nodes, with ``max_restarts`` and under a launcher there are no ranks to keep.
+        The first ``fit``, ``predict_*`` or ``evaluate_*`` in the block starts the ranks. Further calls run in the same
+        processes: nothing is started or imported again, and the process group and GPU memory are kept. The ranks end
+        with the block. Each call sends what you have changed: the loop, its model, loaders and callbacks, the
+        environment, and notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks
+        are also started if a call needs a different number of ranks or other devices. Calls of other loops in the block
+        use the ranks, too. With several nodes, with ``max_restarts`` and under a launcher, ranks are not kept.
 
-        Loaders' workers are started with each call and end with it, those of ``persistent_workers=True`` too.
+        The workers of loaders start and end with each call, even with ``persistent_workers=True``.
 
         Examples
         --------

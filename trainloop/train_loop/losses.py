@@ -112,8 +112,8 @@ def explain_batch_of_one(error: ValueError) -> None:
 
 
 ONE_SAMPLE = (
-    "In training, BatchNorm can't compute statistics of a batch with one sample. An epoch's last batch may be so "
-    "small, or a rank's or replica's shard of it. DataLoader(drop_last=True) leaves that batch out; "
+    "In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an epoch may be "
+    "this small, or the part of it that a rank or replica gets. DataLoader(drop_last=True) leaves that batch out; "
     "TrainLoop(sync_batchnorm=True) computes the statistics over all ranks."
 )
 

@@ -196,7 +196,7 @@ def check_values(model: nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigurationError(
                 f"model.{name} is on the meta device and has no values. Call model.to_empty(device='cpu') and set "
-                "them, or load them by model.load_state_dict(state, assign=True)."
+                "its values, or load them with model.load_state_dict(state, assign=True)."
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks before a long job: in seconds they find problems that would otherwise stop it after hours.
+"""Checks before a long job, which find in seconds problems that would otherwise stop the job after hours.
 
 :func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
 uses its own random generators.
@@ -107,7 +107,7 @@ def preflight(
     ranks : int
         Number of CPU processes to compare with.
     fsdp_model_args : dict, optional
-        Argument that ``fit`` will get. Default: that of the last ``fit``.
+        Argument that ``fit`` will get. Default: the argument of the last ``fit``.
 
     Returns
     -------
@@ -167,7 +167,7 @@ def _protection(loop: TrainLoop[Any]) -> str:
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
-    """List the units that are sharded, and the bytes of a rank's shards and of the units it gathers at a time."""
+    """List the sharded units, and the bytes of a rank's shards and of the units that are gathered at the same time."""
     ranks = loop.site.num_nodes * len(loop.site.devices)
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
@@ -182,8 +182,8 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     return (
         f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds "
         f"{format_bytes(total // parts)} of parameters, {format_bytes(gradients // parts)} of gradients and the "
-        f"optimizer's state of these; whole at a "
-        f"time: the root, {format_bytes(root)}, and one or two units, {format_bytes(largest)} each"
+        f"optimizer's state for these. Gathered at the same time: the root, {format_bytes(root)}, and one or two "
+        f"units, {format_bytes(largest)} each"
     )
 
 
@@ -227,13 +227,15 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     is_mean = math.isclose(whole, (first * sizes[0] + second * sizes[1]) / sum(sizes), rel_tol=1e-4)
     if is_sum and not is_mean and not declared_sum:
         raise _Found(
-            f"the loss of a batch, {whole:.4g}, is the sum of those of its halves ({first:.4g} and {second:.4g}), but "
+            f"the loss of a batch, {whole:.4g}, is the sum of the losses of its halves ({first:.4g} and "
+            f"{second:.4g}), but "
             "is treated as a mean, so ranks and micro-batches would make too small a step. Set loss_reduction = 'sum' "
             "in the model's class, give the criterion reduction='sum', or divide by the number of samples."
         )
     if is_mean and not is_sum and declared_sum:
         raise _Found(
-            f"the loss of a batch, {whole:.4g}, is the mean of those of its halves ({first:.4g} and {second:.4g}), but "
+            f"the loss of a batch, {whole:.4g}, is the mean of the losses of its halves ({first:.4g} and "
+            f"{second:.4g}), but "
             "is treated as a sum, so ranks and micro-batches would make too large a step. Set loss_reduction = 'mean' "
             "in the model's class, or give the criterion reduction='mean'."
         )
@@ -256,8 +258,8 @@ def _gradients(loop: TrainLoop[Any]) -> str:
     lines = []
     if without:
         lines.append(
-            f"no gradient: {described_names(without)}. Use them in get_loss, freeze them by requires_grad_(False), or "
-            "pass ddp_model_args={'find_unused_parameters': True} to fit."
+            f"no gradient: {described_names(without)}. Use them in get_loss, freeze them with requires_grad_(False), "
+            "or pass ddp_model_args={'find_unused_parameters': True} to fit."
         )
     if not_finite:
         lines.append(
@@ -265,7 +267,7 @@ def _gradients(loop: TrainLoop[Any]) -> str:
         )
     if unstepped:
         lines.append(
-            f"in no optimizer: {described_names(unstepped)}. Add them, or freeze them by requires_grad_(False)."
+            f"in no optimizer: {described_names(unstepped)}. Add them, or freeze them with requires_grad_(False)."
         )
     if lines:
         raise _Found("\n".join(lines))
@@ -375,7 +377,8 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
             worst, where = difference, name
     if not worst <= TOLERANCE:
         raise _Found(
-            f"after {steps} steps {where} differs by {worst:.1e} of its largest value. Check that get_loss is a mean "
+            f"after {steps} steps {where} differs by {worst:.1e}, relative to its largest value. Check that "
+            f"get_loss is a mean "
             "over samples (else return (loss, weight)), and that it depends only on the batch."
         )
     return f"weights agree to {worst:.0e} after {steps} steps"

@@ -1,4 +1,4 @@
-"""Repeat a step that a ``FailureRecorder`` has recorded, in this process, with the code that trains a step."""
+"""Repeat, in this process, a step that a ``FailureRecorder`` has recorded, with the code that trains a step."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ class Replay:
     error: str
     """The recorded failure, in one line."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Loss of the batch that failed, by the names of a ``MultiLoss``; a single loss has the name ``'loss'``."""
+    """Losses of the batch that failed, with the names in a ``MultiLoss``; a single loss is called ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of each parameter's gradient, added up over the step's batches so far."""
+    """Norm of each parameter's gradient, which is summed over the step's batches so far."""
     loss_difference: float | None = None
-    """Largest difference to the recorded loss; None if none was recorded."""
+    """Largest difference from the recorded loss; None if no loss was recorded."""
     gradient_difference: float | None = None
-    """Largest difference to a recorded gradient; None if none was recorded that can be compared."""
+    """Largest difference from a recorded gradient; None if there is no gradient to compare with."""
     module: str | None = None
     """With ``detect='nan'``: the first module whose output has a value that is not finite."""
     function: str | None = None
-    """With ``detect='nan'``: the first backward function that returned such a gradient for finite ones."""
+    """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
+    finite."""
     line: str | None = None
     """Line of the forward pass to which this backward function belongs."""
     not_finite_before: list[str] = field(default_factory=list)
-    """With ``detect='nan'``: names of the weights and buffers with such values before the forward, and the batch."""
+    """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why numbers may differ from those of the rank."""
+    """Reasons why the results may differ from those of the rank."""
     batch: Any = None
     """The batch that was loaded again, if the loader had failed."""
 
@@ -72,11 +73,14 @@ class Replay:
         lines = [f"recorded: {self.error}", "the replay did not fail"]
         lines += [f"{name}: {value:g}" for name, value in self.loss.items()]
         for what, value in (("loss", self.loss_difference), ("gradient", self.gradient_difference)):
-            lines += [] if value is None else [f"largest difference to the recorded {what}: {value:g}"]
+            lines += [] if value is None else [f"largest difference from the recorded {what}: {value:g}"]
         lines += [f"not finite before the forward: {name}" for name in self.not_finite_before]
         lines += [f"first module with a value that is not finite: {self.module}"] if self.module else []
         if self.function:
-            lines.append(f"first backward function with one: {self.function}{f', of {self.line}' if self.line else ''}")
+            lines.append(
+                "first backward function with such a gradient: "
+                f"{self.function}{f', of {self.line}' if self.line else ''}"
+            )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -88,12 +92,12 @@ def replay(
     device: str | torch.device | None = None,
     trusted: bool = False,
 ) -> Replay:
-    """Repeat a recorded step up to the forward and backward that failed, in ``single``.
+    """Repeat a recorded step in ``single``, up to the forward and backward that failed.
 
     During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
-    random states and precision. The line that failed on the rank raises the same error, with ``get_loss`` and all that
-    it calls on the stack, for ``breakpoint()`` and ``python -m pdb``. Afterwards the loop's own weights, optimizers and
-    random states are restored. If a loader failed, the batch is loaded again.
+    random states and precision. The line that failed on the rank raises the same error. You can use ``breakpoint()`` or
+    ``python -m pdb``, because ``get_loss`` and the functions that it calls are on the stack. Afterwards the loop's own
+    weights, optimizers and random states are restored. If a loader failed, the batch is loaded again.
 
     Parameters
     ----------
@@ -112,15 +116,15 @@ def replay(
     Exception
         The error of the step.
     CheckpointError
-        If the file is not a record, is of another model, or contains a pickled batch and ``trusted`` is False.
+        If the file is not a record, belongs to another model, or contains a pickled batch and ``trusted`` is False.
     ConfigurationError
-        For invalid arguments, or in a running loop.
+        For invalid arguments, or if the loop is running.
 
     Notes
     -----
-    On a CPU of the same kind, with the same versions, results are bit-identical to the rank's, except with several
-    replicas in ``dp``, with values from other ranks, and with ``compile``. :class:`.FailureRecorder` lists what a
-    record does not contain.
+    On a CPU of the same kind and with the same versions, the results are bit-identical to those of the rank. There are
+    three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``. :class:`.FailureRecorder`
+    lists what a record does not contain.
 
     Examples
     --------
@@ -132,7 +136,9 @@ def replay(
         raise ConfigurationError("replay was called by a callback of the running loop. Call it outside of fit.")
     record = checkpoint.load(path)
     if "failure" not in record:
-        raise CheckpointError(f"{os.fspath(path)} is not a record of a FailureRecorder. Pass the path that it printed.")
+        raise CheckpointError(
+            f"{os.fspath(path)} is not a record of a FailureRecorder. Pass the path that the FailureRecorder printed."
+        )
     if record["kind"] == "loader":
         return _loaded_again(loop, record)
     if loop.optimizer is None:
@@ -142,7 +148,7 @@ def replay(
         raise ConfigurationError("replay: the model has lazy parameters without a shape. Run it on a batch first.")
     wrong = described_differences(own, {**record["parameters"], **record["buffers"]}, "record")
     if wrong:
-        raise CheckpointError(f"the record is of another model: {wrong}. Pass the model it was made with.")
+        raise CheckpointError(f"the record belongs to another model: {wrong}. Pass the model of the recorded run.")
     batches = _unpacked(record["batches"], path, trusted)
     carried = _unpacked(record["carried"], path, trusted)
     where = torch.device(device) if device is not None else loop.site.devices[0]
@@ -162,8 +168,9 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
         return packed["plain"]
     if not trusted:
         raise CheckpointError(
-            f"{os.fspath(path)} has a pickled batch or carried state, since it contains more than tensors, numbers, "
-            "strings and containers of these. Reading a pickle can run any code. If you trust the person who made the "
+            f"{os.fspath(path)} has a pickled batch or carried state, because it contains objects other than "
+            f"tensors, numbers, strings and containers of these. Reading a pickle can run any code. If you trust "
+            f"the person who made the "
             "file, pass trusted=True."
         )
     return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
@@ -172,7 +179,7 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
 def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
-        raise ConfigurationError("replay: the record is of a DataLoader that failed, and train_loader has no dataset.")
+        raise ConfigurationError("replay: the record is of a DataLoader that failed, but train_loader has no dataset.")
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)
     with rng.isolated():
@@ -180,7 +187,7 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
             batch = loader.collate_fn(dataset[indices[0]])
         else:
             batch = loader.collate_fn(fetch(indices) if fetch else [dataset[index] for index in indices])
-    note = "random numbers that the dataset draws are not those of the rank"
+    note = "the dataset draws different random numbers than it did on the rank"
     return Replay(_error_of(record), batch=batch, notes=[note])
 
 
@@ -316,9 +323,9 @@ def _nothing(*_: Any) -> None:
 def _notes(record: dict[str, Any]) -> list[str]:
     notes = []
     if record["stepped"]:
-        notes.append("an optimizer had stepped, or was stepping: the weights are those after it")
+        notes.append("an optimizer had stepped, or was stepping: the record has the weights after that step")
     if record["batch_changed"]:
-        notes.append("get_loss changed a tensor of the batch in place: the record has its values after that")
+        notes.append("get_loss changed a tensor of the batch in place: the record has the changed values")
     if unread := record.get("random_unread"):
         notes.append(
             f"Python's or numpy's generator was used for the first time in {rng.Snapshots.PERIOD} forwards, and "

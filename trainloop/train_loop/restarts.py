@@ -1,4 +1,4 @@
-"""Restarts, seen from the process that starts the ranks: whether they restart after a failure, and from where.
+"""Restarts, in the process that starts the ranks: whether ranks restart after a failure, and from which checkpoint.
 
 ::
 
@@ -49,9 +49,9 @@ class Restart(NamedTuple):
     step: int
     """Optimizer step after which training was resumed."""
     steps_repeated: int
-    """Number of steps after it that had already been done and were repeated."""
+    """Number of steps after :attr:`step` that had already been done and were repeated."""
     seconds: float
-    """Seconds from the failure until a step more than :attr:`step` was done, or until the next failure."""
+    """Seconds from the failure until the first step after :attr:`step` was done, or until the next failure."""
 
 
 class RestartOrder(NamedTuple):
@@ -171,7 +171,7 @@ class Supervisor:
             return error
         if failure.type == LOST_HOST:
             advice = "with a ModelCheckpoint on storage that all hosts share and resume_from='last'"
-            return with_note(error, f"Start all hosts again, {advice}: max_restarts needs running hosts.")
+            return with_note(error, f"Start all hosts again, {advice}: max_restarts needs all hosts to be running.")
         if self._last_failure is not None and self._last_failure.recurs_in(seen):
             when = f"after step {step}" if trains else f"before training was resumed after step {step}"
             return with_note(error, f"The same failure occurred again {when}; another restart would not help.")

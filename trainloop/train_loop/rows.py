@@ -1,4 +1,4 @@
-"""Predictions larger than memory: each rank writes its batches to a file; they are read back one by one in order."""
+"""Predictions larger than memory: each rank writes its batches to a file, which is read batch by batch, in order."""
 
 from __future__ import annotations
 
@@ -113,19 +113,21 @@ class RowFiles:
 
 
 class PredictionStream(Iterator[Predictions]):
-    """Iterator over predictions, in the order of ``predict_with_model(loader)``; its result for ``stream=True``.
+    """Iterator over predictions, which ``predict_with_model(loader, stream=True)`` returns.
 
-    Each item is ``(y_pred, y_true, metadata)`` of some rows. If the loader's order is that of the dataset, they are
-    the batches of ``get_predictions``; if it is shuffled, each item has as many rows as its first batch, in dataset
-    order. A batch is read from disk when it is requested. The files are already unlinked and need no removal:
-    closing the stream, dropping it (by ``break``) or the end of the process frees their space.
+    Each item is ``(y_pred, y_true, metadata)`` of some rows, in the order of the dataset. If the loader is not
+    shuffled, the items are the batches of ``get_predictions``. If it is shuffled, each item has as many rows as the
+    first batch. An item is read from disk when it is requested. The files are already unlinked and need no removal:
+    their space is freed when you close the stream or drop it (for example with ``break``), and at the end of the
+    process.
 
     Parameters
     ----------
     files : RowFiles or None
-        Files with the rows; ``None`` on a rank that gets no rows.
+        Files with the rows; ``None`` if the rank gets no rows.
     order : sequence of int, optional
-        For each row to yield, its index among all rows in the order of batches. Default: the batches in loader order.
+        For each row to yield, its index among all rows in the order of batches. Default: yield the batches in loader
+        order.
     """
 
     def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:

@@ -373,7 +373,7 @@ def check_has_values(loop: TrainLoop[Any], who: str) -> None:
         loop.left_behind = None
         return
     raise ConfigurationError(
-        f"{who}: the model still has its initial values. The trained ones are only in the checkpoint, since fit had "
-        "gather=False. Continue with fit(resume_from='last'), or load the checkpoint: "
+        f"{who}: the model still has its initial values. The trained values are only in the checkpoint, because fit "
+        "was called with gather=False. Continue with fit(resume_from='last'), or load the checkpoint: "
         "loop.model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
     )

@@ -94,8 +94,8 @@ def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
     number = len(site.devices)
     if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
         warn(
-            f"devices={asked!r} asks for {number} process{'es' * (number > 1)} a host, but the launcher (torchrun or "
-            f"Slurm) has started {here.local_world_size} on this one, and all of them train. Leave devices out, or "
+            f"devices={asked!r} asks for {number} process{'es' * (number > 1)} per host, but the launcher (torchrun or "
+            f"Slurm) has started {here.local_world_size} on this host, and all of them train. Leave devices out, or "
             f"start {number} (torchrun --nproc-per-node {number})."
         )
     if site.devices[0].type == "cpu":
@@ -132,12 +132,13 @@ def devices_for(
     # Contradictions first: the intended argument is unknown.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
-            f"num_gpus={num_gpus} with on_gpu=False: these exclude each other. Leave on_gpu out for GPUs, or num_gpus "
-            f"for the CPU, where accelerator='cpu', devices={num_gpus} uses that many processes (ddp) or replicas (dp)."
+            f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. To use GPUs, leave on_gpu out. To "
+            f"use the CPU, leave num_gpus out; accelerator='cpu', devices={num_gpus} starts that many processes "
+            f"(ddp) or replicas (dp)."
         )
     if on_gpu and on_cpu:
         raise ConfigurationError(
-            "on_gpu=True with accelerator='cpu': these exclude each other. Use accelerator='auto' for GPUs if the "
+            "on_gpu=True with accelerator='cpu': these contradict each other. Use accelerator='auto' for GPUs if the "
             "machine has any, or leave on_gpu out."
         )
     if on_gpu:
@@ -155,7 +156,7 @@ def devices_for(
         accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
     elif num_gpus and on_cpu and num_gpus > 0:
         raise ConfigurationError(
-            f"num_gpus={num_gpus} with accelerator='cpu': these exclude each other. Use devices={num_gpus} for that "
+            f"num_gpus={num_gpus} with accelerator='cpu': these contradict each other. Use devices={num_gpus} for that "
             "many processes, or accelerator='gpu'."
         )
     if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
@@ -166,7 +167,7 @@ def devices_for(
     if mode == "single" and len(found) > 1:
         raise ConfigurationError(
             f"devices={devices!r} with gpu_mode='single', which uses one device. "
-            "Use gpu_mode='ddp' (or 'dp') for several."
+            "Use gpu_mode='ddp' (or 'dp') for several devices."
         )
     return found
 
@@ -181,7 +182,7 @@ def check_gpu(num_gpus: int | None) -> None:
             "CUDA_VISIBLE_DEVICES and the CUDA build of torch."
         ) from error
     if num_gpus == 0:
-        raise ConfigurationError("num_gpus=0 with on_gpu=True: these exclude each other. Leave one of them out.")
+        raise ConfigurationError("num_gpus=0 with on_gpu=True: these contradict each other. Leave one of them out.")
 
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
@@ -234,7 +235,8 @@ def check_backend(backend: Any, site: Site) -> str | None:
         kind = site.devices[0].type
         if not any(_serves(part, kind) for part in backend.lower().split(",")):
             raise ConfigurationError(
-                f"backend={short(backend)} with ranks on {kind}: it doesn't exchange their tensors. Leave backend out "
+                f"backend={short(backend)} with ranks on {kind}: this backend can't exchange their tensors. Leave "
+                "backend out "
                 "for gloo on the CPU and nccl on CUDA, or choose other devices."
             )
     return str(backend).lower()

@@ -221,7 +221,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
         if not keepers:
             raise ConfigurationError(
                 "resume_from='last' needs a ModelCheckpoint in callbacks, which has the folder of checkpoints. "
-                "Add the one of the first run, or pass a checkpoint's path."
+                "Add the ModelCheckpoint of the first run, or pass a checkpoint's path."
             )
         state = keepers[0].last_state(whole=whole)
     else:
@@ -248,8 +248,8 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     wrong = described_differences(own, saved, "checkpoint", left_out)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint is of another model: {wrong}. "
-            "Pass the model that it was made with, or start without resume_from."
+            f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
+            f"without resume_from."
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
@@ -268,7 +268,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
         if sizes != saved_sizes and not fits:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
-                f"but the loop's has {sizes}. Build it the same way."
+                f"but the loop's has {sizes}. Build the optimizer in the same way."
             )
 
 
@@ -295,8 +295,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and this model has other values than "
-            "that run had. Load it from the same file as in that run, before fit."
+            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and this model has different values "
+            "than in that run. Before fit, load it from the same file as in that run."
         )
 
 

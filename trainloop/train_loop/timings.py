@@ -1,4 +1,4 @@
-"""Measure a training's time: its steps, and the wait for their data."""
+"""Measure the time of a training run: its steps, and the wait for data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["StepClock", "Timings"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Duration in seconds of a training's steps, in this process (in ``ddp``, of rank 0).
+    """Duration of the steps of a training run, in seconds, in this process (in ``ddp``, of rank 0).
 
-    Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so only the total is exact
-    there: ``data`` is the time that the host waited for the loader.
-    :class:`~trainloop.callbacks.Profiler` measures the parts of a step.
+    Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so on a GPU only the total is
+    exact: ``data`` is the time that the host waited for the loader. :class:`~trainloop.callbacks.Profiler` measures the
+    parts of a step.
 
     Examples
     --------
@@ -37,7 +37,7 @@ class Timings:
 
     @property
     def step(self) -> float:
-        """Time without the wait for the loader: ``get_loss``, backward, optimizers, hooks and logs, in seconds."""
+        """Seconds without the wait for the loader: ``get_loss``, backward, optimizers, hooks and logs."""
         return self.seconds - self.data
 
     @classmethod
@@ -54,7 +54,7 @@ class Timings:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def share(self, part: str) -> float:
-        """Return the share of ``'data'`` or ``'step'`` in the whole time, from 0 to 1."""
+        """Return ``'data'`` or ``'step'`` as a fraction of the whole time, from 0 to 1."""
         return float(getattr(self, part) / self.seconds) if self.seconds else 0.0
 
     def __str__(self) -> str:

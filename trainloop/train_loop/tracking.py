@@ -1,4 +1,4 @@
-"""Loops that keep an experiment's folder: each is a :class:`TrainLoop` with the callbacks that do the work.
+"""Loops that keep an experiment's folder. Each is a :class:`TrainLoop` with additional callbacks.
 
 ``from trainloop.train_loop import *`` imports these too.
 """
@@ -87,7 +87,7 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     source_dirs : sequence of path
         Folders of source code to copy, in addition to the script itself.
     rm_subopt_local_models : bool or str
-        Keep only the best checkpoints: ``True`` by ``loss``, a metric's name by that metric.
+        Keep only the best checkpoints: by ``loss`` if it is ``True``, or by the named metric.
     num_best_checkpoints_kept : int
         Number of best checkpoints to keep.
     iteration_save_freq : int
@@ -148,4 +148,4 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
 
 
 class TrainLoopCheckpointEndSave(TrainLoopEndSave[ModelT], TrainLoopCheckpoint[ModelT]):
-    """A loop that does both: checkpoints during training, and results, model and report at its end."""
+    """A loop that writes checkpoints during training, and saves the results, the model and a report at its end."""

@@ -451,8 +451,8 @@ class Training(Run):
         self._warned_of_averages = True
         _warn(
             "get_loss calls a criterion with class weights or ignored targets, whose result is a mean over the weights "
-            "of the targets, but get_loss returns another loss. That is averaged over samples, so the "
-            "numbers depend on batch size, grad_accumulation and ranks. Return (loss, weight), with the sum of the "
+            "of the targets, but get_loss returns another loss. The returned loss is averaged over samples, so "
+            "results depend on batch size, grad_accumulation and ranks. Return (loss, weight), with the sum of the "
             "weights of the batch's targets (or the number of those not ignored), or a MultiLoss with each loss by its "
             "own name."
         )

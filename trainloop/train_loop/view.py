@@ -1,4 +1,4 @@
-"""The training loop as callbacks and users read it: its progress, its devices, and its logs."""
+"""The attributes of a training loop that callbacks and users read: its progress, its devices, and its logs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["LoopView"]
 class LoopView:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
 
-    It outlives runs, and is sent to ranks and back; :attr:`running` is the current run.
+    It exists longer than a run, and is sent to the ranks and back. :attr:`running` is the current run.
     """
 
     model: Any
@@ -93,22 +93,22 @@ class LoopView:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this process trains; in the caller of ``ddp``, that of the first rank."""
+        """Device on which this process trains; in the process that calls ``fit`` in ``ddp``, the device of rank 0."""
         return self.running.place.device if self.running is not None else self.site.devices[0]
 
     @property
     def rank(self) -> int:
-        """Global rank of this process; 0 outside of ``ddp``'s ranks."""
+        """Global rank of this process; 0 outside of ranks."""
         return self.process.rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes that train together; 1 in the caller of ``ddp``."""
+        """Number of processes that train together; 1 in the process that calls ``fit``."""
         return self.process.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this is the process that prints and writes, which is one process of all nodes."""
+        """True in the one process of all nodes that prints and writes files."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
@@ -139,7 +139,7 @@ class LoopView:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The ``GradScaler`` while training (disabled unless fp16), else ``None``."""
+        """The ``GradScaler`` during training (disabled unless fp16 is used), otherwise ``None``."""
         return None if self.running is None else self.running.place.scaler
 
     @property
@@ -149,7 +149,7 @@ class LoopView:
 
     @property
     def timings(self) -> Timings:
-        """Timings of the present or last ``fit``: ``print(tl.timings)``."""
+        """Timings of the current or last ``fit``: ``print(tl.timings)``."""
         clock = getattr(self.running, "clock", None)
         return clock.timings() if isinstance(clock, StepClock) else self.timings_of_last_fit
 
@@ -164,15 +164,15 @@ class LoopView:
     def num_optimizer_steps(
         self, num_epochs: int | None = None, num_iterations: int | None = None, grad_accumulation: int | None = None
     ) -> int | None:
-        """Return the number of optimizer steps of a training, for schedules; call it before, in or after ``fit``.
+        """Return the number of optimizer steps of a training run. You can call it before, during and after ``fit``.
 
-        It is the same on all ranks: ``len(train_loader) * num_epochs`` in one process, fewer with several ranks, since
-        each step then takes a batch from each rank.
+        The number is the same on all ranks. In one process it is ``len(train_loader) * num_epochs``. With several ranks
+        it is smaller, because each step takes a batch from each rank.
 
         Parameters
         ----------
         num_epochs, num_iterations, grad_accumulation : int, optional
-            As in ``fit``. Default: those of the present or last ``fit``.
+            As in ``fit``. Default: the arguments of the current or last ``fit``.
 
         Returns
         -------
@@ -212,7 +212,7 @@ class LoopView:
 
     @property
     def rank_zero_only_metrics(self) -> set[str]:
-        """Names of metrics logged with ``rank_zero_only``: other ranks lack them, so nothing may depend on them."""
+        """Names of metrics logged with ``rank_zero_only``. Other ranks lack them, so no decision may depend on them."""
         return set() if self.running is None else self.running.recorder.rank_zero_only_names
 
     def __repr__(self) -> str:
@@ -247,7 +247,7 @@ class LoopView:
         Raises
         ------
         ConfigurationError
-            As in :meth:`.TTModel.log`; also if nothing is running, since the value would belong to no epoch.
+            As in :meth:`.TTModel.log`; also if nothing is running, because the value would belong to no epoch.
         """
         run = self.running
         if run is None or run.sink is None:
@@ -259,15 +259,16 @@ class LoopView:
 
     @property
     def history_epoch(self) -> int:
-        """Epoch, counted from 0, that values logged now belong to; between epochs the last one."""
+        """Epoch, counted from 0, that newly logged values belong to; between epochs, the last one."""
         return self.running.history_epoch if self.running is not None else max(self.epoch - 1, 0)
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
-        """Append a value to the history of a metric, for the running epoch (outside ``fit``: the last one).
+        """Append a value to the history of a metric, for the current epoch (outside ``fit``, the last epoch).
 
-        It is in the history at once. In ``ddp`` ranks exchange inserted values at the end of the hook (inside an epoch,
-        at the epoch's end): on all ranks, the value becomes the mean over the ranks that inserted one. Of several
-        values of a name, first ones are averaged with first ones, and so on. :meth:`log` can reduce in other ways.
+        The value is in the history immediately. In ``ddp`` ranks exchange inserted values at the end of the hook
+        (inside an epoch, at the end of the epoch), and the value becomes the mean over the ranks that inserted one. If
+        a rank inserts several values with one name, the first values of all ranks are averaged, then the second values,
+        and so on. :meth:`log` can reduce in other ways.
         """
         run = self.running
         if run is None or not run.parallel:
@@ -276,7 +277,7 @@ class LoopView:
             self.history.record_own(name, float(value), self.history_epoch)
 
     def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
+        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
         if self.running is not None:
             self.running.flush_logs()
 

@@ -143,7 +143,9 @@ class WholeStepTraining(Training):
         if not type(optimizer).__module__.startswith("torch.optim"):
             return f"{type(optimizer).__name__} is not one of torch's own optimizers"
         if any(group.get("fused") for group in optimizer.param_groups):
-            return "torch keeps optimizers with fused=True out of graphs; leave it out, since the compiler fuses anyway"
+            return (
+                "torch keeps optimizers with fused=True out of graphs; leave it out, because the compiler fuses anyway"
+            )
         if is_watched(optimizer):
             return "a hook or a wrapper observes the optimizer's steps"
         return self._hooked()

@@ -1,6 +1,7 @@
-"""Search for parameters, and bags of models, under resource quotas that are enforced.
+"""Parameter searches and bags of models, under resource quotas that are enforced.
 
-:func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand what it would run concurrently.
+:func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand which models ``tune`` would run in
+parallel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train a fold with a ``TrainLoop`` or any object with ``fit`` and ``predict``; return score, predictions and model."""
+"""Train a fold with a ``TrainLoop`` or an object with ``fit`` and ``predict``; return score, predictions and model."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Outcome:
 class EstimatorLoop:
     """Wrap an object with ``fit`` and ``predict`` (scikit-learn, LightGBM, XGBoost) so that a fold can train it.
 
-    ``make_loop`` may return the object itself if ``tune`` has ``data``. This class is for all other cases: other
-    data, sample weights, or training that falls back to the CPU.
+    If you pass ``data`` to ``tune``, ``make_loop`` may return the object itself. Use this class in all other cases: for
+    other data, for sample weights, or for training that falls back to the CPU.
 
     Parameters
     ----------
     estimator : object
-        Has ``fit(x, y, **fit_args)`` and ``predict(x)``; ``predict_proba(x)`` is used if it exists.
+        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``; if it also has ``predict_proba(x)``, this is used.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
-        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator. It replaces the estimator's own ``fit``,
-        e.g. to use :func:`trainloop.resources.gpu_or_cpu`.
+        ``fit(estimator, x, y, **fit_args)`` returns the trained estimator. It replaces the estimator's own ``fit``, for
+        example to use :func:`trainloop.resources.gpu_or_cpu`.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         raise ConfigurationError(
             f"metric={metric!r} is not in the loop's history, which has "
             f"{', '.join(sorted(loop.history)) or 'nothing'}. "
-            "Name one of these, log it in the model, or give a validation_loader (val_loss) or a callable "
-            "metric(y_true, y_pred)."
+            "Use one of these names, log the metric in the model, or pass a validation_loader (for val_loss) or a "
+            "callable metric(y_true, y_pred)."
         )
     # The process that reads the result may have no GPU, and must not open one.
     model = loop.model.cpu()
@@ -181,7 +181,8 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
     if hasattr(estimator, "predict_proba"):
         if truth.ndim != 1:
             raise ConfigurationError(
-                f"metric='val_loss' of classes needs one target, but y has the shape {truth.shape}. Pass a callable "
+                f"metric='val_loss' for classes needs a single target for each row, but y has the shape "
+                f"{truth.shape}. Pass a callable "
                 "metric(y_true, y_pred)."
             )
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}

@@ -16,16 +16,17 @@ __all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One model's part of the data. Pass its rows to ``torch.utils.data.Subset(data, fold.train)``."""
+    """The rows of one model. Pass them to ``torch.utils.data.Subset(data, fold.train)``."""
 
     index: int
     """Number of the fold, from 0."""
     num_folds: int
-    """Folds of the bag."""
+    """Number of folds of the bag."""
     train: np.ndarray[Any, Any]
     """Rows to train on, ascending; int64."""
     validation: np.ndarray[Any, Any]
-    """Rows held out, ascending; unless you pass folds of your own, exactly one fold holds out each row of the data."""
+    """Rows held out, ascending. Each row of the data is held out by exactly one fold, unless you pass your own
+    folds."""
 
     def __repr__(self) -> str:
         return f"Fold({self.index} of {self.num_folds}, train={len(self.train)}, validation={len(self.validation)})"
@@ -138,7 +139,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         both = np.intersect1d(train, validation)
         if len(both):
             raise ConfigurationError(
-                f"folds[{index}] trains on row {both[0]} and also holds it out. Remove such rows from one of the two."
+                f"folds[{index}] trains on row {both[0]} and also holds it out. Remove these rows from one of the two."
             )
         folds.append(Fold(index, len(given), train, validation))
     return folds

@@ -197,7 +197,7 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     if int(num_cpus) > int(cluster.num_cpus) or exact(num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
             f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
-            "Request no more than that."
+            "Request at most these."
         )
     return ResourceQuota(num_cpus, num_gpus, total.memory)
 

@@ -16,13 +16,13 @@ _WHAT = ("bagged predictor", 1)
 
 
 class BaggedPredictor:
-    """One predictor made of the models of a bag's folds.
+    """One predictor that combines the models of a bag.
 
     Parameters
     ----------
     models : sequence of object, or callable
-        ``TTModel`` s, or estimators with ``predict``; all of one kind. A callable is called when they are first
-        needed: models may be large, and their libraries may take seconds to import.
+        ``TTModel`` s, or estimators with ``predict``, all of one kind; or a callable that returns them. It is called
+        when the models are first needed, because models may be large and their libraries may take seconds to import.
     """
 
     def __init__(self, models: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
@@ -39,7 +39,7 @@ class BaggedPredictor:
         return {"_models": self.models}
 
     def predict(self, data: Any) -> Any:
-        """Return the mean prediction of the models, a row for each row of ``data``.
+        """Return the mean prediction of the models, with a row for each row of ``data``.
 
         Parameters
         ----------
@@ -50,9 +50,9 @@ class BaggedPredictor:
         Returns
         -------
         numpy.ndarray
-            The mean if predictions are floats (logits, probabilities, numbers). For classes, the most frequent one;
-            in a tie, the lowest. If models were trained on different classes, probabilities have a
-            column for each class that any of them knows, sorted; a model gives 0 to classes that it does not know.
+            The mean if predictions are floats (logits, probabilities, numbers). If they are classes, the most frequent
+            class; in a tie, the lowest one. If models were trained on different classes, probabilities have a column
+            for each class that any model knows, sorted. A model gives 0 to classes that it does not know.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
         return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])
@@ -65,9 +65,9 @@ class BaggedPredictor:
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
         """Read a predictor from a file that :meth:`save` wrote.
 
-        The file contains pickled objects, which can execute arbitrary code when they are read. So it is read only if
-        nobody else could have written it: this user or root must own the file and its folder, and others must not be
-        able to write to them.
+        The file contains pickled objects, which can execute arbitrary code when they are read. Therefore it is read
+        only if nobody else could have written it: you or root must own the file and its folder, and other users must
+        not be able to write to them.
 
         Parameters
         ----------
@@ -79,9 +79,9 @@ class BaggedPredictor:
         Raises
         ------
         CheckpointError
-            If the file is missing, damaged, not a predictor, or of another version; the message says which.
+            If the file is missing, damaged, not a predictor, or from an incompatible version.
         ConfigurationError
-            If others may have written it.
+            If other users could have written the file.
         """
         return cls(read_checked(Path(path), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
 

@@ -33,25 +33,26 @@ class Trial:
     params: dict[str, Any]
     """Parameters that ``make_loop`` received."""
     scores: list[float | None]
-    """Score of each fold, None if it has none; a single score without bagging."""
+    """Score of each fold, or None for a fold without a score; without bagging, a single score."""
     seconds: float
-    """Sum of the seconds that its folds took."""
+    """Sum of the seconds that the trial's folds took."""
     state: State
-    """``done``: all folds finished; ``partial``: some failed; ``failed``: all did; ``interrupted``: the search was."""
+    """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
+    search ended."""
     errors: dict[int, str] = field(default_factory=dict)
-    """For each fold that failed, its traceback or how its process ended."""
+    """For each fold that failed, its traceback, or the way in which its process ended."""
     cpus: int = 0
-    """Number of CPUs that each of its models could run on."""
+    """Number of CPUs that each model of the trial could run on."""
     gpus: float = 0.0
-    """Number of GPUs, or fraction of one, that each of its models had."""
+    """Number of GPUs, or fraction of a GPU, that each model of the trial had."""
     cpu_seconds: float = 0.0
-    """CPU seconds of all its folds, counted by the system; at most ``cpus`` times ``seconds``."""
+    """CPU seconds of all folds, as counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """For each fold, its model's attribute ``facts``, a mapping, if it has one."""
+    """For each fold, the mapping in its model's attribute ``facts``, if the model has one."""
 
     @property
     def score(self) -> float | None:
-        """Mean score of the folds that have one; None if no fold has."""
+        """Mean over the folds that have a score; None if no fold has one."""
         present = [score for score in self.scores if score is not None]
         return sum(present) / len(present) if present else None
 
@@ -105,7 +106,7 @@ class TuneResult:
         Raises
         ------
         ConfigurationError
-            If no trial has a score; the message contains the first error.
+            If no trial has a score. The message contains the first error.
         """
         best = best_of(self.trials, self.mode)
         if best is None:
@@ -141,8 +142,8 @@ class TuneResult:
         trial : Trial
             One of :attr:`trials`. For any trial but the best, the search needs ``tune(..., keep='all')``.
         lazy : bool
-            Read the models' files when they are first needed. Until then, the predictor keeps this result and its
-            folder alive.
+            If True, read the files of the models when they are first needed. Until then, the predictor keeps this
+            result and its folder alive.
         """
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]
         if not all(path.exists() for path in paths):
@@ -155,8 +156,9 @@ class TuneResult:
     def predictions_of(self, trial: Trial) -> Any:
         """Return a trial's predictions for the rows that its models did not train on.
 
-        With bagging they are like :attr:`out_of_fold_predictions`; without it they are for the loop's validation set.
-        Probabilities of classes have a column for each class that any fold was trained on, sorted.
+        With bagging, they have the same form as :attr:`out_of_fold_predictions`. Without bagging, they are for the
+        validation set of the loop. Class probabilities have a column for each class that any fold was trained on,
+        sorted.
 
         Raises
         ------
@@ -189,15 +191,15 @@ class TuneResult:
 
     @property
     def out_of_fold_predictions(self) -> Any:
-        """The best trial's prediction for each row of the data, from the model that did not train on it.
+        """The best trial's prediction for each row of the data, from the model that did not train on that row.
 
-        Rows of a fold that failed are NaN, or None if predictions are not floats. The same holds for rows that no
-        fold of your own holds out. If several folds hold out a row, the last one counts.
+        If a fold failed, its rows are NaN, or None if predictions are not floats. With your own folds, this also
+        applies to rows that no fold holds out. If several folds hold out a row, the last fold counts.
 
         Raises
         ------
         ConfigurationError
-            Without bagging.
+            If the search has no bags.
         """
         if self.folds is None:
             raise ConfigurationError("out-of-fold predictions need folds: tune(..., num_bag_folds=2) or more.")
@@ -213,7 +215,7 @@ class TuneResult:
     # -- display -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a mapping for each trial, the best first, e.g. for ``pandas.DataFrame(result.rows())``."""
+        """Return a dict for each trial, the best first, for example for ``pandas.DataFrame(result.rows())``."""
         best_first = sorted(
             self.trials,
             key=lambda t: (
@@ -267,7 +269,7 @@ class TuneResult:
         Parameters
         ----------
         path : path, optional
-            Where to write the figure.
+            File to write the figure to.
 
         Returns
         -------

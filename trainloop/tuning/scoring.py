@@ -28,7 +28,7 @@ Metric = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A ``metric(y_true, predictions)``, greater is better; made by :func:`scorer`."""
+    """A ``metric(y_true, predictions)`` made by :func:`scorer`. Greater is better."""
 
     name: str
     score_model: Callable[[Any, Any, Any], float]
@@ -53,22 +53,23 @@ class Scorer:
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
     """Return a scikit-learn scorer as a ``metric`` for :func:`~trainloop.tuning.tune`, even for a ``TrainLoop``.
 
-    scikit-learn's scorers call a model; this one takes predictions: numbers or classes in one column, or the
-    probabilities of the classes 0, 1, 2 ... in one column each.
+    scikit-learn's scorers call a model. This scorer takes predictions instead: numbers or classes in one column, or
+    probabilities, with one column for each of the classes 0, 1, 2 ...
 
     Parameters
     ----------
     metric : str or callable
-        One of ``sklearn.metrics.get_scorer_names()``, such as ``'roc_auc'`` or ``'neg_log_loss'``; or
-        ``metric(y_true, y_pred)``, greater is better, which receives the most likely classes of probabilities.
+        One of ``sklearn.metrics.get_scorer_names()``, such as ``'roc_auc'`` or ``'neg_log_loss'``; or a function
+        ``metric(y_true, y_pred)`` for which greater is better. If predictions are probabilities, the function gets the
+        most likely classes.
     name : str, optional
         Name in tables.
 
     Returns
     -------
     callable
-        ``metric(y_true, predictions)``; use it with ``mode='max'``. It is NaN if the score is undefined for the rows:
-        rows of a single class have no area under the curve.
+        ``metric(y_true, predictions)``; use it with ``mode='max'``. It returns NaN if the score is undefined for the
+        rows: for example, rows of a single class have no area under the curve.
 
     Raises
     ------
@@ -101,29 +102,29 @@ def ensemble_weights(
     bags: int = 10,
     time_limit_s: float | None = None,
 ) -> list[float]:
-    """Find weights for averaging the predictions of models, by bagged greedy selection.
+    """Compute weights for averaging the predictions of models, by bagged greedy selection.
 
-    Each round adds the model that improves the average most; a model can be added several times. The best round counts
-    (Caruana et al., *Ensemble selection from libraries of models*, 2004). On a few hundred rows, chance partly decides
-    which model is best. So the selection is repeated on samples of the rows, drawn with replacement (each class keeps
-    its number of rows), and the weights are averaged.
+    Each round adds the model that improves the average most; a model can be added several times. The weights are those
+    after the best round (Caruana et al., *Ensemble selection from libraries of models*, 2004). With a few hundred rows,
+    it depends partly on chance which model is best. Therefore the selection is repeated on samples of the rows, drawn
+    with replacement (each class keeps its number of rows), and the weights are averaged.
 
     Parameters
     ----------
     predictions : sequence of array
-        For each model, its predictions for the same rows, on which it did not train:
-        ``[result.predictions_of(trial) for trial in result.trials]`` of a bag.
+        For each model, its predictions for the same rows, on which it did not train. For the trials of a search with
+        bags: ``[result.predictions_of(trial) for trial in result.trials]``.
     y_true : array
         Targets of these rows.
     *metrics : callable
-        ``metric(y_true, predictions)``, greater is better (:func:`scorer`). The second breaks ties of the first, and
-        so on: with few rows, many models have the same accuracy.
+        Functions ``metric(y_true, predictions)`` for which greater is better (:func:`scorer`). The second metric breaks
+        ties of the first, and so on, because with few rows many models have the same accuracy.
     rounds : int
-        Models to add in each selection.
+        Number of models to add in each selection.
     bags : int
-        Number of samples of the rows. With 0 there is one selection, on the rows themselves.
+        Number of random samples of the rows. With 0 there is one selection, on the rows themselves.
     time_limit_s : float, optional
-        Seconds after which no further sample is drawn; at least one is.
+        Seconds after which no further sample is drawn; at least one sample is drawn.
 
     Returns
     -------
@@ -132,7 +133,7 @@ def ensemble_weights(
 
     Notes
     -----
-    The first metric is called ``rounds * bags`` times for each model, the others only to break ties.
+    The first metric is called ``rounds * bags`` times for each model. The other metrics are called only to break ties.
     """
     truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
     generator = np.random.default_rng(0)  # the same rows give the same weights

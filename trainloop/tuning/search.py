@@ -74,77 +74,78 @@ def tune(
     trusted: bool = False,
     folds: Any = None,
 ) -> TuneResult:
-    """Search for the best parameters, each trial one model or a bag of them, under quotas that are enforced.
+    """Search for the best parameters. Each trial trains one model, or a bag of models, under quotas that are enforced.
 
-    Every model trains in its own process, on its own CPUs and GPUs (:func:`trainloop.resources.plan`). If one fails or
-    is killed, its traceback is recorded and the others continue. Ctrl-C ends the search and returns the results so far;
-    with ``storage``, the same call resumes the search later.
+    Every model trains in its own process, on its own CPUs and GPUs (:func:`trainloop.resources.plan`). If a model fails
+    or is killed, its traceback is recorded and the others continue. Ctrl-C ends the search and returns the results so
+    far. With ``storage``, the same call resumes the search later.
 
     Parameters
     ----------
     make_loop : callable
-        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not; or an object with
-        ``fit`` and ``predict``; or an :class:`EstimatorLoop`. It runs in the model's process, and may be defined
-        anywhere. ``fold.train`` and ``fold.validation`` are row numbers; ``fold`` is None without bagging.
+        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not, an object with ``fit`` and
+        ``predict``, or an :class:`EstimatorLoop`. The function runs in the model's process, and may be defined
+        anywhere. ``fold.train`` and ``fold.validation`` are arrays of row numbers; without bagging, ``fold`` is None.
     space : mapping of str to list, range or distribution
-        See ``trainloop.tuning.space.parse_space``. If it is empty, the models are cross-validated with folds; without
-        folds one model is trained, with a warning.
+        See ``trainloop.tuning.space.parse_space``. If the space is empty, a single setting is cross-validated over the
+        folds; if there are no folds either, one model is trained, with a warning.
     num_trials : int
-        Number of settings to try; a smaller space ends sooner.
+        Number of settings to try. If the space has fewer settings, the search ends sooner.
     searcher : {'random', 'grid', 'optuna'} or an Optuna sampler
         How parameters are proposed.
     num_bag_folds : int
-        2 or more: each trial is a bag of that many models, and each model is scored on the rows that it did not train
-        on. Folds are stratified if targets are classes.
+        If it is 2 or more, each trial is a bag of that many models, and each model is scored on the rows that it did
+        not train on. If targets are classes, the folds are stratified.
     total : ResourceQuota, optional
-        Resources that the search holds, leased so that other runs on this machine don't use them. By default all that
-        this process may use (with Ray: the whole cluster).
+        Resources of the search. They are leased, so other runs on this machine don't use them. Default: all resources
+        that this process may use (with Ray, the whole cluster).
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model.
     metric : str or callable
-        A name in the loop's history, whose last value counts; or ``metric(y_true, y_pred)`` of the validation rows.
-        For estimators ``val_loss`` is log loss or mean squared error; other names are scikit-learn's scorers.
+        A name in the loop's history, whose last value counts; or a function ``metric(y_true, y_pred)`` of the
+        validation rows. For estimators, ``val_loss`` is log loss or mean squared error, and other names are
+        scikit-learn's scorers.
     mode : {'min', 'max'}
-        ``'min'`` if lower scores are better, ``'max'`` if higher ones are.
+        ``'min'`` if lower scores are better, ``'max'`` if higher scores are better.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
         Seed for parameters, folds and models.
     storage : path, optional
-        Folder of the search. A search that began there is resumed, and trains no finished fold again. The folder holds
-        pickles, which can execute arbitrary code when they are read: you or root must own it, and others must not be
-        able to write to it.
+        Folder of the search. If it has an earlier search, that search is resumed, and finished folds are not trained
+        again. The folder contains pickles, which can execute arbitrary code when they are read. Therefore you or root
+        must own it, and other users must not be able to write to it.
     fit_args : mapping, optional
-        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default
-        ``num_epochs`` is the parameter of that name, or 10.
+        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. Without them,
+        ``num_epochs`` is the parameter with that name, or 10.
     data : (x, y), optional
-        Data for objects with ``fit`` and ``predict``: each fold trains on its rows of them.
+        Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional
-        A target for each row of the data, for the folds. By default ``y`` of ``data``; without either, ``make_loop`` is
-        called once with a fold of two rows, in a separate process that trains nothing, and the targets are read from
-        the dataset behind the ``Subset`` in its ``train_loader``.
+        A target for each row of the data, for the folds. Default: ``y`` of ``data``. If there is no ``data`` either,
+        ``make_loop`` is called once with a fold of two rows, in a separate process that trains nothing, and the targets
+        are read from the dataset of the ``Subset`` in the loop's ``train_loader``.
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
     progress : bool
-        Show trials done, running and failed, and resources in use.
+        Show how many trials are done, running and failed, and which resources are in use.
     lease_timeout_s : float, optional
-        Seconds to wait for CPUs and GPUs that other runs hold; a day by default.
+        Seconds to wait for CPUs and GPUs that other runs hold. Default: one day.
     time_limit_s : float, optional
-        Seconds after which no fold begins and running folds are ended, as by Ctrl-C. A model that asks
-        :func:`~trainloop.tuning.seconds_left` can end earlier and keep its result.
+        After this many seconds, no further fold begins, and running folds are ended, as with Ctrl-C. A model can call
+        :func:`~trainloop.tuning.seconds_left` to end earlier and keep its result.
     keep : {'best', 'all'}
-        Models to keep: those of the best trial, or of every trial (:meth:`TuneResult.predictor_of`).
+        Keep the models of the best trial, or of all trials (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
-        Modules that the models need. This process's fork server imports them when it starts, and the models' processes
-        are forked from it. A server that an earlier search or multi-process fit has started is used unchanged.
-        The modules must not start threads or touch a GPU when they are imported. With ``()``, each model gets a
-        fresh interpreter. Not with Ray.
+        Modules that the models need. The fork server imports them when it starts, and the processes of the models are
+        forked from it. If an earlier search or multi-process ``fit`` has already started the server, it is used
+        unchanged. The modules must not start threads or use a GPU when they are imported. With ``()``, each model gets
+        a fresh interpreter. Has no effect with Ray.
     trusted : bool
         Skip the check of the owner and mode of ``storage``, for a folder that you trust.
     folds : splitter, or list of (train, validation), optional
-        Your own folds in place of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
-        ``TimeSeriesSplit``, for the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such as
-        ``list(GroupKFold(5).split(x, y, groups))``.
+        Your own folds instead of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
+        ``TimeSeriesSplit``, which splits the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such
+        as ``list(GroupKFold(5).split(x, y, groups))``.
 
     Returns
     -------

@@ -31,7 +31,7 @@ class Dimension(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several values of any type; a list, tuple or range in a space means this."""
+    """One of several values of any type. A list, tuple or range in a space is converted to a ``Choice``."""
 
     values: Sequence[Any]
     """The values, in the order of the grid."""
@@ -50,7 +50,7 @@ class Uniform:
     high: float
     """Greatest value."""
     log: bool = False
-    """True if the logarithm is uniform instead, which suits a learning rate."""
+    """True if the logarithm of the value is uniform, which is suitable for a learning rate."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 0.0)
@@ -72,7 +72,7 @@ class Integers:
     high: int
     """Greatest value."""
     log: bool = False
-    """True if the scale is logarithmic: every order of magnitude is equally likely."""
+    """True if the scale is logarithmic, so that every order of magnitude is equally likely."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 1)

@@ -1,7 +1,7 @@
 """The process that trains one fold, from its first line to its last.
 
-It binds itself to its CPUs before it imports anything that counts them, ends when its parent ends, and writes its
-result into the fold's folder. None of this runs in the process that called ``tune``.
+The process binds itself to its CPUs before it imports any library that counts them, ends when its parent ends, and
+writes its result into the fold's folder. Nothing in this module runs in the process that called ``tune``.
 """
 
 from __future__ import annotations
@@ -104,13 +104,14 @@ def _exit_at_once(exitcode: int) -> None:
 def seconds_left() -> float | None:
     """Return the seconds that the model in this process may still take, for models that can end early.
 
-    Under ``tune(..., time_limit_s=...)`` each model gets an equal part of the time that is left when it begins. Time
-    that a model does not use is left to later models. A tenth is reserved for predictions and files.
+    With ``tune(..., time_limit_s=...)``, the time that is left when a model begins is divided equally among the
+    remaining models. Time that a model does not use is available to later models. A tenth is reserved for predictions
+    and files.
 
     Returns
     -------
     float or None
-        At least 0.001, which ``TimeLimit`` accepts; None without a limit and outside of ``tune``.
+        At least 0.001, because ``TimeLimit`` does not accept 0; None if there is no limit, and outside of ``tune``.
 
     Examples
     --------
