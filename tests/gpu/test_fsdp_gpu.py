@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.callbacks.run_checkpoints import BackgroundWrite
 from trainloop.checkpoint import checkpoints, load
-from trainloop.checkpoint.background import BackgroundWrite
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,15 @@ import threading
 
 import pytest
 
-from trainloop._launch import unblocking
+from trainloop._launch import rank_process
 from trainloop._launch.liveness import Liveness, Sign
 
 
 def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     lost, aborted = threading.Event(), threading.Event()
-    monkeypatch.setattr(unblocking, "_LOOK_S", 0.01)
-    monkeypatch.setattr(unblocking, "_OWN_ERROR_S", 0.05)
+    monkeypatch.setattr(rank_process, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rank_process, "_OWN_ERROR_S", 0.05)
     monkeypatch.setattr(
         os, "kill", lambda pid, number: order.append(f"{signal.Signals(number).name} to {pid == os.getpid()}")
     )
@@ -25,8 +25,8 @@ def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(mon
         order.append(f"abort, failed={failed}")
         aborted.set()
 
-    monkeypatch.setattr(unblocking, "leave_group", leave_group)
-    thread = unblocking.Unblocking(lost.is_set)
+    monkeypatch.setattr(rank_process, "leave_group", leave_group)
+    thread = rank_process.Unblocking(lost.is_set)
     thread.start()
     assert not aborted.wait(0.1)
     lost.set()
@@ -35,10 +35,10 @@ def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(mon
 
 
 def test_a_rank_that_is_done_before_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unblocking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(rank_process, "_LOOK_S", 0.01)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("it was over"))
     before = set(threading.enumerate())
-    watch = unblocking.Unblocking(lambda: True)
+    watch = rank_process.Unblocking(lambda: True)
     watch.stop()
     watch.start()
     for thread in set(threading.enumerate()) - before:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
@@ -27,7 +27,6 @@ from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.output import quieten_log_streams, rank_streams
 from trainloop._launch.settings import apply_settings
-from trainloop._launch.unblocking import Unblocking
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import process_config, resource
@@ -41,7 +40,15 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import DisturbedStartError, only_trusted_peers
 from trainloop.distributed.ranks import leave_group
 
-__all__ = ["STACK_SIGNAL", "RankSpec", "State", "result_file", "run_rank", "started_as", "started_by_launch"]
+__all__ = [
+    "STACK_SIGNAL",
+    "RankSpec",
+    "State",
+    "result_file",
+    "run_rank",
+    "started_as",
+    "started_by_launch",
+]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank write its Python stacks: a real-time one, which other programs do not use."""
@@ -407,3 +414,44 @@ def _outlive_parent_briefly() -> None:
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait()
+
+
+# -- a rank that NCCL blocks -------------------------------------------------------------------------------------------
+
+
+_LOOK_S = 0.2
+_OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main thread to unwind if it is not blocked
+
+
+class Unblocking:
+    """Abort NCCL's collectives once the run has failed, from a separate thread.
+
+    Parameters
+    ----------
+    run_failed : callable
+        Returns True if the run has failed: the handler of SIGTERM then raises.
+    """
+
+    def __init__(self, run_failed: Callable[[], bool]) -> None:
+        self._run_failed = run_failed
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Start to check, in a daemon thread."""
+        threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop checking."""
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._run_failed():
+            if self._over.wait(_LOOK_S):
+                return
+        if self._over.wait(_OWN_ERROR_S):
+            return
+        # Before the collectives end: they leave invalid gradients on the device, with which the main thread would
+        # continue, to a step and a checkpoint. With the signal pending, it continues with the handler.
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._over.wait(_OWN_ERROR_S):
+            leave_group(failed=True)

@@ -6,12 +6,14 @@ A module that the system lacks is ``None`` here. Docstrings say what each functi
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 if sys.platform == "win32":
@@ -41,6 +43,7 @@ __all__ = [
     "user_id",
     "user_name",
     "write_at",
+    "running_system",
 ]
 
 
@@ -175,3 +178,12 @@ def loopback_interface() -> str | None:
     if sys.platform == "win32":
         return None
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+
+
+@functools.cache
+def running_system() -> str:
+    """Return the ID of the system since it was booted, the same in all its containers; empty if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return ""

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop._support.user_line import warn
-from trainloop._transfer.kept import kept_attributes
 from trainloop._transfer.pickling import Fingerprint
-from trainloop._transfer.torch_objects import optimizer_state
+from trainloop._transfer.torch_objects import kept_attributes, optimizer_state
 
 __all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 

@@ -13,9 +13,8 @@ from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
-from trainloop.callbacks.run_checkpoints import RunCheckpoints, weights_name
+from trainloop.callbacks.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
-from trainloop.checkpoint.background import BackgroundWrite, error_of
 from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered

@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
 from trainloop._support.distribution import pip_install
-from trainloop._support.platform import fcntl
-from trainloop.distributed.hosts import running_system
+from trainloop._support.platform import fcntl, running_system
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]

@@ -9,11 +9,11 @@ import torch
 
 from trainloop._support.rng import derive_seed
 from trainloop.data import loaders
+from trainloop.data.batches import on_device
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.orders import length_of
-from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
 from trainloop.data.streams import stream_loader

@@ -13,11 +13,11 @@ from trainloop._support import rng
 from trainloop._support.rng import derive_seed
 from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
+from trainloop.data.batches import on_device
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.loader_copies import end_workers, isolated_base_seed, persistent_workers
 from trainloop.data.orders import generators_of
-from trainloop.data.prefetch import on_device
 from trainloop.data.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.tensors import TensorRows

@@ -13,9 +13,9 @@ from torch import nn
 from trainloop._support.carried import names_of
 from trainloop._support.user_line import warn
 from trainloop._transfer import PackedState, pack_state, unpack_state
-from trainloop._transfer.kept import kept_attributes
 from trainloop._transfer.pages import trim
 from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
+from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import is_mark_of_sharding
 

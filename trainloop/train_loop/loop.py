@@ -41,9 +41,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop import state as run_state
-from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
-from trainloop.train_loop.execute import execute
-from trainloop.train_loop.kinds import (
+from trainloop.train_loop.argument_types import (
     Accelerator,
     Amp,
     Collate,
@@ -56,6 +54,8 @@ from trainloop.train_loop.kinds import (
     StartMethod,
     Transform,
 )
+from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
+from trainloop.train_loop.execute import execute
 from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict

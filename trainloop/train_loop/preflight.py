@@ -32,9 +32,9 @@ from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
+from trainloop.train_loop.argument_types import GpuMode
 from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
-from trainloop.train_loop.kinds import GpuMode
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import ONE_SAMPLE, run_through, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized

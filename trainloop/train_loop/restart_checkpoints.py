@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainloop import checkpoint, distributed
 from trainloop._launch.failures import described
 from trainloop._support.user_line import warn
-from trainloop.callbacks.run_checkpoints import RunCheckpoints
+from trainloop.callbacks.run_checkpoints import RunCheckpoints, error_of
 from trainloop.checkpoint import CheckpointInfo, Folder
-from trainloop.checkpoint.background import error_of
 from trainloop.checkpoint.sharded_writing import FolderWriting
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.restarts import Restart, RestartFolder, restart_line

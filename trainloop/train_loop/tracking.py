@@ -11,7 +11,7 @@ from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
-from trainloop.train_loop.kinds import Loader, ModelT, Optimizers
+from trainloop.train_loop.argument_types import Loader, ModelT, Optimizers
 from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]

@@ -27,7 +27,7 @@ from trainloop.compat.aitoolbox.models import as_loader
 from trainloop.compat.aitoolbox.optim import MultiLoss, MultiOptimizer, as_optimizer
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
-from trainloop.train_loop.kinds import Amp, GpuMode
+from trainloop.train_loop.argument_types import Amp, GpuMode
 
 _FIRST, _LAST = -(10**9), 10**9  # before and after all callbacks of a script
 
