@@ -14,7 +14,7 @@ __all__ = ["AbstractCallback", "AbstractExperimentCallback"]
 class AbstractExperimentCallback(AbstractCallback):
     """Base of callbacks that write into an experiment's folder.
 
-    Names that are not given are taken from the loop if it keeps an experiment's folder, like
+    Names that are not given are taken from the loop if it writes an experiment's folder, like
     :class:`trainloop.TrainLoopCheckpoint`.
 
     Parameters

@@ -64,8 +64,8 @@ class FailureRecorder(AbstractCallback):
     check_every_n_steps : int, optional
         Steps between two checks for values that are not finite. (A check waits for the GPU.) By default, the loss is
         checked in each batch on the CPU. Gradients, and on other devices the loss, are checked as often as possible if
-        the checks may take at most 0.25 % of the training time. If a gradient was not finite in a step without a check,
-        the next record reports weights that are not finite.
+        the checks may take at most 0.25 % of the training time. If a gradient is not finite in a step without a check,
+        the optimizer's step makes weights non-finite, and the record of the next check reports that.
 
     Attributes
     ----------

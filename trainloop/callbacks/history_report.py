@@ -77,7 +77,8 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     file_format : str
         Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
+        Names and location of the experiment's folder. Default: those of the loop, if it is a
+        ``TrainLoopCheckpoint`` or similar.
 
     Examples
     --------
@@ -154,7 +155,8 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
         ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
+        Names and location of the experiment's folder. Default: those of the loop, if it is a
+        ``TrainLoopCheckpoint`` or similar.
 
     Examples
     --------
@@ -193,7 +195,8 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     file_format : {'txt', 'tsv', 'csv'}
         ``'txt'`` is an aligned table for people; ``'tsv'`` and ``'csv'`` are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: the loop's, if it keeps such a folder.
+        Names and location of the experiment's folder. Default: those of the loop, if it is a
+        ``TrainLoopCheckpoint`` or similar.
 
     Examples
     --------

@@ -29,7 +29,7 @@ class MLflowTracking(AbstractCallback):
     log_every_n_steps : int, optional
         Send the values of every n-th step; ``None`` sends only epoch values.
     hyperparams : mapping, optional
-        Sent as parameters. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
+        Sent as parameters. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
     tags : mapping, optional
         Tags of the run.
 

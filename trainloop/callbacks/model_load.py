@@ -25,7 +25,8 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
     epoch_num : int, optional
         Index of the epoch whose newest checkpoint is loaded. Default: the newest checkpoint of all epochs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and folder of the earlier experiment. Default: the loop's, if it keeps an experiment's folder.
+        Names and folder of the earlier experiment. Default: those of the loop, if it is a ``TrainLoopCheckpoint``
+        or similar.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     on_iteration_frequency : int
         Batches between two evaluations within an epoch; 0 for none.
     if_available_output_to_project_dir : bool
-        If the loop keeps an experiment's folder, let the package write its own files into the results folder.
+        If the loop is a ``TrainLoopCheckpoint`` or similar, the package writes its own files into the results folder.
 
     Raises
     ------

@@ -53,7 +53,7 @@ class TensorBoard(AbstractCallback):
     hyperparameters : mapping, optional
         Shown in TensorBoard's table of runs, beside the epoch values and the loop's own settings (mode, effective
         batch, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other values are written
-        as text. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
+        as text. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
     graph_input : Tensor or tuple, optional
         Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
 

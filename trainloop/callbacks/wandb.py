@@ -69,7 +69,7 @@ class WandBTracking(AbstractCallback):
     batch_log_frequency : int, optional
         Send the values of every n-th step. Default: epochs only.
     hyperparams : mapping, optional
-        Configuration of the run. Default: the hyperparameters of the loop, if it keeps an experiment's folder.
+        Configuration of the run. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
     tags : sequence of str, optional
         Tags of the run.
     alerts : sequence of AlertConfig, optional
@@ -81,7 +81,7 @@ class WandBTracking(AbstractCallback):
     log_dir : str, optional
         Folder for wandb's own files.
     project_name, experiment_name : str, optional
-        Project and name of the run. Default: the loop's, if it keeps an experiment's folder.
+        Project and name of the run. Default: the names of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
     **kwargs
         Further arguments of ``wandb.init``, such as ``mode='offline'``.
 

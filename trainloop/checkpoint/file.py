@@ -239,8 +239,8 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        File or fsspec URL, or the folder of a sharded checkpoint. For any other folder, the newest complete checkpoint
-        in it.
+        File or fsspec URL, or the folder of a sharded checkpoint. If it is any other folder, the newest complete
+        checkpoint in it is read.
     whole : bool
         If True, read the tensors of a sharded checkpoint. If False, each tensor is a
         :class:`~trainloop.checkpoint.sharded.StoredTensor`, which can be read later, entirely or in part.

@@ -178,7 +178,7 @@ class AbstractResultPackage(ABC):
     pkg_name : str, optional
         Name in reports. Default: the class name.
     strict_content_check : bool
-        Ignored; accepted for AIToolbox's code.
+        Ignored; accepted so that code written for AIToolbox works.
     np_array : bool or 'auto'
         If True, convert predictions and targets to numpy arrays. Rows of unequal length always stay a list.
     **kwargs

@@ -204,7 +204,7 @@ def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tu
                 settings = {"presets": settings}
             if not isinstance(settings, Mapping):
                 raise ConfigurationError(
-                    f"hyperparameters[{key!r}] has {settings!r}: must be a dict of settings, or a list of these."
+                    f"hyperparameters[{key!r}]={values!r}: must be a dict of settings, or a list of such dicts."
                 )
             spec = _spec(key, model, dict(settings), used, specs, searches)
             specs[spec.name] = spec

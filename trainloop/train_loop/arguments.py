@@ -53,8 +53,8 @@ def check_model(model: Any) -> Any:
     reduction = getattr(model, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(
-            f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean' or 'sum', the way in which "
-            "get_loss reduces a batch's samples, or None to let the criterion decide."
+            f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean', 'sum' or None. It says how "
+            "get_loss reduces the samples of a batch; if it is None, the criterion decides."
         )
     return model
 
