@@ -253,7 +253,7 @@ TUNED = {"num_trials": 2}
         ({"hyperparameters": {"XGB": {}}}, r"the unknown model 'XGB'. Use one of LR, RF, XT, GBM, NN_TORCH"),
         ({"hyperparameters": {}}, "must map models to settings"),
         ({"hyperparameters": "huge"}, "hyperparameters 'huge' is not known. Choose one of default, light"),
-        ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\] has 3: must be a dict"),
+        ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\]=3: must be a dict"),
         ({"hyperparameters": {3: {}}}, "the unknown model 3. Use one of LR"),
         (
             {"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}},

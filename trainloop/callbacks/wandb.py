@@ -69,7 +69,7 @@ class WandBTracking(AbstractCallback):
     batch_log_frequency : int, optional
         Send the values of every n-th step. Default: epochs only.
     hyperparams : mapping, optional
-        Configuration of the run. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
+        Configuration of the run. Default: the hyperparameters of a ``TrainLoopCheckpoint`` or similar loop.
     tags : sequence of str, optional
         Tags of the run.
     alerts : sequence of AlertConfig, optional
