@@ -74,10 +74,9 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
         return None
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            "according to its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is "
-            f"rank {rank} "
-            f"of {world_size}, but a rank must be from 0 to world size - 1. To start ranks from here, unset these "
-            "variables."
+            "according to its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is rank "
+            f"{rank} of {world_size}, but a rank must be from 0 to world size - 1. To start ranks from here, unset "
+            "these variables."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 

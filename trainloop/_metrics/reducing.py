@@ -99,8 +99,8 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
                 raise ConfigurationError(
                     f"log({name!r}, ...): rank {first[name]} logs it with "
                     f"{', '.join(f'{option}={ours[option]!r}' for option in differing)}, rank {rank} with "
-                    f"{', '.join(f'{option}={theirs[option]!r}' for option in differing)}. "
-                    "Use the same options in all calls with this name."
+                    f"{', '.join(f'{option}={theirs[option]!r}' for option in differing)}. Use the same options in all "
+                    "calls with this name."
                 )
             first.setdefault(name, rank)
             known.append(entry)

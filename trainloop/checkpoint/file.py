@@ -286,8 +286,8 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         named = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
         raise CheckpointError(
             f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was refused, and "
-            f"no code in it was run. {named} If you trust its author, read it with "
-            "torch.load(path, weights_only=False) and load the weights yourself."
+            f"no code in it was run. {named} If you trust its author, read it with torch.load(path, "
+            "weights_only=False) and load the weights yourself."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         raise CheckpointError(

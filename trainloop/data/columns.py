@@ -87,10 +87,9 @@ class SplitBatches:
         if len(counts) != 1 or None in counts:
             found = ", ".join(counts.values()) or "no tensor"
             raise ConfigurationError(
-                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: the batch "
-                f"has {found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of "
-                f"that size: "
-                f"for example, give a target the shape of its input, and flatten it in get_loss."
+                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: the batch has "
+                f"{found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of that size: "
+                "for example, give a target the shape of its input, and flatten it in get_loss."
             )
         (columns,) = counts
         assert columns is not None  # checked above

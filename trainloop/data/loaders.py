@@ -221,8 +221,7 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
     raise ConfigurationError(
         f"rank {rank} has a different seed from rank 0, so the order of {name}, which determines how samples are "
         "split, would differ. Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for "
-        "augmentation "
-        "from it."
+        "augmentation from it."
     )
 
 

@@ -123,8 +123,8 @@ def _agreed(
         raise ValueError(
             f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same "
             "structure and shapes. If values differ in their first axis, as an uneven last batch does, "
-            "all_gather(value, concat=True) joins them; "
-            "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
+            "all_gather(value, concat=True) joins them; otherwise pad or cut the tensors to one shape first, or use "
+            "gather_object, which accepts unequal ones."
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):

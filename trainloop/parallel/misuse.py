@@ -93,10 +93,9 @@ class WatchedForwards:
                 shown = seen.name.removeprefix("module.")
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {shown} is changed while the model runs. At that time it is a gathered copy, so "
-                    "the change would be lost. Change parameters in a callback's "
-                    "on_after_optimizer_step, on all ranks: there each parameter is a DTensor, and "
-                    "target.lerp_(online, 0.01) "
-                    "works as usual. Or use gpu_mode='ddp'."
+                    "the change would be lost. Change parameters in a callback's on_after_optimizer_step, on all "
+                    "ranks: there each parameter is a DTensor, and target.lerp_(online, 0.01) works as usual. Or use "
+                    "gpu_mode='ddp'."
                 )
         if is_root and torch.is_grad_enabled():
             self._left -= 1

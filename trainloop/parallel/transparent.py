@@ -144,8 +144,8 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
     ]
     if lazy:
         raise ConfigurationError(
-            f"{wrapper}: {', '.join(lazy)} of {type(module).__name__} are lazy and have no shape yet. "
-            "Run one batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
+            f"{wrapper}: {', '.join(lazy)} of {type(module).__name__} are lazy and have no shape yet. Run one batch "
+            "through the model first, e.g. `model(inputs)` under torch.no_grad()."
         )
 
 

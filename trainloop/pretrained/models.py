@@ -183,8 +183,8 @@ class PictureFiles(Dataset[Tensor]):
                 picture = np.array(file.convert("RGB").resize((self.size, self.size)))
         except OSError as error:
             raise ConfigurationError(
-                f"the picture {path!r} can't be read ({error}). Paths are relative to {os.getcwd()!r}. "
-                "Fix the path, or leave it empty for a black picture."
+                f"the picture {path!r} can't be read ({error}). Paths are relative to {os.getcwd()!r}. Fix the path, "
+                "or leave it empty for a black picture."
             ) from error
         return torch.from_numpy(picture).permute(2, 0, 1)
 

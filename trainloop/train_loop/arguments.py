@@ -73,8 +73,8 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     # The first epoch would exhaust it, and the second would be empty.
     if isinstance(loader, Iterator):
         raise ConfigurationError(
-            f"{name} is a {type(loader).__name__}, which ends after one epoch. "
-            "Pass a DataLoader, or an object whose __iter__ starts from the beginning each time."
+            f"{name} is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader, or an object whose "
+            "__iter__ starts from the beginning each time."
         )
     if loader is None and name != "data_loader":
         raise ConfigurationError(f"{name}=None: the loop has no {name}. Pass one to TrainLoop({name}=...).")
@@ -124,8 +124,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
         if not any(id(parameter) in own for parameter in parameters_of(single)):
             which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
             raise ConfigurationError(
-                f"{which}, a {type(single).__name__}, has none of the model's parameters. "
-                "Create it from model.parameters() of the model object that you pass."
+                f"{which}, a {type(single).__name__}, has none of the model's parameters. Create it from "
+                "model.parameters() of the model object that you pass."
             )
     return optimizer
 
@@ -361,8 +361,8 @@ def check_fit_parts(
         raise ConfigurationError("fit needs a train_loader, but the loop was made with train_loader=None. Pass one.")
     if optimizer is None:
         raise ConfigurationError(
-            "fit needs an optimizer, but the loop was made with optimizer=None. "
-            "Pass one, for example torch.optim.Adam(model.parameters())."
+            "fit needs an optimizer, but the loop was made with optimizer=None. Pass one, for example "
+            "torch.optim.Adam(model.parameters())."
         )
     loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
     for name, loader in loaders.items():

@@ -180,10 +180,9 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
     return (
-        f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds "
-        f"{format_bytes(total // parts)} of parameters, {format_bytes(gradients // parts)} of gradients and the "
-        f"optimizer's state for these. Gathered at the same time: the root, {format_bytes(root)}, and one or two "
-        f"units, {format_bytes(largest)} each"
+        f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // parts)} "
+        f"of parameters, {format_bytes(gradients // parts)} of gradients and the optimizer's state for these. Gathered "
+        f"at the same time: the root, {format_bytes(root)}, and one or two units, {format_bytes(largest)} each"
     )
 
 
@@ -228,16 +227,15 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     if is_sum and not is_mean and not declared_sum:
         raise _Found(
             f"the loss of a batch, {whole:.4g}, is the sum of the losses of its halves ({first:.4g} and "
-            f"{second:.4g}), but "
-            "is treated as a mean, so ranks and micro-batches would make too small a step. Set loss_reduction = 'sum' "
-            "in the model's class, give the criterion reduction='sum', or divide by the number of samples."
+            f"{second:.4g}), but is treated as a mean, so ranks and micro-batches would make too small a step. Set "
+            "loss_reduction = 'sum' in the model's class, give the criterion reduction='sum', or divide by the number "
+            "of samples."
         )
     if is_mean and not is_sum and declared_sum:
         raise _Found(
             f"the loss of a batch, {whole:.4g}, is the mean of the losses of its halves ({first:.4g} and "
-            f"{second:.4g}), but "
-            "is treated as a sum, so ranks and micro-batches would make too large a step. Set loss_reduction = 'mean' "
-            "in the model's class, or give the criterion reduction='mean'."
+            f"{second:.4g}), but is treated as a sum, so ranks and micro-batches would make too large a step. Set "
+            "loss_reduction = 'mean' in the model's class, or give the criterion reduction='mean'."
         )
 
 
@@ -304,8 +302,8 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
             if form != forms[0]:
                 raise _Found(
                     f"step {seen + 1}: rank 0 has {forms[0][0]}, rank {rank} has {form[0]}. Training works, but "
-                    "all_gather in get_loss would fail, and steps take as long as the largest batch. "
-                    "Pad to one shape, or sort by length."
+                    "all_gather in get_loss would fail, and steps take as long as the largest batch. Pad to one shape, "
+                    "or sort by length."
                 )
         seen += 1
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
@@ -377,9 +375,8 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
             worst, where = difference, name
     if not worst <= TOLERANCE:
         raise _Found(
-            f"after {steps} steps {where} differs by {worst:.1e}, relative to its largest value. Check that "
-            f"get_loss is a mean "
-            "over samples (else return (loss, weight)), and that it depends only on the batch."
+            f"after {steps} steps {where} differs by {worst:.1e}, relative to its largest value. Check that get_loss "
+            "is a mean over samples (else return (loss, weight)), and that it depends only on the batch."
         )
     return f"weights agree to {worst:.0e} after {steps} steps"
 

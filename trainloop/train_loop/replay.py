@@ -168,10 +168,9 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
         return packed["plain"]
     if not trusted:
         raise CheckpointError(
-            f"{os.fspath(path)} has a pickled batch or carried state, because it contains objects other than "
-            f"tensors, numbers, strings and containers of these. Reading a pickle can run any code. If you trust "
-            f"the person who made the "
-            "file, pass trusted=True."
+            f"{os.fspath(path)} has a pickled batch or carried state, because it contains objects other than tensors, "
+            "numbers, strings and containers of these. Reading a pickle can run any code. If you trust the person who "
+            "made the file, pass trusted=True."
         )
     return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
 

@@ -105,7 +105,6 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise ConfigurationError(
                 f"gpu_mode='fsdp': {name} is an {type(part).__name__} with max_norm={part.max_norm}, which changes its "
-                "weight in forward. In fsdp, forward has a gathered copy of the weight, so the change would be "
-                "lost. Leave max_norm out "
-                "and scale rows in a callback's on_after_optimizer_step, or use gpu_mode='single'."
+                "weight in forward. In fsdp, forward has a gathered copy of the weight, so the change would be lost. "
+                "Leave max_norm out and scale rows in a callback's on_after_optimizer_step, or use gpu_mode='single'."
             )

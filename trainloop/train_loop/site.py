@@ -147,8 +147,8 @@ def devices_for(
         accelerator, on_cpu = "cpu", True
     elif num_gpus == 0 and not on_cpu:
         warn(
-            "num_gpus=0: training on the CPU. Use accelerator='cpu' to silence this warning, "
-            "and devices=k for k processes."
+            "num_gpus=0: training on the CPU. Use accelerator='cpu' to silence this warning, and devices=k for k "
+            "processes."
         )
         accelerator = "cpu"
     # The loop's own devices take precedence if they were given.
@@ -166,8 +166,8 @@ def devices_for(
     found = resolve(accelerator, devices)
     if mode == "single" and len(found) > 1:
         raise ConfigurationError(
-            f"devices={devices!r} with gpu_mode='single', which uses one device. "
-            "Use gpu_mode='ddp' (or 'dp') for several devices."
+            f"devices={devices!r} with gpu_mode='single', which uses one device. Use gpu_mode='ddp' (or 'dp') for "
+            "several devices."
         )
     return found
 
@@ -206,8 +206,8 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
         if missing:
             raise ConfigurationError(
                 f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
-                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, "
-                "or pass init_method='tcp://ADDRESS:PORT'."
+                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, or pass "
+                "init_method='tcp://ADDRESS:PORT'."
             )
     return rank
 
@@ -221,8 +221,8 @@ def check_backend(backend: Any, site: Site) -> str | None:
     parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else []
     if not parts or not all(part in names for part in parts):
         raise ConfigurationError(
-            f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, "
-            "or None for gloo on the CPU and nccl on CUDA."
+            f"backend={short(backend)}: must be one of {', '.join(map(repr, names))}, or None for gloo on the CPU and "
+            "nccl on CUDA."
         )
     # Modes without ranks create no process group: a script may pass the same backend in all modes.
     if has_ranks(site.mode):
@@ -236,8 +236,7 @@ def check_backend(backend: Any, site: Site) -> str | None:
         if not any(_serves(part, kind) for part in backend.lower().split(",")):
             raise ConfigurationError(
                 f"backend={short(backend)} with ranks on {kind}: this backend can't exchange their tensors. Leave "
-                "backend out "
-                "for gloo on the CPU and nccl on CUDA, or choose other devices."
+                "backend out for gloo on the CPU and nccl on CUDA, or choose other devices."
             )
     return str(backend).lower()
 

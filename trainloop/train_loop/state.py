@@ -257,8 +257,8 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     saved_kinds = [saved["type"] for saved in state["optimizers"]]
     if kinds != saved_kinds:
         raise CheckpointError(
-            f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, "
-            f"but the loop has {' and '.join(kinds) or 'none'}. Pass the same optimizer."
+            f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, but the loop has "
+            f"{' and '.join(kinds) or 'none'}. Pass the same optimizer."
         )
     # Groups that a callback added in training are added again; nothing changes before all checks.
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)
@@ -390,8 +390,8 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
     before, now = place["num_samples"], feed.num_samples
     if before is not None and now is not None and before != now:
         raise CheckpointError(
-            f"the checkpoint was made with {before} training samples, but the loader has {now} now. "
-            "Pass the same dataset, or start without resume_from."
+            f"the checkpoint was made with {before} training samples, but the loader has {now} now. Pass the same "
+            "dataset, or start without resume_from."
         )
 
 
@@ -426,8 +426,8 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     if before * steps % now:
         raise CheckpointError(
             f"the checkpoint is {steps} steps of {before} samples into its epoch, but this run's steps have {now}, so "
-            "no step begins there. Choose batch_size x ranks x grad_accumulation as before, "
-            "or resume from a checkpoint at an epoch's end."
+            "no step begins there. Choose batch_size x ranks x grad_accumulation as before, or resume from a "
+            "checkpoint at an epoch's end."
         )
     return before * steps // now
 

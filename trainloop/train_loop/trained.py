@@ -113,9 +113,9 @@ class TrainedParameters:
                 before = {name for (name, _), flag in zip(self._named.items(), self._flags, strict=True) if flag}
                 change = sorted(before.symmetric_difference(names))
                 raise ConfigurationError(
-                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, and rank "
-                    f"{other} did not within {self._patience_s:g} s. Gradients of parameters that train only on some "
-                    "ranks can't be averaged: freeze and unfreeze on every rank, at the same step."
+                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, and rank {other} did not within "
+                    f"{self._patience_s:g} s. Gradients of parameters that train only on some ranks can't be averaged: "
+                    "freeze and unfreeze on every rank, at the same step."
                 ) from e
         everyone = [store.get(key).decode().split("\n") for key in keys]
         if any(theirs != names for theirs in everyone):

@@ -222,9 +222,9 @@ class LoopView:
         precision = self.options.amp.described(devices[0])
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         return (
-            f"TrainLoop({self.gpu_mode} on {where}{nodes}{precision}, "
-            f"effective batch {self.effective_batch_size or 'unknown'}, "
-            f"{type(self.model).__name__} with {number:,} parameters{f', {quota}' if quota is not None else ''})"
+            f"TrainLoop({self.gpu_mode} on {where}{nodes}{precision}, effective batch "
+            f"{self.effective_batch_size or 'unknown'}, {type(self.model).__name__} with {number:,} "
+            f"parameters{f', {quota}' if quota is not None else ''})"
         )
 
     # -- logs --------------------------------------------------------------------------------------------------------

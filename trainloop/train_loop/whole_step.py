@@ -202,8 +202,8 @@ class WholeStepTraining(Training):
                 if key not in was or key not in group or group[key] != was[key]
             }
             return (
-                f"the optimizer's {', '.join(sorted(names))} changed, which is part of the graph; "
-                "only a learning rate may change"
+                f"the optimizer's {', '.join(sorted(names))} changed, which is part of the graph; only a learning rate "
+                "may change"
             )
         if self._rates is None:
             self._detach()

@@ -44,8 +44,8 @@ _SCHEDULERS = (
 )
 # Names that AIToolbox imports at its top level, and that `from aitoolbox import *` imports.
 _TORCHTRAIN = (
-    "TTModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition TTDataParallel BasicDataset "
-    f"TrainLoop {_TRACKED} {_LOSSES}"
+    f"TTModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition TTDataParallel BasicDataset TrainLoop {_TRACKED} "
+    f"{_LOSSES}"
 )
 _CALLBACKS = (
     "AbstractCallback AbstractExperimentCallback EarlyStopping ThresholdEarlyStopping TerminateOnNaN "

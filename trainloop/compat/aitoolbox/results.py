@@ -285,8 +285,8 @@ class AbstractResultPackage(StrictCheck, ABC):
         )
         if paths is not None and not pairs:
             raise ConfigurationError(
-                f"list_additional_results_dump_paths() returned {paths!r}: must be a list of "
-                "[path among the results, local path], or None."
+                f"list_additional_results_dump_paths() returned {paths!r}: must be a list of [path among the results, "
+                "local path], or None."
             )
 
     @staticmethod
