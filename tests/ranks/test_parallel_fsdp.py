@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.train_loop.sharded import sharded as sharded_while
+from trainloop.train_loop.fsdp_placement import sharded as sharded_while
 
 CRITERION = nn.CrossEntropyLoss()
 

@@ -172,7 +172,7 @@ LATE = {
     "trainloop.train_loop.loop trainloop.tools": UP,
     "trainloop.train_loop.loop trainloop.train_loop.preflight": UP,
     "trainloop.train_loop.loop trainloop.train_loop.replay": UP,
-    "trainloop.train_loop.placement trainloop.train_loop.sharded": "it is a placement, and builds on that module",
+    "trainloop.train_loop.placement trainloop.train_loop.fsdp_placement": "a placement that builds on that module",
     "trainloop._transfer.unpicklable trainloop._transfer.payload": UP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
     "trainloop.tuning.worker trainloop.resources": IN_TRIAL,
@@ -232,7 +232,7 @@ FOREIGN: dict[str, str] = {
     "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/gradients.py": "_per_optimizer_states",
     "train_loop/run.py": "_compiled_call_impl",
-    "train_loop/sharded.py": "_amp_foreach_non_finite_check_and_unscale_ _version",
+    "train_loop/fsdp_placement.py": "_amp_foreach_non_finite_check_and_unscale_ _version",
     "train_loop/trained.py": "_get_default_store",
     "train_loop/whole_step.py": "_dynamo _opt_called _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (

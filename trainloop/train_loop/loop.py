@@ -56,13 +56,13 @@ from trainloop.train_loop.argument_types import (
 )
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
+from trainloop.train_loop.fsdp_checks import check_shardable
+from trainloop.train_loop.fsdp_placement import check_has_values, noting_values
 from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.shardable import check_shardable
-from trainloop.train_loop.sharded import check_has_values, noting_values
 from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.view import LoopView

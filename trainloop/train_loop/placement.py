@@ -170,7 +170,7 @@ def placed(
         kind: type[Placement] = Placement
         wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
         if mode == "fsdp":
-            from trainloop.train_loop.sharded import ShardedPlacement, sharded  # it builds on this module
+            from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # it builds on this module
 
             kind = ShardedPlacement
             stepped = optimizers if trains else []

@@ -22,9 +22,9 @@ from trainloop.train_loop.site import Site
 from trainloop.train_loop.timings import StepClock, Timings
 
 if TYPE_CHECKING:
+    from trainloop.train_loop.fsdp_placement import LeftBehind
     from trainloop.train_loop.restarts import Restart
     from trainloop.train_loop.run import Run
-    from trainloop.train_loop.sharded import LeftBehind
 
 __all__ = ["LoopView"]
 
