@@ -168,7 +168,7 @@ def _protection(loop: TrainLoop[Any]) -> str:
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     """List the sharded units, and the bytes of a rank's shards and of the units that are gathered at the same time."""
-    ranks = loop.site.num_nodes * len(loop.site.devices)
+    ranks = loop.site.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
     total = sum(map(_bytes, loop.model.parameters()))
@@ -322,7 +322,7 @@ def _smallest_batch(loop: TrainLoop[Any]) -> str:
     if loop.gpu_mode == "dp":
         shares = chunk_sizes(samples % size, len(loop.site.devices))
     else:
-        ranks = len(loop.site.devices) * loop.site.num_nodes if has_ranks(loop.gpu_mode) else 1
+        ranks = loop.site.num_ranks
         shares = [shard_size(samples % (size * ranks), rank, ranks) for rank in range(ranks)]
     if 1 not in shares:
         return "no batch of a single sample"

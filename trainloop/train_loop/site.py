@@ -38,6 +38,11 @@ class Site:
     init_method: str | None = None
     """Rendezvous of several nodes; ``None`` for ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that train together, on all nodes."""
+        return len(self.devices) * self.num_nodes if has_ranks(self.mode) else 1
+
 
 def settled(
     options: Options, num_gpus: Any = None, on_gpu: Any = None, num_nodes: int = 1, *, select: bool = False

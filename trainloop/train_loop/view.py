@@ -10,7 +10,7 @@ from torch import Tensor
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import train_feed
-from trainloop.devices import effective_batch_size, has_ranks
+from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
@@ -198,9 +198,7 @@ class LoopView:
                 f"num_optimizer_steps: {missing}. Pass train_loader to TrainLoop, and num_epochs or num_iterations."
             )
         accumulation = grad_accumulation or self.grad_accumulation
-        ranks = len(self.site.devices) * self.site.num_nodes if has_ranks(self.gpu_mode) else 1
-        if self.running is not None:
-            ranks = self.world_size
+        ranks = self.world_size if self.running is not None else self.site.num_ranks
         # From a feed that is never read.
         feed = train_feed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
