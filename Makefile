@@ -31,7 +31,7 @@ ARGS   ?=
 # Tests run in two processes, a file at a time, in the order in which they are collected: tests/unit, whose files are
 # short, comes last, so that both end together. In one process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
+PYTEST = $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # One stamp for each set of requirements, inside the environment that it describes.
 define install
@@ -64,6 +64,8 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
 
+# Its tests mostly wait, for processes that hang or end.
+test-long: WORKERS = 4
 test-long: $(VENV)/test.stamp
 	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(ARGS)
 
