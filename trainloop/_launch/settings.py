@@ -192,8 +192,11 @@ def _read_start_method() -> str:
 
 
 def _read_default_device() -> str | None:
+    try:
+        kind: str = torch.get_default_device().type
+    except AttributeError:  # PyTorch 2.6 after set_default_device(None)
+        return None
     # Without the index: 'cuda' is each rank's own GPU.
-    kind: str = torch.get_default_device().type
     return None if kind == "cpu" else kind
 
 
