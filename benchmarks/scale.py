@@ -28,7 +28,7 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 
 from benchmarks.timing import machine
 from trainloop import distributed
-from trainloop._metrics import LogArguments, Recorder
+from trainloop._metrics import LogCall, Recorder
 from trainloop._metrics.exchange import Gathered, Summed
 from trainloop._support import rng
 from trainloop._support.stopping import GroupStop
@@ -84,7 +84,7 @@ def flush_with(exchange: Any, rank: int) -> Operation:
         for step in range(recorder.step + 1, recorder.step + 1 + STEPS):
             recorder.step, recorder.batch_size = step, 32
             for i in range(METRICS):
-                recorder.log(f"metric {i}", torch.tensor(0.1 * rank + step), LogArguments())
+                recorder.log(f"metric {i}", torch.tensor(0.1 * rank + step), LogCall())
         recorder.compact()
 
     return log, recorder.exchange_steps
@@ -96,7 +96,7 @@ def epoch_with(exchange: Any, rank: int) -> Operation:
     def log() -> None:
         recorder.step += 1
         for i in range(METRICS):
-            recorder.log(f"metric {i}", 0.1 * rank, LogArguments(on_step=False))
+            recorder.log(f"metric {i}", 0.1 * rank, LogCall(on_step=False))
 
     return log, recorder.finish_epoch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,3 +158,25 @@ def test_star_import_of_train_loop_gives_the_loops() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="TrainLop"):
         trainloop.TrainLop  # noqa: B018
+
+
+# Benchmarks, and tests that need a GPU or another library, run rarely.
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests/ecosystem", "tests/gpu", "tests/simulated_cuda"])
+def test_names_that_rarely_run_code_imports_exist(folder: str) -> None:
+    files = sorted((PACKAGE.parent / folder).rglob("*.py"))
+    assert files
+    missing = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trainloop":
+                module = importlib.import_module(str(node.module))
+                missing += [
+                    f"{file.name}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name) and not (PACKAGE.parent / module_file(node, alias)).exists()
+                ]
+    assert not missing, missing
+
+
+def module_file(node: ast.ImportFrom, alias: ast.alias) -> str:
+    return f"{str(node.module).replace('.', '/')}/{alias.name}.py"
