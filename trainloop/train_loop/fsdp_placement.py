@@ -48,7 +48,6 @@ class _Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in parameters_of(optimizer):
             if p.grad is None:
                 continue
@@ -56,12 +55,9 @@ class _Scaler(torch.amp.GradScaler):
                 raise ValueError("Attempting to unscale FP16 gradients.")  # torch's text
             part = local_shard(p.grad)
             if part.numel():
-                kinds.setdefault((part.device, part.dtype), []).append(part)
-        for (device, _), parts in kinds.items():
-            found = found_inf.to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, found, inv_scale.to(device))
-            if found is not found_inf:  # for gradients that are offloaded
-                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+                infinite = part.isfinite().logical_not_().any()
+                found_inf.copy_(torch.maximum(found_inf, infinite.to(found_inf)))
+                part.mul_(inv_scale.to(part.device))  # another one for gradients that are offloaded
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
         return {found_inf.device: found_inf}
 
