@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from trainloop._support import platform
-from trainloop.resources.masks import visible_devices
+from trainloop.resources.gpus import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
 __all__ = ["available"]

@@ -8,9 +8,9 @@ import sys
 from contextlib import ExitStack
 
 from trainloop._support.platform import affinity
-from trainloop.devices import child_mask, visible_devices
 from trainloop.errors import ResourceError
 from trainloop.resources import Plan, ResourceQuota, available, enforce, gpus, lease
+from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import exact
 
 __all__ = ["Slots", "lease_total", "machine_total"]
