@@ -24,7 +24,7 @@ from trainloop.tabular.presets import (
     text_settings,
 )
 from trainloop.tuning import Choice, Integers, Uniform
-from trainloop.tuning.slots import machine_total
+from trainloop.tuning.local import machine_total
 from trainloop.tuning.space import make_searcher
 
 __all__ = ["Options", "Spec", "parse_hyperparameters", "parse_options"]

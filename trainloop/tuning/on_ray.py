@@ -23,7 +23,7 @@ from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact
-from trainloop.tuning.local import Child, FoldExit, read_end
+from trainloop.tuning.local import Child, note_end
 from trainloop.tuning.storage import write_bytes
 from trainloop.tuning.worker import Job
 
@@ -42,7 +42,7 @@ class RayBackend:
         """The part of the cluster that the search may use."""
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
-        self._files: dict[str, Any] = {}
+        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and its place in the object store
         self._groups: dict[int, Any] = {}  # placement groups, by bag
 
     @classmethod
@@ -109,12 +109,12 @@ class RayBackend:
         reference = task.remote(dataclasses.asdict(job), self._shared(job.work), Path(job.params).read_bytes())
         self._running[reference] = job
 
-    def wait(self, timeout_s: float) -> list[FoldExit]:
+    def wait(self, timeout_s: float) -> list[Job]:
         """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        ends = []
+        jobs = []
         for reference in ready:
             job = self._running.pop(reference)
             try:
@@ -123,8 +123,9 @@ class RayBackend:
                 exitcode, files = 1, {"error.txt": f"Ray lost the fold: {error}".encode()}
             for name, data in files.items():
                 write_bytes(Path(job.folder) / name, data)
-            ends.append(read_end(job, exitcode))
-        return ends
+            note_end(job, exitcode)
+            jobs.append(job)
+        return jobs
 
     def close(self) -> list[Job]:
         """End all tasks; return the jobs that were running."""
@@ -140,11 +141,9 @@ class RayBackend:
     def _shared(self, path: str) -> Any:
         """Return the file in the object store, which sends it to each node once."""
         data = Path(path).read_bytes()
-        for known, reference in self._files.values():
-            if known == data:
-                return reference
-        self._files = {path: (data, self._ray.put(data))}
-        return self._files[path][1]
+        if self._work[0] != data:
+            self._work = data, self._ray.put(data)
+        return self._work[1]
 
     def _group_of(self, bag: int) -> Any:
         """Reserve the resources of a bag's folds, all or none: a bundle for each fold that trains at once.

@@ -9,32 +9,21 @@ from typing import Any
 
 from trainloop._support.screen import bar_size
 from trainloop.resources import Plan
-from trainloop.tuning.result import State, Trial, best_of
+from trainloop.tuning.result import Trial, best_of
 
 __all__ = ["Running", "View"]
 
 
 @dataclass
 class Running:
-    """A trial that has begun."""
+    """A trial that has begun. Until it is over, its state is ``interrupted``."""
 
-    number: int
-    params: dict[str, Any]
-    num_folds: int
-    scores: dict[int, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    errors: dict[int, str] = field(default_factory=dict)
+    trial: Trial
+    """The trial, with its results so far."""
     waiting: list[int] = field(default_factory=list)
     """Folds that have not started yet."""
     training: dict[int, int] = field(default_factory=dict)
     """Folds that are training, and the slot of each among the models that run at once."""
-    cpus: int = 0
-    gpus: float = 0.0
-    cpu_seconds: float = 0.0
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    interrupted: bool = False
-    """True if the search ended before the trial did."""
 
     @property
     def over(self) -> bool:
@@ -42,45 +31,28 @@ class Running:
 
     def add(self, fold: int, result: dict[str, Any]) -> None:
         """Add the result of a fold that finished, now or in an earlier run."""
-        self.scores[fold] = result["score"]
-        self.seconds += result["seconds"]
-        self.cpu_seconds += result.get("cpu_seconds", 0.0)
-        self.facts[fold] = result.get("facts", {})
-        self.cpus = max(self.cpus, result.get("cpus", 0))
-        self.gpus = max(self.gpus, result.get("gpus", 0.0))
+        trial = self.trial
+        trial.scores[fold] = result["score"]
+        trial.seconds += result["seconds"]
+        trial.cpu_seconds += result.get("cpu_seconds", 0.0)
+        trial.facts[fold] = result.get("facts", {})
+        trial.cpus = max(trial.cpus, result.get("cpus", 0))
+        trial.gpus = max(trial.gpus, result.get("gpus", 0.0))
+
+    def end(self) -> None:
+        """Set the state of a trial whose folds have all ended."""
+        lost = self.trial.scores.count(None)
+        self.trial.state = "done" if not lost else "partial" if lost < len(self.trial.scores) else "failed"
 
     def interrupt(self, why: str = "the search was interrupted") -> None:
         """Mark training and waiting folds as interrupted."""
-        self.interrupted = not self.over
         why = why[0].upper() + why[1:]
         for fold in self.training:
-            self.errors[fold] = f"{why} while this fold trained."
+            self.trial.errors[fold] = f"{why} while this fold trained."
         for fold in self.waiting:
-            self.errors[fold] = f"{why} before this fold began."
+            self.trial.errors[fold] = f"{why} before this fold began."
         self.training.clear()
         self.waiting.clear()
-
-    def trial(self) -> Trial:
-        """Return the trial in its present state."""
-        state: State
-        if len(self.scores) == self.num_folds:
-            state = "done"
-        elif self.interrupted:
-            state = "interrupted"
-        else:
-            state = "partial" if self.scores else "failed"
-        return Trial(
-            self.number,
-            self.params,
-            [self.scores.get(fold) for fold in range(self.num_folds)],
-            self.seconds,
-            state,
-            dict(self.errors),
-            cpus=self.cpus,
-            gpus=self.gpus,
-            cpu_seconds=self.cpu_seconds,
-            facts=dict(self.facts),
-        )
 
 
 class View:
@@ -111,18 +83,18 @@ class View:
         """Show the present state."""
         over = sum(running.over for running in begun)
         if self._bar is not None:
-            self._bar.n = sum(len(running.scores) + len(running.errors) for running in begun)
+            self._bar.n = sum(len(r.trial.scores) - r.trial.scores.count(None) + len(r.trial.errors) for r in begun)
             self._bar.set_postfix_str(self.line(begun))
         elif self._progress and over > self._printed:
             print(f"tune: {self.line(begun)}", file=sys.stderr, flush=True)
         self._printed = over
 
-    def print_lost(self, running: Running, fold: int) -> None:
+    def print_lost(self, trial: Trial, fold: int) -> None:
         """Print one line with the reason why a fold has no result; the search's result has the whole error."""
         if self._progress:
-            lines = running.errors[fold].strip().splitlines()
+            lines = trial.errors[fold].strip().splitlines()
             first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]
-            text = f"tune: fold {fold} of trial {running.number} failed: {first}"
+            text = f"tune: fold {fold} of trial {trial.number} failed: {first}"
             if self._bar is None:
                 print(text, file=sys.stderr, flush=True)
             else:
@@ -133,7 +105,7 @@ class View:
         now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model
-        over = [running.trial() for running in begun if running.over]
+        over = [running.trial for running in begun if running.over]
         states = Counter("failed" if trial.state == "partial" else trial.state for trial in over)
         interrupted = f", {states['interrupted']} interrupted" if states["interrupted"] else ""
         best = best_of(over, self._mode)

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from trainloop._support import platform
+from trainloop.resources import ResourceQuota, enforce, lease
+from trainloop.tuning import fitting
+from trainloop.tuning.storage import read, write, write_bytes
 
 __all__ = ["Job", "seconds_left", "train_fold"]
 
@@ -87,8 +90,6 @@ def train_fold(job_file: str, log: str) -> None:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        from trainloop.tuning.storage import write_bytes
-
         write_bytes(folder / "error.txt", traceback.format_exc().encode(errors="replace"))
         _exit_at_once(1)
     _exit_at_once(0)
@@ -130,9 +131,6 @@ def _end_with_the_parent(sentinel: int) -> None:
 
 
 def _train(job: Job, folder: Path) -> None:
-    from trainloop.resources import ResourceQuota, enforce, lease
-    from trainloop.tuning.storage import read, write
-
     global _until
     _until = job.until
     # The search has leased this fold's resources: a lease by the fold would wait for the search to end.
@@ -149,9 +147,6 @@ def _train(job: Job, folder: Path) -> None:
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
         _seed(job.seed)
-        # Not earlier: this may import torch, which reads the number of threads that applied() has set.
-        from trainloop.tuning import fitting
-
         if job.probe:
             length, targets = fitting.learn_rows(work["make_loop"], params)
             write(folder / "result.pkl", {"length": length, "targets": fitting.as_rows(targets)})
