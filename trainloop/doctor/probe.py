@@ -61,8 +61,6 @@ class Readings:
     """Name, version and folder of another distribution that is imported as ``trainloop``."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Distributions that are missing, for each extra of this package."""
-    torch_requirements: tuple[str, ...] = ()
-    """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``."""
@@ -89,8 +87,7 @@ def read() -> Readings:
         torch=in_process(_TORCH),
         conflicts=_conflicts(),
         other_distribution=other_distribution(),
-        extras=missing_of_extras(_requirements(NAME)),
-        torch_requirements=_requirements("torch"),
+        extras=missing_of_extras(_requirements()),
         environ=dict(os.environ),
         shm=None if shm is None else (shm.total, shm.free),
         temporary=(folder, shutil.disk_usage(folder).free),
@@ -152,9 +149,9 @@ def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]
     return {extra: tuple(name for name in names_of(extra) if not _is_installed(name)) for extra in needs}
 
 
-def _requirements(name: str) -> tuple[str, ...]:
+def _requirements() -> Sequence[str]:
     try:
-        return tuple(importlib.metadata.requires(name) or ())
+        return importlib.metadata.requires(NAME) or ()
     except importlib.metadata.PackageNotFoundError:
         return ()
 
