@@ -15,6 +15,7 @@ from trainloop._support.nested import parts_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of
+from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss
 from trainloop.train_loop.trained import not_optimized
@@ -100,8 +101,8 @@ class Summary:
             f"parameters: {model.parameters:,}, of which {model.trainable - self.not_optimized:,} are trained"
             + (f"; {self.not_optimized:,} require gradients and are in no optimizer" if self.not_optimized else ""),
             f"FLOPs of a batch of {self.samples} samples: {flops}",
-            f"memory of a training step: {_size(self.step_bytes)} ("
-            + ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
+            f"memory of a training step: {format_bytes(self.step_bytes)} ("
+            + ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
             + ")",
         ]
         return "\n".join(line.rstrip() for line in lines)
@@ -284,11 +285,3 @@ def _tensors(value: Any) -> list[Tensor]:
 def _bytes(tensors: list[Tensor]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors}
     return sum(storages.values())
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
