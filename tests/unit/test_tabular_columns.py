@@ -18,7 +18,6 @@ from tables import kinds_of_columns, mixed
 
 import trainloop.tabular.predictor as predictor_module
 import trainloop.tabular.specs as specs_module
-import trainloop.tabular.training as training_module
 import trainloop.tuning.local as local_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
@@ -377,7 +376,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (specs_module, local_module):
         monkeypatch.setattr(module, "available", lambda: machine)
     monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
-    monkeypatch.setattr(training_module, "tune", stop)
+    monkeypatch.setattr(predictor_module, "tune", stop)
 
 
 @pytest.mark.usefixtures("large_machine")
@@ -412,7 +411,7 @@ def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
         calls.append((",".join(map(str, space["the model"])), asked))
         return SimpleNamespace(trials=[], interrupted=False)
 
-    monkeypatch.setattr(training_module, "tune", note)
+    monkeypatch.setattr(predictor_module, "tune", note)
     return calls
 
 

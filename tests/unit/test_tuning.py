@@ -28,8 +28,8 @@ from trainloop.errors import CheckpointError, ConfigurationError, ResourceError,
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
-from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import best_of
+from trainloop.tuning.search import Running, View
 from trainloop.tuning.space import make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
 
