@@ -9,17 +9,24 @@ from typing import Any
 import pytest
 
 from trainloop.doctor import examine
+from trainloop.doctor.cuda_libraries import missing_library, remedy_for
 from trainloop.doctor.probe import Imported, Readings, missing_of_extras
 from trainloop.resources.machine import available
 
 GIB = 2**30
 TORCH: dict[str, Any] = {"version": "2.13.0+cu128", "gpus": 2, "gloo": True, "threads": 2, "warnings": []}
+REQUIRES = (
+    "numpy",
+    "nvidia-cudnn-cu12==9.10.2.21; platform_system == 'Linux'",
+    "nvidia-cuda-runtime-cu12 (==12.8.90) ; platform_system == 'Linux'",
+)
 
 
 def machine(**changed: Any) -> Readings:
     """A machine without a problem, with these readings changed."""
     sound = Readings(
         torch=Imported(TORCH),
+        torch_requirements=REQUIRES,
         shm=(16 * GIB, 15 * GIB),
         descriptors=(65536, 65536),
         resources=available(cpu_count=16, memory=64 * GIB, num_gpus=0, environ={}, root="/nowhere"),
@@ -37,7 +44,10 @@ OLD_DRIVER = "CUDA initialization: The NVIDIA driver on your system is too old (
 # Readings, and in the report: the line's name, its status, and a word of what is found or to be done.
 CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "cudnn is missing": (
-        {"torch": Imported(None, NO_CUDNN)}, "import torch", "problem", "LD_LIBRARY_PATH"),
+        {"torch": Imported(None, NO_CUDNN)}, "import torch", "problem", "pip install 'nvidia-cudnn-cu12==9.10.2.21'"),
+    "cudart is missing": (
+        {"torch": Imported(None, "ImportError: libcudart.so.12: cannot open shared object file")},
+        "import torch", "problem", "pip install 'nvidia-cuda-runtime-cu12==12.8.90'"),
     "torch is missing": (
         {"torch": Imported(None, "ModuleNotFoundError: No module named 'torch'")}, "import torch", "problem",
         "pip install --force-reinstall torch"),
@@ -133,3 +143,23 @@ def test_what_an_extra_needs_is_looked_up_also_through_another_extra() -> None:
         "multimodal": ("no-such-package", "nor-this"),
         "plot": (),
     }
+
+
+LIBRARIES = {
+    "ImportError: libcudnn.so.9: cannot open shared object file: No such file": (
+        "libcudnn.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21', which contains libcudnn.so.9."),
+    "libcudnn_ops.so.9: undefined symbol: _ZN": ("libcudnn_ops.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21'"),
+    "ValueError: libnvrtc.so.*[0-9] not found in the system path": (
+        "libnvrtc.so.*[0-9]", "pip install 'nvidia-cuda-nvrtc-cu12'"),
+    "ImportError: libcuda.so.1: cannot open shared object file": ("libcuda.so.1", "is part of NVIDIA's driver"),
+    "ImportError: libGL.so.1: cannot open shared object file": ("libGL.so.1", "apt-file search libGL.so.1"),
+    "ImportError: cannot import name 'x' from 'y'": (None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", LIBRARIES)
+def test_a_loaders_message_leads_to_a_package(message: str) -> None:
+    library, remedy = LIBRARIES[message]
+    assert missing_library(message) == library
+    if library is not None:
+        assert remedy in remedy_for(library, REQUIRES)

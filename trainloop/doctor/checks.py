@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainloop._support.distribution import NAME, REINSTALL, pip_install
+from trainloop.doctor.cuda_libraries import missing_library, remedy_for
 from trainloop.doctor.probe import Readings
 from trainloop.resources.quota import Limit
 
@@ -57,10 +58,11 @@ def check_extras(r: Readings) -> Iterator[Check]:
 def check_torch(r: Readings) -> Iterator[Check]:
     torch = r.torch.found
     if torch is None:
-        remedy = (
-            "pip install --force-reinstall torch installs torch and its CUDA libraries again. If a library is there, "
-            "another may be found first: check LD_LIBRARY_PATH. python -X faulthandler -c 'import torch' shows crashes."
-        )
+        library = missing_library(r.torch.error)
+        if library is not None:
+            remedy = remedy_for(library, r.torch_requirements)
+        else:
+            remedy = "pip install --force-reinstall torch. python -X faulthandler -c 'import torch' shows the crash."
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
     yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPUs")

@@ -61,6 +61,8 @@ class Readings:
     """Name, version and folder of another distribution that is imported as ``trainloop``."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Distributions that are missing, for each extra of this package."""
+    torch_requirements: tuple[str, ...] = ()
+    """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``."""
@@ -87,7 +89,8 @@ def read() -> Readings:
         torch=in_process(_TORCH),
         conflicts=_conflicts(),
         other_distribution=other_distribution(),
-        extras=missing_of_extras(_requirements()),
+        extras=missing_of_extras(_requirements(NAME)),
+        torch_requirements=_requirements("torch"),
         environ=dict(os.environ),
         shm=None if shm is None else (shm.total, shm.free),
         temporary=(folder, shutil.disk_usage(folder).free),
@@ -149,9 +152,9 @@ def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]
     return {extra: tuple(name for name in names_of(extra) if not _is_installed(name)) for extra in needs}
 
 
-def _requirements() -> Sequence[str]:
+def _requirements(name: str) -> tuple[str, ...]:
     try:
-        return importlib.metadata.requires(NAME) or ()
+        return tuple(importlib.metadata.requires(name) or ())
     except importlib.metadata.PackageNotFoundError:
         return ()
 
