@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,10 @@ __all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
 
 def machine_total(total: ResourceQuota | None) -> ResourceQuota:
     machine = available()
-    if total is None:
-        return ResourceQuota(machine.num_cpus, machine.num_gpus)
-    cpus = machine.num_cpus if total.num_cpus == "auto" else total.num_cpus
-    num_gpus = machine.num_gpus if total.num_gpus == "auto" else total.num_gpus
+    total = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
     # A search may hold one and a half GPUs, which its models share; check the rest as for any run.
-    enforce.check_quota(ResourceQuota(cpus, math.ceil(exact(num_gpus)), total.memory), machine=machine)
-    return ResourceQuota(cpus, num_gpus, total.memory)
+    enforce.check_quota(replace(total, num_gpus=math.ceil(exact(total.num_gpus))), machine=machine)
+    return total
 
 
 def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
@@ -86,16 +85,13 @@ class Child:
         self.no_server: processes.NoServerError | None = None
         """Reason why it was not forked, although there are modules to import; empty if it was."""
         self.modules = modules
-        self._process: BaseProcess | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._dropped = False
+        self._dropped = self._ended = False
+        self._started: Future[BaseProcess | None] = Future()
         # The search does not wait for the server: on a busy machine its imports may take a minute.
-        self._start = threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True)
-        self._start.start()
+        threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True).start()
 
     def _begin(self) -> None:
-        calls = [(train_fold, (str(self.job.write()), str(Path(self.job.folder) / "log.txt")))]
+        calls = [(train_fold, (self.job,))]
         started: list[BaseProcess] = []
         try:
             if self.served:
@@ -105,35 +101,32 @@ class Child:
                     self.served, self.no_server = False, error
             if not self.served and not self._dropped:
                 started = processes.spawned(calls, self.job.environment)
+            self._started.set_result(started[0] if started else None)
         except BaseException as error:
-            self._error = error
-        with self._lock:
-            self._process = started[0] if started else None
-            dropped = self._dropped
-        if dropped:
-            self.end()
+            self._started.set_exception(error)
 
     def ended(self) -> bool:
         """Return True if the process has ended. Raise the error if it could not be started."""
-        if self._start.is_alive():
+        if not self._started.done():
             return False
-        if self._error is not None:
-            raise self._error
-        return self._process is not None and not self._process.is_alive()
+        process = self._started.result()
+        return process is not None and not process.is_alive()
 
     def wait(self) -> None:
         """Wait for the end of the process."""
-        self._start.join()
-        if not self.ended() and self._process is not None:
-            self._process.join()
+        if process := self._started.result():
+            process.join()
 
     def end(self) -> int | None:
         """Kill the remaining processes; return the exit code, or None if it had not started or its status was lost."""
-        with self._lock:
-            self._dropped = True
-            process, self._process = self._process, None
-        if process is None:
+        self._dropped = True
+        if not self._started.done():
+            self._started.add_done_callback(lambda _: self.end())
             return None
+        process = None if self._started.exception() else self._started.result()
+        if process is None or self._ended:
+            return None
+        self._ended = True
         assert process.pid is not None
         if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):

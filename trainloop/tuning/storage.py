@@ -5,8 +5,7 @@
     search.json                     identity of the search; a resumed search must have the same
     folds.pkl                       the folds, if bagging is used
     trial-0003/params.pkl, .json    the trial's parameters, exact and readable
-    trial-0003/fold-1/job.json      where and how the child runs
-                      log.txt       the child's output
+    trial-0003/fold-1/log.txt       the child's output
                       result.pkl    score, seconds, predictions; written last, so a fold that has it is finished
                       model.pkl     the trained model
                       error.txt     reason why there is no result

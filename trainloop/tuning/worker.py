@@ -6,7 +6,6 @@ result into the fold's folder. None of this runs in the process that called ``tu
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -59,21 +58,17 @@ class Job:
     probe: bool = False
     """True if the child only reads the length and targets of the data."""
 
-    def write(self) -> Path:
-        path = Path(self.folder) / "job.json"
-        path.write_text(json.dumps(asdict(self)))
-        return path
 
-
-def train_fold(job_file: str, log: str) -> None:
-    """Train the fold of ``job_file``, then end the process. This is its main function.
+def train_fold(job: Job) -> None:
+    """Train the fold of ``job``, then end the process. This is its main function.
 
     The process has its own session: a Ctrl-C in the terminal reaches the search only, which then ends all processes
-    of the fold. The output goes into the file ``log``.
+    of the fold. The output goes into the file ``log.txt`` of the fold's folder.
     """
     if hasattr(os, "setsid"):
         os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    folder = Path(job.folder)
+    out = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(out, number)
     os.close(out)
@@ -81,10 +76,8 @@ def train_fold(job_file: str, log: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with_the_parent, args=(parent.sentinel,), daemon=True).start()
-    job = Job(**json.loads(Path(job_file).read_text()))
     if job.cpus:
         platform.set_affinity(job.cpus)
-    folder = Path(job.folder)
     try:
         _train(job, folder)
     except BaseException as error:
