@@ -309,9 +309,11 @@ def find_batch_size(
 def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | None:
     """Return samples per second; ``None`` if memory ran out."""
     clock = _Clock()
-    trial = trial_of(loop, _with_batch_size(loop.train_loader, size))
+    loader: Any = loop.train_loader
+    batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
+    trial = trial_of(loop, copy_loader(loader, batch_size=size, batch_sampler=batches))
     if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
-        trial.options = _in_a_process(trial.options)
+        trial.options = replace(trial.options, gpu_mode="ddp", accelerator="cpu", devices=1)
     try:
         # Repeat the data if there are few: only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock])
@@ -327,21 +329,12 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     return size / max(clock.seconds_per_step, 1e-9)
 
 
-def _in_a_process(options: Any) -> Any:
-    return replace(options, gpu_mode="ddp", accelerator="cpu", devices=1)
-
-
 def _is_about_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # the kernel kills a process when memory runs out
         return True
     return any(word in str(error) for word in _WORDS)
-
-
-def _with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    own: Any = loader.batch_sampler
-    return copy_loader(loader, batch_size=size, batch_sampler=BatchSampler(own.sampler, size, own.drop_last))
 
 
 class _Clock(AbstractCallback):

@@ -28,6 +28,7 @@ from trainloop.tabular.models import Given
 from trainloop.tabular.specs import Options, Spec, parse_hyperparameters, parse_options
 from trainloop.tabular.targets import METRICS, Problem, Task, find_metric, labelled_rows
 from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
+from trainloop.tuning.result import short
 from trainloop.tuning.storage import make_folder, read_checked, write_checked
 
 __all__ = ["TabularPredictor"]
@@ -456,9 +457,3 @@ def _groups(specs: list[Spec], options: Options) -> list[_Group]:
         division = plan(**options.division, **trials)
         groups.append(_Group(together, gpu, trials if searched else {**trials, "searcher": "grid"}, division))
     return groups
-
-
-def short(why: str) -> str:
-    """Return one line of an error: the last one, or how the process ended."""
-    lines = why.strip().splitlines() or [""]
-    return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]

@@ -19,7 +19,7 @@ from trainloop.tuning.folds import Fold
 from trainloop.tuning.predictor import BaggedPredictor
 from trainloop.tuning.storage import read
 
-__all__ = ["Trial", "TuneResult", "best_of"]
+__all__ = ["Trial", "TuneResult", "best_of", "short"]
 
 State = Literal["done", "partial", "failed", "interrupted"]
 
@@ -65,6 +65,12 @@ def best_first(trials: Sequence[Trial], mode: str) -> list[Trial]:
 def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
     """Return the best trial, or None if no trial has a score."""
     return next((trial for trial in best_first(trials, mode) if is_number(trial.score)), None)
+
+
+def short(error: str) -> str:
+    """Return one line of an error: the last one, or how the process ended."""
+    lines = error.strip().splitlines() or [""]
+    return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
 
 class TuneResult:

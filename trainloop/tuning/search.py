@@ -27,7 +27,7 @@ from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.on_ray import RayBackend
-from trainloop.tuning.result import Trial, TuneResult, best_of
+from trainloop.tuning.result import Trial, TuneResult, best_of, short
 from trainloop.tuning.space import Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
@@ -565,9 +565,7 @@ class View:
     def print_lost(self, trial: Trial, fold: int) -> None:
         """Print one line with the reason why a fold has no result; the search's result has the whole error."""
         if self._progress:
-            lines = trial.errors[fold].strip().splitlines()
-            first = lines[0] if lines and lines[0].startswith("The fold") else (lines or [""])[-1]
-            text = f"tune: fold {fold} of trial {trial.number} failed: {first}"
+            text = f"tune: fold {fold} of trial {trial.number} failed: {short(trial.errors[fold])}"
             if self._bar is None:
                 print(text, file=sys.stderr, flush=True)
             else:
