@@ -252,7 +252,6 @@ def test_an_estimator_trains_on_the_fold_s_rows_and_is_scored_on_the_others() ->
     assert outcome.model.bias == 1.0
     assert outcome.predictions.tolist() == (x[fold.validation, 0] + 1).tolist()
     assert outcome.score == pytest.approx(np.square(y[fold.validation] + 1).mean())
-    assert outcome.history == {}
 
 
 def test_a_metric_of_one_s_own() -> None:
@@ -313,7 +312,6 @@ class Made:
 def test_a_loop_is_scored_by_the_last_value_in_its_history() -> None:
     outcome = fit(Made({"val_loss": [3.0, 1.0, 2.0], "f1": [0.1]}))
     assert (outcome.score, outcome.predictions.shape) == (2.0, (7, 2))
-    assert outcome.history == {"val_loss": [3.0, 1.0, 2.0], "f1": [0.1]}
     assert fit(Made({"loss": [1.0]})).score == 3.0  # evaluated, and summed over a MultiLoss
     assert fit(Made({"loss": [1.0]}), metric=lambda truth, predicted: predicted.sum()).score == 14
 

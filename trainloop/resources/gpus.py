@@ -5,6 +5,7 @@ An index counts within a process's own mask, and NVML's order differs from CUDA'
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -166,48 +167,37 @@ _own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, until this p
 
 def lease_usable(num_devices: int, count: int) -> list[int]:
     """Do the work of :func:`trainloop.devices.find_usable_cuda_devices`, after its argument was checked."""
-    found = names(count)
-    others = other_processes(found)
-    # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
-    candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
-    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
-    with lease.one_at_a_time("choosing-gpus"):
-        return _first_usable(num_devices, candidates, found)
-
-
-def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Lease and return the first ``num_devices`` candidates that work (-1: all); each try may create a context."""
-    wanted = len(candidates) if num_devices == -1 else num_devices
+    uuids = names(count)
+    others = other_processes(uuids)
+    wanted = count if num_devices == -1 else num_devices
     usable: list[int] = []
-    occupied: list[int] = []
     leases: dict[str, lease.Lease] = {}
-    try:
-        for index in candidates:
+    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
+    with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
+        # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
+        for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
             if len(usable) == wanted:
                 break
-            if names[index] not in _own_leases:
-                held = _leased(names[index])
-                if held is None:
-                    occupied.append(index)
-                    continue
-                leases[names[index]] = held
+            own = _own_leases.get(uuids[index])
+            held = own or _leased(uuids[index])
+            if held is None:
+                continue
+            if own is None:
+                unless_enough.callback(held.release)
             if _takes_a_tensor(index):
                 usable.append(index)
-            else:
-                occupied.append(index)
-                if names[index] in leases:
-                    leases.pop(names[index]).release()
+                leases[uuids[index]] = held
+            elif own is None:
+                held.release()
         if not usable or (num_devices != -1 and len(usable) < wanted):
+            occupied = sorted({*range(count)} - {*usable})
             raise DeviceError(
-                f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now; occupied, "
-                f"or leased by another run: {sorted(occupied)}. Ask for fewer, or wait until another run ends."
+                f"num_devices={num_devices}: only {len(usable)} of {count} GPUs are usable now; occupied, "
+                f"or leased by another run: {occupied}. Ask for fewer, or wait until another run ends."
             )
+        unless_enough.pop_all()
         _own_leases.update(leases)
-        leases.clear()
-        return sorted(usable)
-    finally:
-        for held in leases.values():
-            held.release()
+    return sorted(usable)
 
 
 def _leased(name: str) -> lease.Lease | None:

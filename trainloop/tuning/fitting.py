@@ -29,8 +29,6 @@ class Outcome:
     """Predictions of the validation rows, in their order; None without a validation set."""
     model: Any
     """The trained model, on the CPU."""
-    history: dict[str, list[float]]
-    """Values of each epoch by metric; empty for a model without epochs."""
     classes: list[Any] | None = None
     """Class of each column, if predictions are probabilities of an estimator's ``classes_``; else None."""
 
@@ -147,7 +145,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         )
     # The process that reads the result may have no GPU, and must not open one.
     model = loop.model.cpu()
-    return Outcome(score, predictions, model, {name: list(loop.history[name]) for name in loop.history})
+    return Outcome(score, predictions, model)
 
 
 def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
@@ -171,7 +169,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
                 "pass a callable metric(y_true, y_pred)."
             ) from error
         score = float(get_scorer(metric)(estimator, x, y))
-    return Outcome(score, predictions, estimator, {}, classes_of(estimator))
+    return Outcome(score, predictions, estimator, classes_of(estimator))
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
