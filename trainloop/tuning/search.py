@@ -537,25 +537,23 @@ class View:
         self._progress = progress
         self._live = progress and sys.stderr.isatty()
         self._printed = 0
-        self._bar: Any = None
 
     def __enter__(self) -> View:
-        if self._live:
-            from tqdm import tqdm
+        from tqdm import tqdm
 
-            total = self._plan.num_trials * self._plan.num_folds
-            shape = "{desc} |{bar}| {n_fmt}/{total_fmt} folds [{elapsed}]{postfix}"
-            self._bar = tqdm(total=total, desc="tune", bar_format=shape, file=sys.stderr, **bar_size())
+        total = self._plan.num_trials * self._plan.num_folds
+        shape = "{desc} |{bar}| {n_fmt}/{total_fmt} folds [{elapsed}]{postfix}"
+        options: dict[str, Any] = {"disable": not self._live, "file": sys.stderr, **bar_size()}
+        self._bar = tqdm(total=total, desc="tune", bar_format=shape, **options)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def show(self, begun: list[Running]) -> None:
         """Show the present state."""
         over = sum(running.over for running in begun)
-        if self._bar is not None:
+        if self._live:
             self._bar.n = sum(len(r.trial.scores) - r.trial.scores.count(None) + len(r.trial.errors) for r in begun)
             self._bar.set_postfix_str(self.line(begun))
         elif self._progress and over > self._printed:
@@ -566,10 +564,7 @@ class View:
         """Print one line with the reason why a fold has no result; the search's result has the whole error."""
         if self._progress:
             text = f"tune: fold {fold} of trial {trial.number} failed: {short(trial.errors[fold])}"
-            if self._bar is None:
-                print(text, file=sys.stderr, flush=True)
-            else:
-                self._bar.write(text, file=sys.stderr)
+            self._bar.write(text, file=sys.stderr)
 
     def line(self, begun: list[Running]) -> str:
         """Return the present state in one line."""
