@@ -215,7 +215,10 @@ def choose_devices(
     name = accelerator.strip().lower() if isinstance(accelerator, str) else None
     if name not in _ACCELERATORS:
         names = ", ".join(repr(known) for known in _ACCELERATORS)
-        raise ConfigurationError(f"accelerator={shown(accelerator)}: must be one of {names}.")
+        hint = f" Did you mean {meant}?" if (meant := _as_arguments(accelerator)) else ""
+        raise ConfigurationError(f"accelerator={shown(accelerator)}: must be one of {names}.{hint}")
+    if meant := _as_arguments(devices):
+        raise DeviceError(f"devices={shown(devices)}: must be a number or indices. Did you mean {meant}?")
     here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
     kind: Kind
     if name == "cpu" or (name == "auto" and not cuda and not mps):
@@ -246,6 +249,17 @@ def choose_devices(
         )
         return DeviceChoice(kind, indices[:1], note)
     return DeviceChoice(kind, indices)
+
+
+def _as_arguments(device: object) -> str:
+    """Return the arguments equivalent to a torch.device, its name, or a list of them; empty for anything else."""
+    given = device if isinstance(device, (list, tuple)) else [device]
+    found = [re.fullmatch(r"(cpu|cuda|gpu|mps)(?::([0-9]+))?", str(each).strip().lower()) for each in given]
+    kinds = {match[1] for match in found if match}
+    if not given or None in found or len(kinds) > 1:
+        return ""
+    kind, indices = kinds.pop(), [int(match[2]) for match in found if match and match[2]]
+    return f"accelerator='{kind}'" + (f", devices={indices}" if indices and kind in ("cuda", "gpu") else "")
 
 
 def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
