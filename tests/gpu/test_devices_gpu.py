@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import trainloop
-from trainloop.devices import child_mask, find_usable_cuda_devices, resolve, visible_devices
+from trainloop.devices import find_usable_cuda_devices, resolve, visible_devices
 from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import ResourceQuota, available, enforce, gpus, lease
+from trainloop.resources.gpus import child_mask
 
 pytestmark = pytest.mark.gpu
 

@@ -485,5 +485,5 @@ def test_the_rows_are_learnt_from_the_loop_where_nobody_tells(tmp_path: Path) ->
 def test_a_loop_that_cannot_be_made_is_told_before_the_search() -> None:
     from trainloop.errors import ConfigurationError
 
-    with pytest.raises(ConfigurationError, match=r"make_loop\(params, None\), and both failed.*(?s:.*)no data here"):
+    with pytest.raises(ConfigurationError, match=r"with a fold of two rows.*(?s:.*)no data here"):
         search(make_broken, {"a": [1]}, data=None)

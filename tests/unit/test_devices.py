@@ -18,21 +18,18 @@ from hypothesis import strategies as st
 from trainloop import devices
 from trainloop.devices import (
     check_num_nodes,
-    child_mask,
     choose_devices,
-    dp_chunks,
     effective_batch_size,
     find_usable_cuda_devices,
-    global_rank,
     parse_devices,
     resolve,
     resolve_mode,
     visible_devices,
-    world_size,
 )
 from trainloop.errors import ConfigurationError, DeviceError, ResourceError
 from trainloop.resources import gpus as gpu_names
 from trainloop.resources import lease
+from trainloop.resources.gpus import child_mask
 
 # -- parse_devices: the documented tables ----------------------------------------------------------------------------
 
@@ -428,13 +425,6 @@ def test_a_number_of_nodes_is_an_int_of_one_or_more(num_nodes: object) -> None:
         check_num_nodes(num_nodes)
 
 
-def test_ranks_over_nodes() -> None:
-    assert check_num_nodes(3) == 3
-    assert world_size(8, 10) == 80
-    ranks = [global_rank(node, 4, local) for node in range(3) for local in range(4)]
-    assert ranks == list(range(world_size(4, 3)))
-
-
 @pytest.mark.parametrize(
     "mode, num_devices, num_nodes, expected",
     [
@@ -455,14 +445,6 @@ def test_the_effective_batch_for_a_batch_size_of_seven(
 def test_dp_has_no_nodes() -> None:
     with pytest.raises(ConfigurationError, match="one node only"):
         effective_batch_size("dp", 7, 8, 10)
-
-
-def test_dp_splits_a_batch_as_torch_does() -> None:
-    assert dp_chunks(7, 2) == [4, 3]
-    assert dp_chunks(7, 8) == [1] * 7  # one device idle
-    for samples in range(20):
-        for parts in range(1, 10):
-            assert dp_chunks(samples, parts) == [len(c) for c in torch.arange(samples).chunk(parts) if len(c)]
 
 
 # -- find_usable_cuda_devices ----------------------------------------------------------------------------------------

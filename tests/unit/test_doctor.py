@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainloop.doctor import examine
-from trainloop.doctor.cuda_libraries import missing_library, remedy_for
+from trainloop.doctor.checks import missing_library, remedy_for
 from trainloop.doctor.probe import Imported, Readings, missing_of_extras
 from trainloop.resources.machine import available
 
@@ -18,6 +18,7 @@ TORCH: dict[str, Any] = {"version": "2.13.0+cu128", "gpus": 2, "gloo": True, "th
 REQUIRES = (
     "numpy",
     "nvidia-cudnn-cu12==9.10.2.21; platform_system == 'Linux'",
+    "nvidia-cuda-nvrtc-cu12==12.8.93",
     "nvidia-cuda-runtime-cu12 (==12.8.90) ; platform_system == 'Linux'",
 )
 
@@ -150,7 +151,7 @@ LIBRARIES = {
         "libcudnn.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21', which contains libcudnn.so.9."),
     "libcudnn_ops.so.9: undefined symbol: _ZN": ("libcudnn_ops.so.9", "pip install 'nvidia-cudnn-cu12==9.10.2.21'"),
     "ValueError: libnvrtc.so.*[0-9] not found in the system path": (
-        "libnvrtc.so.*[0-9]", "pip install 'nvidia-cuda-nvrtc-cu12'"),
+        "libnvrtc.so.*[0-9]", "pip install 'nvidia-cuda-nvrtc-cu12==12.8.93'"),
     "ImportError: libcuda.so.1: cannot open shared object file": ("libcuda.so.1", "is part of NVIDIA's driver"),
     "ImportError: libGL.so.1: cannot open shared object file": ("libGL.so.1", "apt-file search libGL.so.1"),
     "ImportError: cannot import name 'x' from 'y'": (None, ""),

@@ -178,11 +178,6 @@ LATE = {
     "trainloop.train_loop.placement trainloop.train_loop.fsdp_placement": "a placement that builds on that module",
     "trainloop._transfer.unpicklable trainloop._transfer.payload": UP,
     "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
-    "trainloop.tuning.worker trainloop.resources": IN_TRIAL,
-    "trainloop.tuning.worker trainloop.resources.enforce": IN_TRIAL,
-    "trainloop.tuning.worker trainloop.resources.lease": IN_TRIAL,
-    "trainloop.tuning.worker trainloop.tuning.fitting": IN_TRIAL,
-    "trainloop.tuning.worker trainloop.tuning.storage": IN_TRIAL,
 }
 
 

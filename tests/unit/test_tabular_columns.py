@@ -18,8 +18,7 @@ from tables import kinds_of_columns, mixed
 
 import trainloop.tabular.predictor as predictor_module
 import trainloop.tabular.specs as specs_module
-import trainloop.tabular.training as training_module
-import trainloop.tuning.slots as slots_module
+import trainloop.tuning.local as local_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets
@@ -374,10 +373,10 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Planned(asked)
 
     machine = Resources(32, 4, 2**37)
-    for module in (specs_module, slots_module):
+    for module in (specs_module, local_module):
         monkeypatch.setattr(module, "available", lambda: machine)
     monkeypatch.setattr(predictor_module, "applied", lambda quota: nullcontext())
-    monkeypatch.setattr(training_module, "tune", stop)
+    monkeypatch.setattr(predictor_module, "tune", stop)
 
 
 @pytest.mark.usefixtures("large_machine")
@@ -412,7 +411,7 @@ def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
         calls.append((",".join(map(str, space["the model"])), asked))
         return SimpleNamespace(trials=[], interrupted=False)
 
-    monkeypatch.setattr(training_module, "tune", note)
+    monkeypatch.setattr(predictor_module, "tune", note)
     return calls
 
 
@@ -444,7 +443,7 @@ def test_the_documented_gpu_goes_to_those_that_can_use_it(asked_of_tune: list[tu
 def test_the_documented_gpu_that_is_not_there_is_one_warning(
     asked_of_tune: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (specs_module, slots_module):
+    for module in (specs_module, local_module):
         monkeypatch.setattr(module, "available", lambda: Resources(2, 0, 2**33))
     with pytest.warns(
         UserWarning, match="num_gpus=1: no GPU is visible here, so all models train on the CPU"

@@ -28,9 +28,8 @@ from trainloop.errors import CheckpointError, ConfigurationError, ResourceError,
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
-from trainloop.tuning.local import FoldExit
-from trainloop.tuning.progress import Running, View
 from trainloop.tuning.result import best_of
+from trainloop.tuning.search import Running, View
 from trainloop.tuning.space import make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
 
@@ -253,7 +252,6 @@ def test_an_estimator_trains_on_the_fold_s_rows_and_is_scored_on_the_others() ->
     assert outcome.model.bias == 1.0
     assert outcome.predictions.tolist() == (x[fold.validation, 0] + 1).tolist()
     assert outcome.score == pytest.approx(np.square(y[fold.validation] + 1).mean())
-    assert outcome.history == {}
 
 
 def test_a_metric_of_one_s_own() -> None:
@@ -314,7 +312,6 @@ class Made:
 def test_a_loop_is_scored_by_the_last_value_in_its_history() -> None:
     outcome = fit(Made({"val_loss": [3.0, 1.0, 2.0], "f1": [0.1]}))
     assert (outcome.score, outcome.predictions.shape) == (2.0, (7, 2))
-    assert outcome.history == {"val_loss": [3.0, 1.0, 2.0], "f1": [0.1]}
     assert fit(Made({"loss": [1.0]})).score == 3.0  # evaluated, and summed over a MultiLoss
     assert fit(Made({"loss": [1.0]}), metric=lambda truth, predicted: predicted.sum()).score == 14
 
@@ -375,20 +372,22 @@ def test_floats_are_averaged_and_classes_vote() -> None:
     assert fitting.combine([np.array(["b"]), np.array(["a"])]).tolist() == ["a"]  # the least of equals
 
 
-def test_the_rows_and_targets_that_a_loop_shows() -> None:
-    data = TensorDataset(torch.ones(6, 2), torch.arange(6) % 2)
-    loop = SimpleNamespace(train_loader=DataLoader(data))
-    assert fitting.describe_data(loop)[0] == 6
-    assert fitting.describe_data(loop)[1].tolist() == [0, 1, 0, 1, 0, 1]
-    part = SimpleNamespace(train_loader=DataLoader(Subset(data, [1, 3, 0])))
-    assert (fitting.describe_data(part)[0], fitting.describe_data(part)[1].tolist()) == (3, [1, 1, 0])
-    named = SimpleNamespace(train_loader=SimpleNamespace(dataset=_Named()))
-    assert fitting.describe_data(named) == (4, [1, 2, 1, 2])
-    bare = SimpleNamespace(train_loader=DataLoader([1, 2, 3]))  # type: ignore[arg-type]
-    assert fitting.describe_data(bare) == (3, None)
-    assert fitting.describe_data(EstimatorLoop(None, ([1, 2], [3, 4]))) == (2, [3, 4])
-    with pytest.raises(ConfigurationError, match="needs the number of rows of the data"):
-        fitting.describe_data(SimpleNamespace(train_loader=None))
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (TensorDataset(torch.ones(4, 2), torch.arange(4) % 2), (4, [0, 1, 0, 1])),
+        (Subset(TensorDataset(torch.ones(6, 2), torch.arange(6) % 2), [1, 3, 0]), (3, [1, 1, 0])),
+        ([1, 2, 3], (3, None)),
+    ],
+)
+def test_the_rows_and_targets_that_a_loop_shows(data: Any, expected: tuple[int, Any]) -> None:
+    found = fitting.learn_rows(lambda params, fold: loader_of(Subset(data, fold.train.tolist())), {})
+    assert (found[0], None if found[1] is None else fitting.as_rows(found[1]).tolist()) == expected
+
+
+def test_named_targets_are_found() -> None:
+    made = SimpleNamespace(train_loader=SimpleNamespace(dataset=Subset(_Named(), [0])))
+    assert fitting.learn_rows(lambda params, fold: made, {}) == (4, [1, 2, 1, 2])
 
 
 class _Named:
@@ -477,9 +476,9 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_shown_while_a_search_runs(capsys: pytest.CaptureFixture[str]) -> None:
     division = plan(Q(4, 1), num_trials=4, num_bag_folds=2)
-    first = Running(0, {}, 2, scores={0: 1.0, 1: 2.0})
-    failed = Running(1, {}, 2, scores={0: 0.1}, errors={1: "x"})
-    now = Running(2, {}, 2, training={0: 0}, waiting=[1])
+    first = Running(Trial(0, {}, [1.0, 2.0], 1.0, "done"))
+    failed = Running(Trial(1, {}, [0.1, None], 1.0, "partial", {1: "x"}))
+    now = Running(Trial(2, {}, [None, None], 0.0, "interrupted"), training={0: 0}, waiting=[1])
     with View(division, "min", progress=True) as view:
         view.show([first, failed, now])
         view.show([first, failed, now])  # nothing new ended, so nothing is said
@@ -491,9 +490,8 @@ def test_what_is_shown_while_a_search_runs(capsys: pytest.CaptureFixture[str]) -
         "tune was interrupted: 1 of 4 trials done, 0 running, 1 failed, 1 interrupted; CPUs 0/4, GPUs 0/1; "
         "best 1.5 (trial 0)",
     ]
-    assert now.trial().state == "interrupted"
-    assert "while this fold trained" in now.errors[0]
-    assert "before this fold began" in now.errors[1]
+    assert "while this fold trained" in now.trial.errors[0]
+    assert "before this fold began" in now.trial.errors[1]
 
 
 # -- predictors and storage ------------------------------------------------------------------------------------------
@@ -629,7 +627,7 @@ class Pretended:
         write(folder / "model.pkl", Scaled(float(job.trial)))
         write(folder / "predictions.pkl", np.full(len(rows()[0]) // 3, float(job.trial)))
         write(folder / "result.pkl", {"score": float(job.trial), "seconds": 1.0})
-        return [FoldExit(job)]
+        return [job]
 
     def close(self) -> list[Any]:
         running, self.running = self.running, []
@@ -701,12 +699,6 @@ def test_the_rows_are_learnt_by_a_call_like_any_other() -> None:
 
     length, targets = fitting.learn_rows(as_the_guide_has_it, {})
     assert (length, targets.tolist()) == (9, [0, 1, 2] * 3)
-
-    def with_a_case_of_its_own(params: dict[str, Any], fold: Fold | None) -> SimpleNamespace:
-        chosen = slice(None) if fold is None else fold.train
-        return loader_of(TensorDataset(*(tensor[chosen] for tensor in data.tensors)))
-
-    assert fitting.learn_rows(with_a_case_of_its_own, {})[0] == 9
 
     def with_arrays(params: dict[str, Any], fold: Fold) -> SimpleNamespace:
         return loader_of(TensorDataset(*(tensor[fold.train] for tensor in data.tensors)))

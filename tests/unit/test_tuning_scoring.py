@@ -110,9 +110,11 @@ class Noted:
         self.given.append(job.until - time.time())
 
     def wait(self, timeout_s: float) -> list[Any]:
-        from trainloop.tuning.local import read_end
+        from trainloop.tuning.local import note_end
 
-        return [read_end(self.jobs.pop(0), 1)]
+        job = self.jobs.pop(0)
+        note_end(job, 1)
+        return [job]
 
     def close(self) -> list[Any]:
         return []

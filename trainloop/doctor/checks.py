@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trainloop._support.distribution import NAME, REINSTALL, pip_install
-from trainloop.doctor.cuda_libraries import missing_library, remedy_for
 from trainloop.doctor.probe import Readings
 from trainloop.resources.quota import Limit
 
@@ -19,6 +19,10 @@ LEAST_SHM = 1 * GIB
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
+
+# NVIDIA's packages that are not named like the library in them, after "nvidia-" and "lib".
+_PACKAGES = {"cudart": "cuda-runtime", "cublaslt": "cublas", "cupti": "cuda-cupti"}
+_PACKAGES |= {"nvrtc": "cuda-nvrtc", "nvtoolsext": "nvtx"}
 
 Status = Literal["ok", "attention", "problem"]
 
@@ -218,6 +222,44 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             found,
             "without --cpus-per-task each rank shares one CPU with its loaders' workers." if few else "",
         )
+
+
+def missing_library(message: str) -> str | None:
+    """Return the file that a loader's message names, such as ``libcudnn.so.9``; ``None`` for other messages."""
+    found = re.search(
+        r"(lib[\w+.-]*?\.so(?:\.\d+)*): (?:cannot open shared object|undefined symbol|version `)", message
+    )
+    if found is None:  # torch's own message, when it preloads NVIDIA's packages
+        found = re.search(r"(lib[\w+-]+\.so[\w.*\[\]-]*) not found in the system path", message)
+    return None if found is None else found[1]
+
+
+def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
+    """Return advice for a library that can't be loaded.
+
+    Parameters
+    ----------
+    library : str
+        Name of the file, such as ``libcudnn.so.9``.
+    requirements : sequence of str
+        Requirements of the installed torch, which name NVIDIA's packages.
+    """
+    # libcudnn_ops.so.9 and others are parts of one package.
+    stem = library.partition(".so")[0].removeprefix("lib").partition("_")[0].lower()
+    if stem in ("cuda", "nvidia-ml"):
+        return (
+            f"{library} is part of NVIDIA's driver: install it, or start the container with GPUs (docker run --gpus "
+            "all); on a machine without GPUs install a CPU build of torch."
+        )
+    package = rf"nvidia-{re.escape(_PACKAGES.get(stem, stem))}(-cu\d+)?(?![\w-])"
+    needed = next((requirement for requirement in requirements if re.match(package, requirement)), None)
+    if needed is None:
+        return f"find the package that contains {library} (apt-file search {library}), or reinstall its importer."
+    wanted = re.sub(r"[\s()]|;.*", "", needed)
+    return (
+        f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: "
+        "check LD_LIBRARY_PATH."
+    )
 
 
 def _line(text: str) -> str:

@@ -7,10 +7,9 @@ the CPU if a GPU build is missing.
 
 from __future__ import annotations
 
-from trainloop.resources.fallback import gpu_or_cpu
+from trainloop.resources.gpus import gpu_or_cpu
 from trainloop.resources.machine import available
-from trainloop.resources.placement import place
-from trainloop.resources.plan import Plan, hold, plan
+from trainloop.resources.plan import Plan, hold, place, plan
 from trainloop.resources.quota import ResourceQuota, Resources
 
 __all__ = ["Plan", "ResourceQuota", "Resources", "available", "gpu_or_cpu", "hold", "place", "plan"]

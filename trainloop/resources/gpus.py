@@ -1,18 +1,117 @@
-"""GPU names that are the same in every process, the number of other processes on each GPU, and a choice of free GPUs.
+"""GPUs: masks of visible ones, names that are the same in every process, a choice of free ones, or the CPU.
 
 An index counts within a process's own mask, and NVML's order differs from CUDA's; only the UUID is the same everywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
+from trainloop._support.user_line import warn
 from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import lease
-from trainloop.resources.masks import visible_devices
 
-__all__ = ["lease_usable", "names", "other_processes"]
+__all__ = ["child_mask", "gpu_or_cpu", "lease_usable", "names", "other_processes", "visible_devices"]
+
+T = TypeVar("T")
+
+# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled only
+# when needed: compiling it at import took a tenth of `import trainloop`.
+_NO_GPU = r"""
+      (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
+    | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
+    | (built|compiled)[ ]without[ ](gpu|cuda|opencl)
+    | no[ ](opencl|gpu|cuda)[ ]device
+    | no[ ]cuda-capable[ ]device
+    | no[ ]cuda[ ]gpus[ ]are[ ]available
+    | no[ ](nvidia[ ]driver|gpu[ ]is[ ]visible)
+    | task[ ]type[ ]\[gpu\][ ]not[ ]found
+    | cuda[ ]driver[ ]version[ ]is[ ]insufficient
+    | this[ ]machine[ ]has[ ]no[ ]such[ ]device
+"""
+
+
+def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | None:
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``, as CUDA reads them.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Replaces ``os.environ``.
+
+    Returns
+    -------
+    list of str or None
+        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden. Like
+        CUDA, it ends the list before a negative entry and before the first entry of a different kind. If an entry is
+        repeated, the list is empty.
+    """
+    text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    entries: list[str] = []
+    for entry in text.split(","):
+        name = _mask_entry(entry, text)
+        if name is None:
+            break
+        if name in entries:
+            return []
+        entries.append(name)
+    return entries
+
+
+def _mask_entry(entry: str, text: str) -> str | None:
+    for prefix in ("GPU-", "MIG-"):
+        if text.startswith(prefix):  # The first entry sets the kind of all.
+            return entry if entry.startswith(prefix) else None
+    # The driver reads ordinals like C's strtoul: '1gpu2' is 1.
+    number = re.match(r"[+-]?[0-9]+", entry.strip())
+    if number is None or int(number[0]) < 0:
+        return None
+    return str(int(number[0]))
+
+
+def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
+    """Return the ``CUDA_VISIBLE_DEVICES`` of a child that gets some of this process's devices.
+
+    Parameters
+    ----------
+    indices : sequence of int
+        Devices of the child, counted within this process's own mask.
+    visible : sequence of str or None
+        This process's mask, from :func:`visible_devices`.
+
+    Returns
+    -------
+    str
+        Composed with the parent's: under ``4,5,7``, device 1 is ``5``. Empty if the child gets no device.
+
+    Raises
+    ------
+    DeviceError
+        If the parent can't see a device.
+    ResourceError
+        If the child would get two MIG instances: a process can use only one.
+    """
+    if visible is None:
+        return ",".join(str(index) for index in indices)
+    for index in indices:
+        if not 0 <= index < len(visible):
+            raise DeviceError(
+                f"device {index} was chosen for a child process, but {len(visible)} are visible here "
+                f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose among these, counted from 0."
+            )
+    names = [visible[index] for index in indices]
+    if len(names) > 1 and any(name.startswith("MIG-") for name in names):
+        raise ResourceError(
+            f"{len(names)} MIG instances were chosen for one process ({', '.join(names)}), which can use only one. "
+            "Request one device per process, and start more processes."
+        )
+    return ",".join(names)
 
 
 def names(count: int) -> list[str]:
@@ -68,48 +167,37 @@ _own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, until this p
 
 def lease_usable(num_devices: int, count: int) -> list[int]:
     """Do the work of :func:`trainloop.devices.find_usable_cuda_devices`, after its argument was checked."""
-    found = names(count)
-    others = other_processes(found)
-    # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
-    candidates = sorted(range(count), key=lambda index: (others.get(found[index], 0) > 0, index))
-    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
-    with lease.one_at_a_time("choosing-gpus"):
-        return _first_usable(num_devices, candidates, found)
-
-
-def _first_usable(num_devices: int, candidates: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Lease and return the first ``num_devices`` candidates that work (-1: all); each try may create a context."""
-    wanted = len(candidates) if num_devices == -1 else num_devices
+    uuids = names(count)
+    others = other_processes(uuids)
+    wanted = count if num_devices == -1 else num_devices
     usable: list[int] = []
-    occupied: list[int] = []
     leases: dict[str, lease.Lease] = {}
-    try:
-        for index in candidates:
+    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
+    with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
+        # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
+        for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
             if len(usable) == wanted:
                 break
-            if names[index] not in _own_leases:
-                held = _leased(names[index])
-                if held is None:
-                    occupied.append(index)
-                    continue
-                leases[names[index]] = held
+            own = _own_leases.get(uuids[index])
+            held = own or _leased(uuids[index])
+            if held is None:
+                continue
+            if own is None:
+                unless_enough.callback(held.release)
             if _takes_a_tensor(index):
                 usable.append(index)
-            else:
-                occupied.append(index)
-                if names[index] in leases:
-                    leases.pop(names[index]).release()
+                leases[uuids[index]] = held
+            elif own is None:
+                held.release()
         if not usable or (num_devices != -1 and len(usable) < wanted):
+            occupied = sorted({*range(count)} - {*usable})
             raise DeviceError(
-                f"num_devices={num_devices}: only {len(usable)} of {len(candidates)} GPUs are usable now. Occupied, "
-                f"or leased by another run: {sorted(occupied)}. Ask for fewer, or wait until another run ends."
+                f"num_devices={num_devices}: only {len(usable)} of {count} GPUs are usable now. Occupied, "
+                f"or leased by another run: {occupied}. Ask for fewer, or wait until another run ends."
             )
+        unless_enough.pop_all()
         _own_leases.update(leases)
-        leases.clear()
-        return sorted(usable)
-    finally:
-        for held in leases.values():
-            held.release()
+    return sorted(usable)
 
 
 def _leased(name: str) -> lease.Lease | None:
@@ -134,3 +222,47 @@ def _takes_a_tensor(index: int) -> bool:
     except RuntimeError:  # 'busy or unavailable', out of memory, and torch.AcceleratorError
         return False
     return True
+
+
+def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
+    """Train on the GPU. If the library was built without GPU support or finds no device, start again on the CPU.
+
+    Parameters
+    ----------
+    fit_on_gpu, fit_on_cpu : callable
+        Functions that train from the start and return the model.
+
+    Returns
+    -------
+    object
+        The result of the callable that succeeded.
+
+    Raises
+    ------
+    Exception
+        Every error of ``fit_on_cpu``, and every other error of ``fit_on_gpu`` (out of memory, wrong arguments),
+        unchanged.
+
+    Warns
+    -----
+    UserWarning
+        Once, with the cause and the remedy, if the CPU is used.
+
+    Examples
+    --------
+    >>> gpu_or_cpu(  # doctest: +SKIP
+    ...     lambda: LGBMClassifier(device="gpu").fit(x, y), lambda: LGBMClassifier(device="cpu").fit(x, y)
+    ... )
+    """
+    try:
+        return fit_on_gpu()
+    except Exception as error:
+        text = str(error)
+        if "out of memory" in text.lower() or re.search(_NO_GPU, text, re.IGNORECASE | re.VERBOSE) is None:
+            raise
+        cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
+    warn(
+        f"Training starts again on the CPU, because no GPU can be used ({cause}). "
+        "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this."
+    )
+    return fit_on_cpu()

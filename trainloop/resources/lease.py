@@ -85,9 +85,6 @@ class Lease:
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 
-    def __repr__(self) -> str:
-        return f"Lease({self.names!r}{'' if self._locks else ', released'})"
-
 
 def folder() -> Path:
     """Return the parent of all users' lease folders: ``TRAINLOOP_LEASE_DIR``, or a folder that all users share."""

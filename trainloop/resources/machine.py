@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from trainloop._support import platform
-from trainloop.resources.masks import visible_devices
+from trainloop.resources.gpus import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
 __all__ = ["available"]
@@ -146,7 +146,6 @@ class _Cgroups:
             controllers, _, path = rest.partition(":")
             for controller in controllers.split(","):
                 self._groups[controller] = PurePosixPath(path or "/")
-        self._mounts = dict(self._read_mounts())
 
     def cpu_limits(self) -> Iterator[Limit]:
         for folder in self._folders(""):
@@ -169,36 +168,18 @@ class _Cgroups:
         """Yield the group's folder, its parent's, and so on up to the mount; ``controller`` is '' in version 2."""
         if controller not in self._groups:
             return
-        group = self._groups[controller]
-        for mount, top in self._mounts.get(controller, self._usual_mounts(controller)):
-            # In a container the path may be the host's; `top` says which of its groups is mounted here.
-            inside = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
-            if ".." in inside.parts:  # The process is outside its cgroup namespace: only the mount can be read.
-                inside = PurePosixPath()
-            folder = mount / inside
-            while folder != mount:
-                yield folder
-                folder = folder.parent
-            yield mount
+        path = self._groups[controller].parts[1:]
+        if ".." in path:  # The process is outside its cgroup namespace: only the mount can be read.
+            path = ()
+        for mount in self._mounts(controller):
+            # In a container the path may be the host's, of which only the last parts are mounted here.
+            inside = next((path[i:] for i in range(len(path)) if mount.joinpath(*path[i:]).is_dir()), ())
+            for depth in range(len(inside), -1, -1):
+                yield mount.joinpath(*inside[:depth])
 
-    def _read_mounts(self) -> Iterator[tuple[str, list[tuple[Path, PurePosixPath]]]]:
-        found: dict[str, list[tuple[Path, PurePosixPath]]] = {}
-        for line in (_read(self._root / "proc/self/mountinfo") or "").splitlines():
-            # 36 35 98:0 /root /mount/point rw - cgroup2 cgroup rw,cpu
-            before, _, after = line.partition(" - ")
-            fields, system = before.split(), after.split()
-            if len(fields) < 5 or len(system) < 3 or system[0] not in ("cgroup", "cgroup2"):
-                continue
-            mount = self._root / fields[4].lstrip("/")
-            for controller in [""] if system[0] == "cgroup2" else system[2].split(","):
-                found.setdefault(controller, []).append((mount, PurePosixPath(fields[3])))
-        yield from found.items()
-
-    def _usual_mounts(self, controller: str) -> list[tuple[Path, PurePosixPath]]:
-        base, top = self._root / "sys/fs/cgroup", PurePosixPath("/")
-        if not controller:
-            return [(base, top), (base / "unified", top)]
-        return [(base / name, top) for name in (controller, "cpu,cpuacct") if name.split(",")[0] == controller]
+    def _mounts(self, controller: str) -> list[Path]:
+        names = (".", "unified") if not controller else (controller, "cpu,cpuacct")[: 1 + (controller == "cpu")]
+        return [self._root / "sys/fs/cgroup" / name for name in names]
 
 
 def _read(path: Path) -> str | None:

@@ -17,6 +17,6 @@ except ImportError as error:
     raise ConfigurationError(f"trainloop.tabular needs {error.name}: {pip_install('tabular')}.") from error
 
 from trainloop.tabular.predictor import TabularPredictor
-from trainloop.tabular.presets import get_hyperparameter_config, list_image_models, list_text_presets
+from trainloop.tabular.specs import get_hyperparameter_config, list_image_models, list_text_presets
 
 __all__ = ["TabularPredictor", "get_hyperparameter_config", "list_image_models", "list_text_presets"]

@@ -12,7 +12,7 @@ import numpy as np
 from trainloop.errors import ConfigurationError
 from trainloop.tuning.folds import Fold
 
-__all__ = ["EstimatorLoop", "Outcome", "combine", "describe_data", "fit", "learn_rows", "predict_with"]
+__all__ = ["EstimatorLoop", "Outcome", "combine", "fit", "learn_rows", "predict_with"]
 
 Metric = str | Callable[[Any, Any], float]
 
@@ -29,8 +29,6 @@ class Outcome:
     """Predictions of the validation rows, in their order; None without a validation set."""
     model: Any
     """The trained model, on the CPU."""
-    history: dict[str, list[float]]
-    """Values of each epoch by metric; empty for a model without epochs."""
     classes: list[Any] | None = None
     """Class of each column, if predictions are probabilities of an estimator's ``classes_``; else None."""
 
@@ -147,7 +145,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         )
     # The process that reads the result may have no GPU, and must not open one.
     model = loop.model.cpu()
-    return Outcome(score, predictions, model, {name: list(loop.history[name]) for name in loop.history})
+    return Outcome(score, predictions, model)
 
 
 def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
@@ -171,7 +169,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
                 "pass a callable metric(y_true, y_pred)."
             ) from error
         score = float(get_scorer(metric)(estimator, x, y))
-    return Outcome(score, predictions, estimator, {}, classes_of(estimator))
+    return Outcome(score, predictions, estimator, classes_of(estimator))
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
@@ -273,56 +271,21 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
     """Return the number of rows of the data behind ``make_loop``, and their targets if they can be found.
 
     ``make_loop`` is called as it will be for each model, but with a fold of two rows; the dataset behind the
-    ``Subset`` has all rows that folds choose from. If there is no such dataset, it is called without a fold, to
-    return a loop over all rows.
-
-    Raises
-    ------
-    Exception
-        The error of the call with a fold, if the other call fails too.
-    """
-    # With a fold first: many make_loop functions can't be called without a fold.
-    fold = Fold(0, 2, np.array([0]), np.array([1]))
-    try:
-        made = make_loop(dict(params), fold)
-        dataset = getattr(getattr(made, "train_loader", None), "dataset", None)
-        inner = getattr(dataset, "dataset", None)
-        if inner is not None and hasattr(dataset, "indices"):
-            return len(inner), _targets_of(inner)
-        length, targets = describe_data(made)
-        if length > len(fold.train):  # make_loop ignores the fold
-            return length, targets
-        unclear: Exception = ConfigurationError(
-            "The loop that make_loop returned for a fold of two rows does not show how many rows the data has. "
-            "Pass targets (one per row) or data=(x, y) to tune, or build the loader with Subset(data, fold.train)."
-        )
-    except Exception as error:
-        unclear = error
-    try:
-        return describe_data(make_loop(dict(params), None))
-    except Exception:
-        raise unclear from None
-
-
-def describe_data(made: Any) -> tuple[int, Any]:
-    """Return the number of rows of a loop's training data, and their targets if they can be found.
+    ``Subset`` has all rows that folds choose from.
 
     Raises
     ------
     ConfigurationError
-        If the data has no length.
+        If the loop has no such dataset.
     """
-    if isinstance(made, EstimatorLoop):
-        return len(made.train[1]), made.train[1]
-    dataset = getattr(getattr(made, "train_loader", None), "dataset", None)
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
+    made = make_loop(dict(params), Fold(0, 2, np.array([0]), np.array([1])))
+    part: Any = getattr(getattr(made, "train_loader", None), "dataset", None)
+    if not (hasattr(part, "indices") and hasattr(part, "dataset")):
         raise ConfigurationError(
-            "num_bag_folds needs the number of rows of the data. Pass data=(x, y) or targets (one per row) to "
-            "tune, or return a TrainLoop over all rows, whose dataset has a length, from make_loop(params, None)."
-        ) from None
-    return length, _targets_of(dataset)
+            "The loop that make_loop returned for a fold of two rows does not show how many rows the data has. "
+            "Pass targets (one per row) or data=(x, y) to tune, or build the loader with Subset(data, fold.train)."
+        )
+    return len(part.dataset), _targets_of(part.dataset)
 
 
 def _targets_of(dataset: Any) -> Any:

@@ -1,37 +1,70 @@
-"""Run folds as child processes of this machine, each on its own CPUs and GPUs."""
+"""Run folds as child processes of this machine, on CPUs and GPUs that the search has leased."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from trainloop import _processes as processes
+from trainloop._support.platform import affinity
 from trainloop._support.user_line import warn
+from trainloop.errors import ResourceError
+from trainloop.resources import ResourceQuota, available, enforce, gpus, lease
+from trainloop.resources.quota import exact
 from trainloop.tuning.worker import Job, train_fold
 
 logger = logging.getLogger("trainloop")
 
-__all__ = ["Child", "FoldExit", "LocalBackend", "read_end"]
+__all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
 
 
-@dataclass
-class FoldExit:
-    """The end of a fold's process."""
+def machine_total(total: ResourceQuota | None) -> ResourceQuota:
+    machine = available()
+    total = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
+    # A search may hold one and a half GPUs, which its models share; check the rest as for any run.
+    enforce.check_quota(replace(total, num_gpus=math.ceil(exact(total.num_gpus))), machine=machine)
+    return total
 
-    job: Job
-    """The job of the process."""
-    error: str = ""
-    """Reason why there is no result; empty if there is one."""
+
+def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
+    """Lease CPUs and GPUs for this search; return the CPUs and the indices of the GPUs."""
+    cpus = affinity() or list(range(os.cpu_count() or 1))
+    num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
+    names = gpus.names(available().num_gpus) if num_gpus else []
+    if lease.inherited():
+        return cpus[:num_cpus], list(range(num_gpus))
+    # GPUs that no other process uses come first.
+    others = gpus.other_processes(names)
+    requests = {
+        "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
+        "gpu": lease.Request(num_gpus, sorted(names, key=lambda name: others.get(name, 0) > 0)),
+    }
+    try:
+        held = lease.acquire(requests, timeout_s=0)
+    except OSError:  # no place for locks
+        return cpus[:num_cpus], list(range(num_gpus))
+    except ResourceError as busy:
+        if timeout_s == 0:
+            raise
+        print(f"tune is waiting for other runs: {busy}", file=sys.stderr)
+        held = lease.acquire(requests, timeout_s=timeout_s)
+    undo.enter_context(held)
+    return [int(name.removeprefix("cpu-")) for name in held.names["cpu"]], sorted(
+        names.index(name) for name in held.names["gpu"]
+    )
 
 
 class Child:
@@ -52,16 +85,13 @@ class Child:
         self.no_server: processes.NoServerError | None = None
         """Reason why it was not forked, although there are modules to import; empty if it was."""
         self.modules = modules
-        self._process: BaseProcess | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._dropped = False
+        self._dropped = self._ended = False
+        self._started: Future[BaseProcess | None] = Future()
         # The search does not wait for the server: on a busy machine its imports may take a minute.
-        self._start = threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True)
-        self._start.start()
+        threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True).start()
 
     def _begin(self) -> None:
-        calls = [(train_fold, (str(self.job.write()), str(Path(self.job.folder) / "log.txt")))]
+        calls = [(train_fold, (self.job,))]
         started: list[BaseProcess] = []
         try:
             if self.served:
@@ -71,35 +101,32 @@ class Child:
                     self.served, self.no_server = False, error
             if not self.served and not self._dropped:
                 started = processes.spawned(calls, self.job.environment)
+            self._started.set_result(started[0] if started else None)
         except BaseException as error:
-            self._error = error
-        with self._lock:
-            self._process = started[0] if started else None
-            dropped = self._dropped
-        if dropped:
-            self.end()
+            self._started.set_exception(error)
 
     def ended(self) -> bool:
         """Return True if the process has ended. Raise the error if it could not be started."""
-        if self._start.is_alive():
+        if not self._started.done():
             return False
-        if self._error is not None:
-            raise self._error
-        return self._process is not None and not self._process.is_alive()
+        process = self._started.result()
+        return process is not None and not process.is_alive()
 
     def wait(self) -> None:
         """Wait for the end of the process."""
-        self._start.join()
-        if not self.ended() and self._process is not None:
-            self._process.join()
+        if process := self._started.result():
+            process.join()
 
     def end(self) -> int | None:
         """Kill the remaining processes; return the exit code, or None if it had not started or its status was lost."""
-        with self._lock:
-            self._dropped = True
-            process, self._process = self._process, None
-        if process is None:
+        self._dropped = True
+        if not self._started.done():
+            self._started.add_done_callback(lambda _: self.end())
             return None
+        process = None if self._started.exception() else self._started.result()
+        if process is None or self._ended:
+            return None
+        self._ended = True
         assert process.pid is not None
         if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -111,14 +138,12 @@ class Child:
         return None if self.served and code == processes.STATUS_LOST else code
 
 
-def read_end(job: Job, exitcode: int | None) -> FoldExit:
-    """Read how a fold ended from its folder and its exit code, which is None if it was lost with the fork server."""
+def note_end(job: Job, exitcode: int | None) -> None:
+    """Write the error of a fold whose process left neither result nor error; None: the fork server was killed."""
     folder = Path(job.folder)
     # The result is written last: if it is there, the fold is done, whatever the exit code.
-    if (folder / "result.pkl").exists():
-        return FoldExit(job)
-    if (folder / "error.txt").exists():
-        return FoldExit(job, (folder / "error.txt").read_text())
+    if (folder / "result.pkl").exists() or (folder / "error.txt").exists():
+        return
     if exitcode is None:
         what = "The fold was ended because the fork server that started its process was killed."
     else:
@@ -128,7 +153,6 @@ def read_end(job: Job, exitcode: int | None) -> FoldExit:
         if lines:
             what += "\nIts last output:\n" + "\n".join(lines)
     (folder / "error.txt").write_text(what)
-    return FoldExit(job, what)
 
 
 def _how(exitcode: int) -> str:
@@ -159,7 +183,7 @@ class LocalBackend:
     def start(self, job: Job, slot: Any = None) -> None:
         self._children.append(Child(job, self._modules))
 
-    def wait(self, timeout_s: float) -> list[FoldExit]:
+    def wait(self, timeout_s: float) -> list[Job]:
         """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -168,7 +192,6 @@ class LocalBackend:
                 break
             # Python can't wait for the first of several Popen objects to end; and a fold takes at least seconds.
             time.sleep(0.02)
-        ends = []
         for child in over:
             self._children.remove(child)
             if child.no_server is not None:
@@ -179,8 +202,8 @@ class LocalBackend:
                     f"tune: from now on, models start in fresh interpreters, not from a fork server with "
                     f"preload={list(child.modules)}: {child.no_server}."
                 )
-            ends.append(read_end(child.job, child.end()))
-        return ends
+            note_end(child.job, child.end())
+        return [child.job for child in over]
 
     def close(self) -> list[Job]:
         """End all processes; return the jobs that were running."""

@@ -23,7 +23,7 @@ from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact
-from trainloop.tuning.local import Child, FoldExit, read_end
+from trainloop.tuning.local import Child, note_end
 from trainloop.tuning.storage import write_bytes
 from trainloop.tuning.worker import Job
 
@@ -42,7 +42,7 @@ class RayBackend:
         """The part of the cluster that the search may use."""
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
-        self._files: dict[str, Any] = {}
+        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and its place in the object store
         self._groups: dict[int, Any] = {}  # placement groups, by bag
 
     @classmethod
@@ -106,15 +106,15 @@ class RayBackend:
         if float(model.num_gpus) > 1:
             options["scheduling_strategy"] = self._group_of(bag)
         task = self._ray.remote(**options)(_supervise)
-        reference = task.remote(dataclasses.asdict(job), self._shared(job.work), Path(job.params).read_bytes())
+        reference = task.remote(job, self._shared(job.work), Path(job.params).read_bytes())
         self._running[reference] = job
 
-    def wait(self, timeout_s: float) -> list[FoldExit]:
+    def wait(self, timeout_s: float) -> list[Job]:
         """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        ends = []
+        jobs = []
         for reference in ready:
             job = self._running.pop(reference)
             try:
@@ -123,8 +123,9 @@ class RayBackend:
                 exitcode, files = 1, {"error.txt": f"Ray lost the fold: {error}".encode()}
             for name, data in files.items():
                 write_bytes(Path(job.folder) / name, data)
-            ends.append(read_end(job, exitcode))
-        return ends
+            note_end(job, exitcode)
+            jobs.append(job)
+        return jobs
 
     def close(self) -> list[Job]:
         """End all tasks; return the jobs that were running."""
@@ -140,11 +141,9 @@ class RayBackend:
     def _shared(self, path: str) -> Any:
         """Return the file in the object store, which sends it to each node once."""
         data = Path(path).read_bytes()
-        for known, reference in self._files.values():
-            if known == data:
-                return reference
-        self._files = {path: (data, self._ray.put(data))}
-        return self._files[path][1]
+        if self._work[0] != data:
+            self._work = data, self._ray.put(data)
+        return self._work[1]
 
     def _group_of(self, bag: int) -> Any:
         """Reserve the resources of a bag's folds, all or none: a bundle for each fold that trains at once.
@@ -168,7 +167,7 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
         ray.init(log_to_driver=False)
         return
     machine = available()
-    asked = ResourceQuota() if total is None else total
+    asked = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
     from ray._private import ray_constants
 
     # Without this switch (Ray sets it on macOS only) Ray replaces 127.0.0.1 by the machine's address, to which
@@ -179,8 +178,8 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=machine.num_cpus if asked.num_cpus == "auto" else asked.num_cpus,
-            num_gpus=machine.num_gpus if asked.num_gpus == "auto" else math.ceil(exact(asked.num_gpus)),
+            num_cpus=asked.num_cpus,
+            num_gpus=math.ceil(exact(asked.num_gpus)),
             log_to_driver=False,
         )
     finally:
@@ -192,24 +191,24 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     cluster = ResourceQuota(max(1, int(have.get("CPU", 0))), as_number(exact(have.get("GPU", 0))))
     if total is None:
         return cluster
-    num_cpus = cluster.num_cpus if total.num_cpus == "auto" else total.num_cpus
-    num_gpus = cluster.num_gpus if total.num_gpus == "auto" else total.num_gpus
-    if int(num_cpus) > int(cluster.num_cpus) or exact(num_gpus) > exact(cluster.num_gpus):
+    total = total.filled(cluster)
+    if int(total.num_cpus) > int(cluster.num_cpus) or exact(total.num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
             f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
             "Request at most these."
         )
-    return ResourceQuota(num_cpus, num_gpus, total.memory)
+    return total
 
 
-def _supervise(fields: dict[str, Any], work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
+def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
     """In a Ray task: train the fold in a child process and return its files."""
     folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
     try:
         (folder / "work.pkl").write_bytes(work)
         (folder / "params.pkl").write_bytes(params)
-        job = Job(**{**fields, "folder": str(folder), "work": str(folder / "work.pkl")})
-        job.params = str(folder / "params.pkl")
+        job = dataclasses.replace(
+            job, folder=str(folder), work=str(folder / "work.pkl"), params=str(folder / "params.pkl")
+        )
         with ExitStack() as undo:
             if cpus := affinity():
                 job.cpus = free_cpus(int(job.quota[0]), cpus, undo)

@@ -19,7 +19,7 @@ from trainloop.tuning.folds import Fold
 from trainloop.tuning.predictor import BaggedPredictor
 from trainloop.tuning.storage import read
 
-__all__ = ["Trial", "TuneResult", "best_of"]
+__all__ = ["Trial", "TuneResult", "best_of", "short"]
 
 State = Literal["done", "partial", "failed", "interrupted"]
 
@@ -57,12 +57,21 @@ class Trial:
         return sum(present) / len(present) if present else None
 
 
-def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
-    """Return the best trial, or None if no trial has a score. Complete trials rank before all others."""
-    scored = [trial for trial in trials if is_number(trial.score)]
-    whole = [trial for trial in scored if trial.state == "done"]
+def best_first(trials: Sequence[Trial], mode: str) -> list[Trial]:
+    """Return the trials, the best first. Complete trials rank before all others, and trials without a score last."""
     sign = 1 if mode == "min" else -1
-    return min(whole or scored, key=lambda trial: (sign * (trial.score or 0.0), trial.number), default=None)
+    return sorted(trials, key=lambda t: (not is_number(t.score), t.state != "done", sign * (t.score or 0.0), t.number))
+
+
+def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
+    """Return the best trial, or None if no trial has a score."""
+    return next((trial for trial in best_first(trials, mode) if is_number(trial.score)), None)
+
+
+def short(error: str) -> str:
+    """Return one line of an error: the last one, or how the process ended."""
+    lines = error.strip().splitlines() or [""]
+    return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
 
 class TuneResult:
@@ -216,15 +225,6 @@ class TuneResult:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dict for each trial, the best first, for example for ``pandas.DataFrame(result.rows())``."""
-        best_first = sorted(
-            self.trials,
-            key=lambda t: (
-                t.state != "done",
-                not is_number(t.score),
-                (t.score or 0.0) * (1 if self.mode == "min" else -1),
-                t.number,
-            ),
-        )
         return [
             {
                 "trial": trial.number,
@@ -234,7 +234,7 @@ class TuneResult:
                 "seconds": round(trial.seconds, 2),
                 "state": trial.state,
             }
-            for trial in best_first
+            for trial in best_first(self.trials, self.mode)
         ]
 
     def _cells(self) -> list[list[str]]:

@@ -8,42 +8,33 @@ import secrets
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.scratch import remove, temporary_folder
+from trainloop._support.screen import bar_size
 from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
-from trainloop.resources import Plan, ResourceQuota, plan
+from trainloop.resources import Plan, ResourceQuota, enforce, plan
+from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
-from trainloop.tuning.local import FoldExit, LocalBackend
+from trainloop.tuning.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.on_ray import RayBackend
-from trainloop.tuning.progress import Running, View
-from trainloop.tuning.result import TuneResult, best_of
-from trainloop.tuning.slots import Slots, lease_total, machine_total
+from trainloop.tuning.result import Trial, TuneResult, best_of, short
 from trainloop.tuning.space import Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
 
 __all__ = ["tune"]
 
-
 _SOFT = 0.9  # part of a model's time for training; the rest is for its predictions and files
-
-
-class Backend(Protocol):
-    """Run folds, on this machine or elsewhere."""
-
-    def start(self, job: Job, bag: int) -> None: ...
-
-    def wait(self, timeout_s: float) -> list[FoldExit]: ...
-
-    def close(self) -> list[Job]: ...
 
 
 @refuses_unknown
@@ -208,25 +199,25 @@ def tune(
         chosen_seed = store.fix_seed(secrets.randbelow(2**31) if seed is None else seed)
         if chosen_seed != seed:
             proposals = make_searcher(searcher, space, seed=chosen_seed, mode=mode)
-        runner: Backend
+        runner: LocalBackend | RayBackend
+        held: tuple[list[int], list[int]] | None = None
         if backend == "ray":
             ray_backend.begin(division)
-            runner, slots = ray_backend, Slots(division, None, None)
+            runner = ray_backend
         else:
             held = lease_total(division.total, lease_timeout_s, undo)
-            slots = Slots(division, *held)
             runner = LocalBackend(preload if sys.platform == "linux" else ())
         undo.callback(runner.close)
         work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
         search = _Search(
-            *(store, division, proposals, runner, slots, work, chosen_seed, mode, progress),
+            *(store, division, proposals, runner, held, work, chosen_seed, mode, progress),
             deadline=deadline,
             keep_all=keep == "all",
         )
         search.settle_folds(num_bag_folds, targets, own)
         search.run()
         result = TuneResult(
-            [running.trial() for running in search.begun],
+            [running.trial for running in search.begun],
             metric=_name_of(metric),
             mode=mode,
             plan=division,
@@ -285,8 +276,8 @@ class _Search:
         store: Storage,
         division: Plan,
         searcher: Searcher,
-        backend: Backend,
-        slots: Slots,
+        backend: LocalBackend | RayBackend,
+        held: tuple[list[int], list[int]] | None,
         work: dict[str, Any],
         seed: int,
         mode: str,
@@ -299,7 +290,7 @@ class _Search:
         self._plan = division
         self._searcher = searcher
         self._backend = backend
-        self._slots = slots
+        self._held = held  # CPUs and GPUs; none of this machine's with Ray
         self._work = work
         self._seed = seed
         self._mode = mode
@@ -336,30 +327,32 @@ class _Search:
         write(self._store.folder / "work.pkl", {**self._work, "folds": None}, "tune")
         params = self._store.params(0) or self._searcher.propose(0) or {}
         self._store.begin_trial(0, params)
-        ended = self._probe()
-        folder = Path(ended.job.folder)
-        if ended.error:
-            raise ConfigurationError(
-                "The number of rows of the data could not be found: make_loop was called with a fold of two rows, then "
-                "as make_loop(params, None), and both failed. Pass "
-                f"data=(x, y) or targets (one per row) to tune, or fix make_loop:\n{ended.error}"
-            )
-        found = read(folder / "result.pkl", trusted=self._store.trusted)
-        return found["length"], found["targets"]
-
-    def _probe(self) -> FoldExit:
         folder = self._store.folder / "data"
         make_folder(folder)
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
         self._backend.start(self._job(0, 0, folder, place=0, probe=True), 0)
-        while True:
-            for ended in self._backend.wait(1.0):
-                return ended
+        while not self._backend.wait(1.0):
+            pass
+        if not (folder / "result.pkl").exists():
+            raise ConfigurationError(
+                "The number of rows of the data could not be found: make_loop failed when it was called with a fold of "
+                "two rows. Pass data=(x, y) or targets (one per row) to tune, or fix make_loop:\n"
+                + (folder / "error.txt").read_text()
+            )
+        found = read(folder / "result.pkl", trusted=self._store.trusted)
+        return found["length"], found["targets"]
 
     def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
         # Slots of one trial are adjacent, on the devices that the plan gives to one bag.
         bag, model = divmod(place, self._plan.folds_in_parallel)
+        quota = self._plan.per_model
+        environment, cpus = enforce.child_environment(quota), []
+        if self._held is not None:
+            first = bag * int(self._plan.per_bag.num_cpus) + model * int(quota.num_cpus)
+            cpus = self._held[0][first : first + int(quota.num_cpus)]
+            devices = [self._held[1][device] for device in self._plan.placement[place]]
+            environment["CUDA_VISIBLE_DEVICES"] = child_mask(devices, visible_devices())
         return Job(
             trial=number,
             fold=fold,
@@ -368,9 +361,9 @@ class _Search:
             params=str(self._store.trial_folder(number) / "params.pkl"),
             trusted=self._store.trusted,
             seed=int(np.random.SeedSequence([self._seed, number, fold]).generate_state(1)[0]),
-            quota=self._slots.quota,
-            cpus=self._slots.cpus(bag, model),
-            environment=self._slots.environment(bag, model),
+            quota=(quota.num_cpus, quota.num_gpus, quota.memory),
+            cpus=cpus,
+            environment=environment,
             probe=probe,
         )
 
@@ -383,8 +376,8 @@ class _Search:
             with self._view:
                 while not self.interrupted and self._fill():
                     self._view.show(self.begun)
-                    for ended in self._backend.wait(self._patience_s()):
-                        self._record(ended)
+                    for job in self._backend.wait(self._patience_s()):
+                        self._record(job)
                     if self._patience_s() <= 0:
                         self.interrupted, why = True, "the search's time was up"
         except KeyboardInterrupt:
@@ -392,10 +385,12 @@ class _Search:
         if self.interrupted:
             for job in self._backend.close():
                 if self._store.result(job.trial, job.fold) is not None:  # it has just finished
-                    self._record(FoldExit(job))
+                    self._record(job)
             for running in self.begun:
                 running.interrupt(why)
-            self.interrupted = self._next < self._plan.num_trials or any(each.interrupted for each in self.begun)
+            self.interrupted = self._next < self._plan.num_trials or any(
+                each.trial.state == "interrupted" for each in self.begun
+            )
         self._view.last(self.begun, self.interrupted)
 
     def _patience_s(self) -> float:
@@ -423,8 +418,8 @@ class _Search:
             fold = running.waiting.pop(0)
             running.training[fold] = place
             taken.add(place)
-            folder = self._store.clean_fold(running.number, fold)
-            job = self._job(running.number, fold, folder, place=place)
+            folder = self._store.clean_fold(running.trial.number, fold)
+            job = self._job(running.trial.number, fold, folder, place=place)
             job.until = self._soft_end(len(taken))
             self._backend.start(job, place // self._plan.folds_in_parallel)
         return bool(taken)
@@ -450,7 +445,7 @@ class _Search:
             self._next = self._plan.num_trials
             return None
         self._next += 1
-        running = Running(number, params, self._plan.num_folds)
+        running = Running(Trial(number, params, [None] * self._plan.num_folds, 0.0, "interrupted"))
         self.begun.append(running)
         self._store.begin_trial(number, params)
         for fold in range(self._plan.num_folds):
@@ -463,28 +458,134 @@ class _Search:
             self._end(running)
         return running
 
-    def _record(self, ended: FoldExit) -> None:
-        running = self.begun[ended.job.trial]
-        fold = ended.job.fold
+    def _record(self, job: Job) -> None:
+        running, fold = self.begun[job.trial], job.fold
         running.training.pop(fold, None)
-        result = self._store.result(running.number, fold)
+        result = self._store.result(job.trial, fold)
         if result is None:
-            running.errors[fold] = ended.error
-            self._view.print_lost(running, fold)
+            running.trial.errors[fold] = (Path(job.folder) / "error.txt").read_text()
+            self._view.print_lost(running.trial, fold)
         else:
             running.add(fold, result)
         if running.over:
             self._end(running)
 
     def _end(self, running: Running) -> None:
-        trial = running.trial()
+        running.end()
+        trial = running.trial
         # Report failures too, or a searcher that models the space would propose the same again.
-        self._searcher.tell(running.number, running.params, trial.score if trial.state == "done" else None)
+        self._searcher.tell(trial.number, trial.params, trial.score if trial.state == "done" else None)
         if self._keep_all:
             return
-        over = [other.trial() for other in self.begun if other.over]
+        over = [other.trial for other in self.begun if other.over]
         best = best_of(over, self._mode)
         for other in over:
             # Another run may complete a partial trial, which may then be the best.
             if other.state == "done" and best is not None and other.number != best.number:
                 self._store.forget_models(other.number)
+
+
+# -- running trials and their display ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """A trial that has begun. Until it is over, its state is ``interrupted``."""
+
+    trial: Trial
+    """The trial, with its results so far."""
+    waiting: list[int] = field(default_factory=list)
+    """Folds that have not started yet."""
+    training: dict[int, int] = field(default_factory=dict)
+    """Folds that are training, and the slot of each among the models that run at once."""
+
+    @property
+    def over(self) -> bool:
+        return not self.waiting and not self.training
+
+    def add(self, fold: int, result: dict[str, Any]) -> None:
+        """Add the result of a fold that finished, now or in an earlier run."""
+        trial = self.trial
+        trial.scores[fold] = result["score"]
+        trial.seconds += result["seconds"]
+        trial.cpu_seconds += result.get("cpu_seconds", 0.0)
+        trial.facts[fold] = result.get("facts", {})
+        trial.cpus = max(trial.cpus, result.get("cpus", 0))
+        trial.gpus = max(trial.gpus, result.get("gpus", 0.0))
+
+    def end(self) -> None:
+        """Set the state of a trial whose folds have all ended."""
+        lost = self.trial.scores.count(None)
+        self.trial.state = "done" if not lost else "partial" if lost < len(self.trial.scores) else "failed"
+
+    def interrupt(self, why: str = "the search was interrupted") -> None:
+        """Mark training and waiting folds as interrupted."""
+        why = why[0].upper() + why[1:]
+        for fold in self.training:
+            self.trial.errors[fold] = f"{why} while this fold trained."
+        for fold in self.waiting:
+            self.trial.errors[fold] = f"{why} before this fold began."
+        self.training.clear()
+        self.waiting.clear()
+
+
+class View:
+    """Display of trials, folds and used resources: one line, redrawn; in a log a line for each trial that ends."""
+
+    def __init__(self, division: Plan, mode: str, progress: bool) -> None:
+        self._plan = division
+        self._mode = mode
+        self._progress = progress
+        self._live = progress and sys.stderr.isatty()
+        self._printed = 0
+
+    def __enter__(self) -> View:
+        from tqdm import tqdm
+
+        total = self._plan.num_trials * self._plan.num_folds
+        shape = "{desc} |{bar}| {n_fmt}/{total_fmt} folds [{elapsed}]{postfix}"
+        options: dict[str, Any] = {"disable": not self._live, "file": sys.stderr, **bar_size()}
+        self._bar = tqdm(total=total, desc="tune", bar_format=shape, **options)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def show(self, begun: list[Running]) -> None:
+        """Show the present state."""
+        over = sum(running.over for running in begun)
+        if self._live:
+            self._bar.n = sum(len(r.trial.scores) - r.trial.scores.count(None) + len(r.trial.errors) for r in begun)
+            self._bar.set_postfix_str(self.line(begun))
+        elif self._progress and over > self._printed:
+            print(f"tune: {self.line(begun)}", file=sys.stderr, flush=True)
+        self._printed = over
+
+    def print_lost(self, trial: Trial, fold: int) -> None:
+        """Print one line with the reason why a fold has no result; the search's result has the whole error."""
+        if self._progress:
+            text = f"tune: fold {fold} of trial {trial.number} failed: {short(trial.errors[fold])}"
+            self._bar.write(text, file=sys.stderr)
+
+    def line(self, begun: list[Running]) -> str:
+        """Return the present state in one line."""
+        now = [running for running in begun if running.training]
+        models = sum(len(running.training) for running in now)
+        quota = self._plan.per_model
+        over = [running.trial for running in begun if running.over]
+        states = Counter("failed" if trial.state == "partial" else trial.state for trial in over)
+        interrupted = f", {states['interrupted']} interrupted" if states["interrupted"] else ""
+        best = best_of(over, self._mode)
+        return (
+            f"{states['done']} of {self._plan.num_trials} trials done, {len(now)} running, "
+            f"{states['failed']} failed{interrupted}; "
+            f"CPUs {models * int(quota.num_cpus)}/{self._plan.total.num_cpus}, "
+            f"GPUs {models * float(quota.num_gpus):.4g}/{float(self._plan.total.num_gpus):.4g}"
+            + ("" if best is None else f"; best {best.score:.5g} (trial {best.number})")
+        )
+
+    def last(self, begun: list[Running], interrupted: bool) -> None:
+        """Show the final state."""
+        if self._progress:
+            ended = "was interrupted" if interrupted else "has finished"
+            print(f"tune {ended}: {self.line(begun)}", file=sys.stderr, flush=True)

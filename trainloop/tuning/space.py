@@ -21,14 +21,6 @@ __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_
 _ENUMERABLE = 1_000_000  # in spaces with fewer settings, a random search never tries one twice
 
 
-class Dimension(Protocol):
-    """The possible values of one parameter."""
-
-    def sample(self, rng: np.random.Generator) -> Any:
-        """Return one of them, at random."""
-        ...
-
-
 @dataclass(frozen=True)
 class Choice:
     """One of several values of any type. A list, tuple or range in a space is converted to a ``Choice``."""
@@ -94,6 +86,9 @@ class _Distribution:
     def sample(self, rng: np.random.Generator) -> Any:
         value = self.frozen.rvs(random_state=rng)
         return value.item() if isinstance(value, np.generic) else value
+
+
+Dimension = Choice | Uniform | Integers | _Distribution
 
 
 def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
@@ -166,10 +161,8 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
         If there is no such searcher, it can't search this space, or Optuna is not installed.
     """
     dimensions = parse_space(space)
-    if searcher == "random":
-        return _Random(dimensions, seed)
-    if searcher == "grid":
-        return _Grid(dimensions)
+    if searcher in ("random", "grid"):
+        return _Listed(dimensions, seed, in_order=searcher == "grid")
     if searcher == "optuna" or hasattr(searcher, "sample_relative"):
         return _Optuna(dimensions, None if searcher == "optuna" else searcher, seed, mode)
     if hasattr(searcher, "propose") and hasattr(searcher, "tell"):
@@ -180,54 +173,39 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
     )
 
 
-def _grid_size(dimensions: Mapping[str, Dimension]) -> int | None:
-    """Return the number of settings if all dimensions are choices, else None."""
-    sizes = [len(d.values) if isinstance(d, Choice) else None for d in dimensions.values()]
-    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+class _Listed:
+    """The settings of a grid, in order or at random; or random ones, in a space that can't be listed."""
 
-
-def _setting(dimensions: Mapping[str, Dimension], index: int) -> dict[str, Any]:
-    """Return setting ``index`` of the grid; the last parameter varies fastest."""
-    params = {}
-    for name, dimension in reversed(list(dimensions.items())):
-        assert isinstance(dimension, Choice)
-        index, position = divmod(index, len(dimension.values))
-        params[name] = dimension.values[position]
-    return {name: params[name] for name in dimensions}
-
-
-class _Random:
-    def __init__(self, dimensions: dict[str, Dimension], seed: int) -> None:
+    def __init__(self, dimensions: dict[str, Dimension], seed: int, *, in_order: bool) -> None:
         self._dimensions = dimensions
         self._seed = seed
-        size = _grid_size(dimensions)
-        self._order = None
-        if size is not None and size <= _ENUMERABLE:
-            self._order = np.random.default_rng(seed).permutation(size)
+        self._order: Sequence[int] | None = None
+        unlisted = [name for name, dimension in dimensions.items() if not isinstance(dimension, Choice)]
+        size = math.prod(len(d.values) for d in dimensions.values() if isinstance(d, Choice))
+        if in_order and unlisted:
+            raise ConfigurationError(
+                f"space[{unlisted[0]!r}]={dimensions[unlisted[0]]!r} is not a list: searcher='grid' accepts only lists "
+                "and ranges. List its values, or use searcher='random'."
+            )
+        if in_order:
+            self._order = range(size)
+        elif not unlisted and size <= _ENUMERABLE:
+            self._order = np.random.default_rng(seed).permutation(size).tolist()
 
     def propose(self, number: int) -> dict[str, Any] | None:
-        if self._order is not None:
-            return _setting(self._dimensions, int(self._order[number])) if number < len(self._order) else None
-        rng = np.random.default_rng([self._seed, number])
-        return {name: dimension.sample(rng) for name, dimension in self._dimensions.items()}
+        if self._order is None:
+            rng = np.random.default_rng([self._seed, number])
+            return {name: dimension.sample(rng) for name, dimension in self._dimensions.items()}
+        return self._setting(self._order[number]) if number < len(self._order) else None
 
-    def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
-        pass
-
-
-class _Grid:
-    def __init__(self, dimensions: dict[str, Dimension]) -> None:
-        for name, dimension in dimensions.items():
-            if not isinstance(dimension, Choice):
-                raise ConfigurationError(
-                    f"space[{name!r}]={dimension!r} is not a list: searcher='grid' accepts only lists and ranges. "
-                    "List its values, or use searcher='random'."
-                )
-        self._dimensions = dimensions
-        self._size = _grid_size(dimensions) or 1
-
-    def propose(self, number: int) -> dict[str, Any] | None:
-        return _setting(self._dimensions, number) if number < self._size else None
+    def _setting(self, index: int) -> dict[str, Any]:
+        """Return setting ``index`` of the grid; the last parameter varies fastest."""
+        params = {}
+        for name, dimension in reversed(self._dimensions.items()):
+            assert isinstance(dimension, Choice)
+            index, position = divmod(index, len(dimension.values))
+            params[name] = dimension.values[position]
+        return {name: params[name] for name in self._dimensions}
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
         pass

@@ -5,8 +5,7 @@
     search.json                     identity of the search; a resumed search must have the same
     folds.pkl                       the folds, if bagging is used
     trial-0003/params.pkl, .json    the trial's parameters, exact and readable
-    trial-0003/fold-1/job.json      where and how the child runs
-                      log.txt       the child's output
+    trial-0003/fold-1/log.txt       the child's output
                       result.pkl    score, seconds, predictions; written last, so a fold that has it is finished
                       model.pkl     the trained model
                       error.txt     reason why there is no result
@@ -21,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import stat
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Storage",
     "dumps",
-    "loads",
     "make_folder",
     "read",
     "read_checked",
@@ -68,13 +67,6 @@ def dumps(value: object, root: str = "") -> bytes:
         raise UnpicklableError(explain({root: value}, error)) from error
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that :func:`dumps` pickled. This can execute arbitrary code: the file must be trusted."""
-    import pickle
-
-    return pickle.loads(data)
-
-
 def write(path: Path, value: object, root: str = "") -> None:
     """Pickle ``value`` into a file, atomically."""
     write_bytes(path, dumps(value, root))
@@ -82,7 +74,7 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 def read(path: Path, *, trusted: bool = False) -> Any:
     """Read a pickle that :func:`write` wrote, only if no other user can have written it, or if ``trusted``."""
-    return loads(read_own(path, trusted=trusted))
+    return pickle.loads(read_own(path, trusted=trusted))
 
 
 def read_own(path: Path, *, trusted: bool = False) -> bytes:
@@ -104,12 +96,6 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
             _check_owner(path, os.fstat(file.fileno()))
             _check_owner(path.parent, os.stat(path.parent))
         return file.read()
-
-
-def check_own_folder(folder: Path, *, trusted: bool = False) -> None:
-    """Check that no other user can put files into a folder of pickles; raise the errors of :func:`read_own`."""
-    if not trusted:
-        _check_owner(folder, os.stat(folder))
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
@@ -218,7 +204,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise CheckpointError(f"{str(path)!r} is damaged: its checksum is wrong. Save the predictor again.")
     try:
-        return loads(body)
+        return pickle.loads(body)
     except Exception as error:  # a class has moved, or a library is not installed
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
@@ -233,7 +219,8 @@ class Storage:
         self.folder = folder.absolute()
         self.trusted = trusted
         make_folder(self.folder)
-        check_own_folder(self.folder, trusted=trusted)
+        if not trusted:  # nobody else may put pickles there
+            _check_owner(self.folder, os.stat(self.folder))
         self._lock = self._locked()
         try:
             self.identity = self._checked(dict(identity))

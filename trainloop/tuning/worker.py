@@ -6,7 +6,6 @@ writes its result into the fold's folder. Nothing in this module runs in the pro
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -14,12 +13,15 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from trainloop._support import platform
+from trainloop.resources import ResourceQuota, enforce, lease
+from trainloop.tuning import fitting
+from trainloop.tuning.storage import read, write, write_bytes
 
 __all__ = ["Job", "seconds_left", "train_fold"]
 
@@ -56,21 +58,17 @@ class Job:
     probe: bool = False
     """True if the child only reads the length and targets of the data."""
 
-    def write(self) -> Path:
-        path = Path(self.folder) / "job.json"
-        path.write_text(json.dumps(asdict(self)))
-        return path
 
-
-def train_fold(job_file: str, log: str) -> None:
-    """Train the fold of ``job_file``, then end the process. This is its main function.
+def train_fold(job: Job) -> None:
+    """Train the fold of ``job``, then end the process. This is its main function.
 
     The process has its own session: a Ctrl-C in the terminal reaches the search only, which then ends all processes
-    of the fold. The output goes into the file ``log``.
+    of the fold. The output goes into the file ``log.txt`` of the fold's folder.
     """
     if hasattr(os, "setsid"):
         os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    folder = Path(job.folder)
+    out = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for number in (1, 2):
         os.dup2(out, number)
     os.close(out)
@@ -78,17 +76,13 @@ def train_fold(job_file: str, log: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with_the_parent, args=(parent.sentinel,), daemon=True).start()
-    job = Job(**json.loads(Path(job_file).read_text()))
     if job.cpus:
         platform.set_affinity(job.cpus)
-    folder = Path(job.folder)
     try:
         _train(job, folder)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        from trainloop.tuning.storage import write_bytes
-
         write_bytes(folder / "error.txt", traceback.format_exc().encode(errors="replace"))
         _exit_at_once(1)
     _exit_at_once(0)
@@ -131,9 +125,6 @@ def _end_with_the_parent(sentinel: int) -> None:
 
 
 def _train(job: Job, folder: Path) -> None:
-    from trainloop.resources import ResourceQuota, enforce, lease
-    from trainloop.tuning.storage import read, write
-
     global _until
     _until = job.until
     # The search has leased this fold's resources: a lease by the fold would wait for the search to end.
@@ -150,9 +141,6 @@ def _train(job: Job, folder: Path) -> None:
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
         _seed(job.seed)
-        # Not earlier: this may import torch, which reads the number of threads that applied() has set.
-        from trainloop.tuning import fitting
-
         if job.probe:
             length, targets = fitting.learn_rows(work["make_loop"], params)
             write(folder / "result.pkl", {"length": length, "targets": fitting.as_rows(targets)})
@@ -166,7 +154,6 @@ def _train(job: Job, folder: Path) -> None:
         write(folder / "predictions.pkl", outcome.predictions)
         result = {
             "score": outcome.score,
-            "history": outcome.history,
             "classes": outcome.classes,
             "seconds": time.monotonic() - began,
             "cpus": len(platform.affinity()) or int(quota.num_cpus),
@@ -180,8 +167,7 @@ def _train(job: Job, folder: Path) -> None:
 
 def _cpu_seconds() -> float:
     """Return the CPU seconds of this process and its ended children, counted by the kernel."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    return sum(os.times()[:4])
 
 
 def _seed(seed: int) -> None:

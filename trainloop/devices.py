@@ -1,16 +1,35 @@
-"""Parse and resolve requests for devices. The results depend only on the arguments, not on the machine."""
+"""Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
+
+Indices always refer to ``CUDA_VISIBLE_DEVICES``, like torch's.
+"""
 
 from __future__ import annotations
 
 import operator
+import os
 import re
+import sys
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from trainloop._support.platform import affinity
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError, DeviceError
+from trainloop.resources import gpus
+from trainloop.resources.gpus import visible_devices
 
-__all__ = ["DeviceChoice", "choose_devices", "most_cpu_processes", "parse_devices", "shown", "whole_number"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DeviceChoice",
+    "effective_batch_size",
+    "find_usable_cuda_devices",
+    "parse_devices",
+    "resolve",
+    "visible_devices",
+]
 
 Kind = Literal["cuda", "mps", "cpu"]
 
@@ -261,15 +280,214 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
             "Use devices=1 for one process, devices=2 for two; 'auto' means one."
         )
-    if number > most_cpu_processes(cores):
+    most = max(64, 8 * cores)  # many, so that small machines can try out many ranks
+    if number > most:
         raise DeviceError(
             f"devices={shown(devices)}: on the CPU, this is the number of processes, but there {_be(cores)} {cores} "
             "core"
-            f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most_cpu_processes(cores)} are refused."
+            f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most} are refused."
         )
     return number
 
 
-def most_cpu_processes(cores: int) -> int:
-    """Return the largest number of CPU processes to allow: many, so that small machines can try out many ranks."""
-    return max(64, 8 * cores)
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(affinity()) or os.cpu_count() or 1
+
+
+def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torch.device]:
+    """Return the devices that a run uses, in rank order, without creating a CUDA context.
+
+    Parameters
+    ----------
+    accelerator : {'auto', 'gpu', 'cuda', 'mps', 'cpu'}
+        ``auto`` is the first available of cuda, mps and cpu; ``gpu`` is cuda or mps, never the CPU.
+    devices : int, str or sequence of int
+        See :func:`parse_devices`. For the CPU, the number of processes.
+
+    Returns
+    -------
+    list of torch.device
+        For the CPU one ``torch.device('cpu')`` per process.
+
+    Raises
+    ------
+    ConfigurationError
+        If the accelerator's name is unknown.
+    DeviceError
+        If the accelerator is missing, or has no such devices.
+
+    Warns
+    -----
+    UserWarning
+        In a notebook or shell, if ``devices='auto'`` uses only one of several GPUs; and if there are more processes
+        than cores.
+    """
+    import torch
+
+    mps = bool(torch.backends.mps.is_available())
+    choice = choose_devices(
+        accelerator, devices, cuda=_cuda_count(), mps=mps, interactive=_interactive(), cores=usable_cores()
+    )
+    if choice.note:
+        warn(choice.note)
+    if choice.kind == "cpu":
+        return [torch.device("cpu") for _ in choice.indices]
+    return [torch.device(choice.kind, index) for index in choice.indices]
+
+
+def _cuda_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # IPython and Jupyter set ps1, too
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Find GPUs that no other run uses, lease them to this process, and return their indices.
+
+    This is for several runs on one machine, especially in 'exclusive process' mode. The function tries GPUs in index
+    order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough GPUs are
+    found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this process
+    ends. A second call in the same process may return the same GPUs.
+
+    Parameters
+    ----------
+    num_devices : int
+        Number of GPUs; -1 for all usable ones; 0 for none.
+
+    Returns
+    -------
+    list of int
+        Ascending indices.
+
+    Raises
+    ------
+    DeviceError
+        If fewer GPUs are visible than requested (before any GPU is tried); if fewer are usable (the message has the
+        indices of the occupied ones); or if ``num_devices`` is not an int.
+
+    Notes
+    -----
+    In the default compute mode a busy GPU still accepts a tensor, so a usable GPU may have other users. If
+    ``nvidia-ml-py`` (the extra ``gpu``) is installed, GPUs without other users' processes are tried first.
+    """
+    if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
+        raise DeviceError(
+            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or their number (0 or more)."
+        )
+    if num_devices == 0:
+        return []
+    count = _cuda_count()
+    if count == 0:
+        raise DeviceError(
+            f"num_devices={num_devices}: no CUDA device is visible here (0 devices). "
+            "Use accelerator='cpu', or check CUDA_VISIBLE_DEVICES and the CUDA build of torch."
+        )
+    if num_devices > count:
+        raise DeviceError(
+            f"num_devices={num_devices}: only {count} CUDA devices are visible here. "
+            f"Ask for at most {count}, or -1 for all usable ones."
+        )
+    return gpus.lease_usable(int(num_devices), count)
+
+
+# -- modes -----------------------------------------------------------------------------------------------------------
+
+Mode = Literal["single", "dp", "ddp", "fsdp"]
+
+_MODES: dict[str, Mode] = {
+    "single": "single",
+    "dp": "dp",
+    "ddp": "ddp",
+    "ddp_spawn": "ddp",
+    "ddp_notebook": "ddp",
+    "ddp_fork": "ddp",
+    "fsdp": "fsdp",
+    "fsdp2": "fsdp",
+}
+_REPLACED: dict[str, str] = {
+    "ddp2": "Lightning 1.8 removed it; use gpu_mode='ddp'",
+    "horovod": "use gpu_mode='ddp', with torchrun or Slurm for several machines",
+    "ddp_sharded": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
+    "fsdp_native": "use gpu_mode='fsdp'",
+    "deepspeed": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
+}
+
+
+def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: str | None = None) -> Mode:
+    """Return the mode for a strategy's name.
+
+    Parameters
+    ----------
+    name : str
+        ``'single'``, ``'dp'``, ``'ddp'``, ``'fsdp'``, ``'auto'`` (``single`` for one device and node, else ``ddp``), or
+        one of Lightning's names for ``ddp`` in processes: ``'ddp_spawn'``, ``'ddp_notebook'``, ``'ddp_fork'``.
+    num_devices, num_nodes : int
+        Devices on each node, and nodes.
+    kind : str, optional
+        Type of the devices (``torch.device.type``), if known: ``mps`` supports ``single`` only.
+
+    Raises
+    ------
+    ConfigurationError
+        If the strategy is not supported (the message names its replacement), or can't use these devices and nodes.
+    """
+    num_nodes = check_num_nodes(num_nodes)
+    if name == "auto":
+        mode: Mode = "single" if num_devices == 1 and num_nodes == 1 else "ddp"
+    elif isinstance(name, str) and name in _MODES:
+        mode = _MODES[name]
+    else:
+        word = name.strip().lower() if isinstance(name, str) else ""
+        # 'ddp_sharded_spawn', 'fsdp_native', 'deepspeed_stage_2' are variants of the strategies above.
+        replaced = next((known for known in _REPLACED if word == known or word.startswith(f"{known}_")), None)
+        if replaced is not None:
+            raise ConfigurationError(f"gpu_mode={shown(name)}: {_REPLACED[replaced]}.")
+        raise ConfigurationError(f"gpu_mode={shown(name)}: must be 'single', 'dp', 'ddp', 'fsdp' or 'auto'.")
+    if num_nodes > 1 and not has_ranks(mode):
+        raise ConfigurationError(
+            f"gpu_mode={shown(name)} with num_nodes={num_nodes}: this mode uses one node only. "
+            "Use gpu_mode='ddp' or 'fsdp'."
+        )
+    if kind == "mps" and mode != "single":
+        raise ConfigurationError(f"gpu_mode={shown(name)} on mps: there is only one Apple GPU. Use gpu_mode='single'.")
+    return mode
+
+
+def has_ranks(mode: object) -> bool:
+    """Return True if a mode runs one process per device."""
+    return mode in ("ddp", "fsdp")
+
+
+def check_num_nodes(num_nodes: object) -> int:
+    """Return ``num_nodes`` after checking it.
+
+    Raises
+    ------
+    ConfigurationError
+        If it is not an int of 1 or more (a bool or text is not an int).
+    """
+    number = whole_number(num_nodes)
+    if number is None or number < 1:
+        raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more, the number of machines.")
+    return number
+
+
+def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
+    """Return the number of samples of a global batch, for loaders with this ``batch_size``.
+
+    ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks, while ``single`` and ``dp``
+    (which splits the batch) do not. Gradient accumulation multiplies the samples of an optimizer step, not of a global
+    batch.
+
+    Raises
+    ------
+    ConfigurationError
+        For more than one node in a mode that uses only one.
+    """
+    mode = resolve_mode(mode, num_devices, num_nodes)
+    return batch_size * num_devices * num_nodes if has_ranks(mode) else batch_size
