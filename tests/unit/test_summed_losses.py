@@ -209,5 +209,5 @@ def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
     loop = TrainLoop(ModelWrap(nn.Linear(8, 8), Feed()), None, progress_bar=False, accelerator="cpu")
     few, many = (loop.evaluate_model_loss(DataLoader(make_data(100), batch_size=size)) for size in (5, 50))
     assert few == pytest.approx(many)
-    with pytest.raises(ConfigurationError, match=r"VAE.loss_reduction='Sum': must be 'mean' or 'sum'"):
+    with pytest.raises(ConfigurationError, match=r"VAE.loss_reduction='Sum': must be 'mean', 'sum' or None"):
         TrainLoop(declaring("Sum"), None)
