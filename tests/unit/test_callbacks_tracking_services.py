@@ -15,8 +15,7 @@ import pytest
 from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.callbacks.mlflow import MLflowTracking
-from trainloop.callbacks.wandb import AlertConfig, WandBTracking
+from trainloop.callbacks.trackers import AlertConfig, MLflowTracking, WandBTracking
 from trainloop.errors import ConfigurationError
 
 

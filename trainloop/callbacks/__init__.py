@@ -22,7 +22,6 @@ from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecor
 from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
 from trainloop.callbacks.gradient import GradientClipping as GradientClipping
 from trainloop.callbacks.gradient import GradientStats as GradientStats
-from trainloop.callbacks.mlflow import MLflowTracking as MLflowTracking
 from trainloop.callbacks.model_load import ModelLoadContinueTraining as ModelLoadContinueTraining
 from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
 from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
@@ -35,11 +34,12 @@ from trainloop.callbacks.profiler import Profiler as Profiler
 from trainloop.callbacks.profiler import ThroughputMonitor as ThroughputMonitor
 from trainloop.callbacks.swa import StochasticWeightAveraging as StochasticWeightAveraging
 from trainloop.callbacks.tensorboard import TensorBoard as TensorBoard
+from trainloop.callbacks.trackers import AlertConfig as AlertConfig
+from trainloop.callbacks.trackers import MLflowTracking as MLflowTracking
+from trainloop.callbacks.trackers import WandBTracking as WandBTracking
 from trainloop.callbacks.train_schedule import AbstractScheduler as AbstractScheduler
 from trainloop.callbacks.train_schedule import LearningRateMonitor as LearningRateMonitor
 from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
-from trainloop.callbacks.wandb import AlertConfig as AlertConfig
-from trainloop.callbacks.wandb import WandBTracking as WandBTracking
 
 __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 

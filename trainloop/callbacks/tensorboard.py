@@ -20,7 +20,7 @@ from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.board_pages import chart_layout, description_of, quantity_of, settings_of
-from trainloop.callbacks.epoch_values import EpochValues
+from trainloop.callbacks.trackers import EpochValues
 from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
