@@ -245,7 +245,7 @@ def _are_finite(numbers: Array) -> bool:
 
 
 def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> float:
-    predicted, targets = _classes(y_pred, y_true)
+    predicted, targets = classes_of(y_pred, y_true)
     if not len(targets):
         return float("nan")
     # By number, since scikit-learn refuses values that are not labels, such as 0.5, or classes of several types.
@@ -274,7 +274,8 @@ def _as_classes(rows: Any) -> Array:
     return array.ravel()
 
 
-def _classes(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
+def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
+    """Return predicted and true classes, one of each for each row, or for each element of rows of classes."""
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(

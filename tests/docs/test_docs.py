@@ -273,7 +273,7 @@ NOT_COMPARED = {
 NOT_RUN = {
     "trainloop.callbacks.nan.NonFinite",
     "trainloop.callbacks.nan.TerminateOnNaN",
-    "trainloop.callbacks.model_load.ModelLoadContinueTraining",
+    "trainloop.callbacks.experiment_folder.ModelLoadContinueTraining",
 }
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import TerminateOnNaN
+from trainloop.callbacks.gradient import norms_of
 from trainloop.callbacks.nan import NonFinite
-from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 
 

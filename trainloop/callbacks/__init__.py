@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-# `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
-from trainloop.callbacks.abstract import AbstractExperimentCallback as AbstractExperimentCallback
 from trainloop.callbacks.base import AbstractCallback as AbstractCallback
 from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
 from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
 from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
+from trainloop.callbacks.basic import InMultiProcessDataLoad as InMultiProcessDataLoad
 from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
 from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
-from trainloop.callbacks.ddp import InMultiProcessDataLoad as InMultiProcessDataLoad
 from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
 from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
-from trainloop.callbacks.ema import ExponentialMovingAverage as ExponentialMovingAverage
+
+# `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
+from trainloop.callbacks.experiment_folder import AbstractExperimentCallback as AbstractExperimentCallback
+from trainloop.callbacks.experiment_folder import ModelLoadContinueTraining as ModelLoadContinueTraining
+from trainloop.callbacks.experiment_folder import ModelTrainHistoryFileWriter as ModelTrainHistoryFileWriter
+from trainloop.callbacks.experiment_folder import ModelTrainHistoryPlot as ModelTrainHistoryPlot
+from trainloop.callbacks.experiment_folder import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecorder
 from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
 from trainloop.callbacks.gradient import GradientClipping as GradientClipping
 from trainloop.callbacks.gradient import GradientStats as GradientStats
-from trainloop.callbacks.model_load import ModelLoadContinueTraining as ModelLoadContinueTraining
 from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
 from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
 from trainloop.callbacks.performance_eval import ModelPerformanceEvaluation as ModelPerformanceEvaluation
 from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as ModelPerformancePrintReport
-from trainloop.callbacks.performance_eval import ModelTrainHistoryFileWriter as ModelTrainHistoryFileWriter
-from trainloop.callbacks.performance_eval import ModelTrainHistoryPlot as ModelTrainHistoryPlot
-from trainloop.callbacks.performance_eval import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.profiler import Profiler as Profiler
 from trainloop.callbacks.profiler import ThroughputMonitor as ThroughputMonitor
-from trainloop.callbacks.swa import StochasticWeightAveraging as StochasticWeightAveraging
 from trainloop.callbacks.tensorboard import TensorBoard as TensorBoard
 from trainloop.callbacks.trackers import AlertConfig as AlertConfig
 from trainloop.callbacks.trackers import MLflowTracking as MLflowTracking
@@ -40,6 +39,8 @@ from trainloop.callbacks.trackers import WandBTracking as WandBTracking
 from trainloop.callbacks.train_schedule import AbstractScheduler as AbstractScheduler
 from trainloop.callbacks.train_schedule import LearningRateMonitor as LearningRateMonitor
 from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
+from trainloop.callbacks.weight_averages import ExponentialMovingAverage as ExponentialMovingAverage
+from trainloop.callbacks.weight_averages import StochasticWeightAveraging as StochasticWeightAveraging
 
 __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 

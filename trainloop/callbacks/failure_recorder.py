@@ -31,7 +31,7 @@ from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.norms import norms_of, which_are_finite
+from trainloop.callbacks.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded

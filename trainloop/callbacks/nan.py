@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.gradient import norms_of, which_are_finite
 from trainloop.callbacks.monitor import Monitor
-from trainloop.callbacks.norms import norms_of, which_are_finite
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 from trainloop.parallel.shards import local_shard

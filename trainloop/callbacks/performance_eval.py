@@ -7,12 +7,6 @@ from typing import Any
 
 from trainloop import distributed
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.history_report import (
-    ModelTrainHistoryBaseCB,
-    ModelTrainHistoryFileWriter,
-    ModelTrainHistoryPlot,
-    TrainHistoryPlot,
-)
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import evaluate_result_package
@@ -21,11 +15,7 @@ __all__ = [
     "MetricHistoryRename",
     "ModelPerformanceEvaluation",
     "ModelPerformancePrintReport",
-    "ModelTrainHistoryBaseCB",
-    "ModelTrainHistoryFileWriter",
-    "ModelTrainHistoryPlot",
     "TrainHistoryFormatter",
-    "TrainHistoryPlot",
 ]
 
 
