@@ -126,7 +126,6 @@ class ModelCheckpoint(Saver):
         self.safetensors = safetensors
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._left_out: Bits = {}
-        self._judged = False  # a value that is not NaN has been read
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Newest path, best path and best value of rank 0, on ranks of a launcher.
@@ -191,24 +190,16 @@ class ModelCheckpoint(Saver):
         Raises
         ------
         CheckpointError
-            If no checkpoint was ranked by a metric, if every value was NaN, or if the best checkpoint is damaged.
+            If no checkpoint was ranked by a metric, or if the best checkpoint is damaged.
         """
         self._finish_writing()
         path = distributed.broadcast_object(self.best_path)
         if path is None:
-            if self._judged:
-                raise CheckpointError(
-                    f"no checkpoint ranked by monitor={self.monitor!r} could be written to {self.dirpath}. "
-                    "See the training's warnings for the reason. Free space, or choose another dirpath."
-                )
-            if self._metric is not None and self._metric.has_read:
-                raise CheckpointError(
-                    f"no checkpoint in {self.dirpath} is the best: every value of monitor={self.monitor!r} was NaN. "
-                    "Add TerminateOnNaN to the callbacks to find the first step with a NaN."
-                )
             raise CheckpointError(
-                f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. "
-                "Pass monitor to ModelCheckpoint, and train for at least one epoch."
+                f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
+                "ModelCheckpoint, and train for at least one epoch. If training has warned that writing failed, free "
+                "space or choose another dirpath. If every value was NaN, add TerminateOnNaN to find the first step "
+                "with a NaN."
             )
         state = checkpoint.load(path)
         load_model(model or self.train_loop_obj.model, state)
@@ -325,7 +316,6 @@ class ModelCheckpoint(Saver):
         value = self._metric.new_value(loop) if self._metric is not None else None
         improved = False
         if self._metric is not None:
-            self._judged |= value is not None and value == value
             self._finish_writing()
             # Only rank 0 knows which values have a checkpoint: one that could not be written is not the best.
             best = self.best_value if loop.is_global_zero else None

@@ -22,8 +22,8 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and discarded. The next ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``, for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing. If a run restarts in the middle of these
-    steps (``max_restarts``), it traces the same number of steps from there.
+    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that is resumed or restarted
+    is profiled again, from its own first step.
 
     Parameters
     ----------
@@ -80,8 +80,7 @@ class Profiler(AbstractCallback):
         }
         self.traces: list[str] = []
         self.table = ""
-        self._steps, self._first = 0, skip
-        self._at_checkpoint: dict[str, Any] = {}
+        self._steps = 0
 
     def on_train_loop_registration(self) -> None:
         try:
@@ -90,29 +89,11 @@ class Profiler(AbstractCallback):
             raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be created: {error}.") from error
 
     def on_train_begin(self) -> None:
-        self._steps, self._first = 0, self.skip
+        self._steps = 0
         self._begin_if_due()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "first": self._first, "traces": list(self.traces), "table": self.table}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at_checkpoint = state  # a resumed run is profiled from its own first step
-
-    def on_restart(self, failure: Any) -> None:
-        """Restart tracing from here, because the traced steps were lost with their process."""
-        before = self._at_checkpoint
-        if before:
-            self._steps, self._first = before["steps"], before["first"]
-            self.traces, self.table = list(before["traces"]), before["table"]
-        if 0 <= self._steps - self._first < self.warmup + self.active:
-            self._first = self._steps
-            self._begin_if_due()
-        else:
-            self._end()  # the trace that on_train_begin started
-
     def _begin_if_due(self) -> None:
-        if self._running is None and self._steps == self._first:
+        if self._running is None and self._steps == self.skip:
             profiler = torch.profiler
             activities = [profiler.ProfilerActivity.CPU]
             if self.train_loop_obj.device.type == "cuda":
@@ -130,7 +111,7 @@ class Profiler(AbstractCallback):
             self._begin_if_due()
             return
         self._running.step()
-        if self._steps == self._first + self.warmup + self.active:
+        if self._steps == self.skip + self.warmup + self.active:
             self._end()
 
     def _write(self, running: Any) -> None:
