@@ -356,13 +356,13 @@ def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"every_n_epochs": 0}, r"every_n_epochs=0: must be a whole number above 0, or None"),
-        ({"every_n_steps": 1.5}, r"every_n_steps=1.5: must be a whole number above 0, or None"),
+        ({"every_n_epochs": 0}, r"every_n_epochs=0: must be an int of 1 or more, or None"),
+        ({"every_n_steps": 1.5}, r"every_n_steps=1.5: must be an int of 1 or more, or None"),
         ({"every_n_minutes": -1}, r"every_n_minutes=-1: must be a number above 0, or None"),
-        ({"keep": True}, r"keep=True: must be a whole number above 0, or None"),
+        ({"keep": True}, r"keep=True: must be an int of 1 or more, or None"),
         ({"mode": "best", "monitor": "a"}, r"ModelCheckpoint: mode='best': must be"),
         ({"mode": "maxx"}, r"ModelCheckpoint: mode='maxx': must be"),
-        ({"every_n_steps": np.True_}, r"every_n_steps=.*True_?: must be a whole number above 0, or None"),
+        ({"every_n_steps": np.True_}, r"every_n_steps=.*True_?: must be an int of 1 or more, or None"),
         ({"dirpath": ""}, r"'' is not a folder. Pass a path or a URL"),
     ],
 )

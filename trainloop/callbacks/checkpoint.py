@@ -11,14 +11,13 @@ from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import Saver, logs_nothing
+from trainloop.callbacks.base import Saver, count_of, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
-from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import local_shard, map_tensors
@@ -116,10 +115,15 @@ class ModelCheckpoint(Saver):
     ) -> None:
         # After all other callbacks at each hook, since their changes belong to the state.
         super().__init__("ModelCheckpoint", execution_order=1000)
-        self.every_n_epochs = _positive_or_none("every_n_epochs", every_n_epochs, int)
-        self.every_n_steps = _positive_or_none("every_n_steps", every_n_steps, int)
-        self.every_n_minutes = _positive_or_none("every_n_minutes", every_n_minutes, (int, float))
-        self.keep = _positive_or_none("keep", keep, int)
+        self.every_n_epochs = count_of("ModelCheckpoint", "every_n_epochs", every_n_epochs, optional=True)
+        self.every_n_steps = count_of("ModelCheckpoint", "every_n_steps", every_n_steps, optional=True)
+        is_number = isinstance(every_n_minutes, (int, float)) and not isinstance(every_n_minutes, bool)
+        if every_n_minutes is not None and not (is_number and every_n_minutes > 0):
+            raise ConfigurationError(
+                f"ModelCheckpoint: every_n_minutes={every_n_minutes!r}: must be a number above 0, or None."
+            )
+        self.every_n_minutes = every_n_minutes
+        self.keep = count_of("ModelCheckpoint", "keep", keep, optional=True)
         self.async_save = async_save
         if safetensors:
             checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
@@ -472,11 +476,3 @@ class ModelCheckpoint(Saver):
         is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
         self._ask_step, self._asked = step + pause, (now, step)
         return bool(is_up)
-
-
-def _positive_or_none(name: str, value: Any, kind: Any) -> Any:
-    number = whole_number(value) if kind is int else value
-    if value is None or (isinstance(number, kind) and not isinstance(number, bool) and number > 0):
-        return number
-    what = "a whole number" if kind is int else "a number"
-    raise ConfigurationError(f"ModelCheckpoint: {name}={value!r}: must be {what} above 0, or None.")

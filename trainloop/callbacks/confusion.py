@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
 from trainloop.result_package import classes_of
 
@@ -69,12 +69,8 @@ class ConfusionMatrix(AbstractCallback):
         super().__init__("ConfusionMatrix", execution_order=500)  # before TensorBoard, which writes the picture
         if dataset not in ("validation", "test"):
             raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
-        if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int) or every_n_epochs < 1:
-            raise ConfigurationError(
-                f"ConfusionMatrix: every_n_epochs={every_n_epochs!r}: must be an int of 1 or more."
-            )
         self.dataset = dataset
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
         self.matrix: Tensor | None = None

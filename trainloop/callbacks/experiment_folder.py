@@ -8,7 +8,7 @@ from typing import Any
 
 from trainloop import checkpoint
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.messages import UNTIL_END_OF_EPOCH
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.history import format_table
@@ -119,10 +119,8 @@ class TrainHistoryPlot(AbstractCallback):
 
     def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
         super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)
-        if every_n_epochs < 1:
-            raise ConfigurationError(f"TrainHistoryPlot: every_n_epochs={every_n_epochs}: must be 1 or more.")
         self.path = os.path.expanduser(os.fspath(path))
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = count_of("TrainHistoryPlot", "every_n_epochs", every_n_epochs)
 
     def on_train_loop_registration(self) -> None:
         import_extra("matplotlib", "TrainHistoryPlot", "plot")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 from trainloop.parallel.shards import clip_gradients, is_sharded, norms_over_ranks
@@ -118,9 +118,7 @@ class GradientStats(GradientCallbackBase):
 
     def __init__(self, every_n_steps: int = 50, per_parameter: bool = False) -> None:
         super().__init__("GradientStats", execution_order=-1)
-        if every_n_steps < 1:
-            raise ConfigurationError(f"GradientStats: every_n_steps={every_n_steps}: must be 1 or more.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = count_of("GradientStats", "every_n_steps", every_n_steps)
         self.per_parameter = per_parameter
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:

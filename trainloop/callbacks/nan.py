@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.gradient import norms_of, which_are_finite
 from trainloop.callbacks.monitor import Monitor
-from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, parameters_of
 from trainloop.parallel.shards import local_shard
 
@@ -75,12 +74,8 @@ class TerminateOnNaN(AbstractCallback):
 
     def __init__(self, monitor: str = "loss", check_every_n_steps: int | None = None, gradients: bool = True) -> None:
         super().__init__("TerminateOnNaN", execution_order=98)
-        if check_every_n_steps is not None and check_every_n_steps < 1:
-            raise ConfigurationError(
-                f"TerminateOnNaN: check_every_n_steps={check_every_n_steps}: must be 1 or more, or None."
-            )
         self.monitor = monitor
-        self.check_every_n_steps = check_every_n_steps
+        self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
         self.found: NonFinite | None = None
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # any mode: values are not compared

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
@@ -67,11 +67,9 @@ class Profiler(AbstractCallback):
     ) -> None:
         # Last: a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
-        for name, value, least in (("skip", skip, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"Profiler: {name}={value!r}: must be an int of {least} or more.")
         self.dirpath = os.path.expanduser(os.fspath(dirpath))
-        self.skip, self.warmup, self.active = skip, warmup, active
+        self.skip = count_of("Profiler", "skip", skip, least=0)
+        self.warmup, self.active = count_of("Profiler", "warmup", warmup), count_of("Profiler", "active", active)
         self.options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
@@ -184,17 +182,13 @@ class ThroughputMonitor(AbstractCallback):
         peak_flops: float | None = None,
     ) -> None:
         super().__init__("ThroughputMonitor", execution_order=-90)
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ConfigurationError(
-                f"ThroughputMonitor: every_n_steps={every_n_steps!r}: must be an int of 1 or more."
-            )
         if units is not None and not callable(units):
             raise ConfigurationError(
                 f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
             )
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = count_of("ThroughputMonitor", "every_n_steps", every_n_steps)
         self.units = units
         self.flops = flops
         self.peak_flops = peak_flops

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.trackers import EpochValues
 from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
@@ -105,16 +105,12 @@ class TensorBoard(AbstractCallback):
         # After the callbacks that log at an epoch's end, before those that write checkpoints; only rank 0 has the
         # file.
         super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
-        for name, number in (
-            ("log_every_n_steps", log_every_n_steps),
-            ("histograms_every_n_epochs", histograms_every_n_epochs),
-        ):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ConfigurationError(f"TensorBoard: {name}={number!r}: must be a whole number above 0, or None.")
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = count_of("TensorBoard", "log_every_n_steps", log_every_n_steps, optional=True)
         self.learning_rate = learning_rate
-        self.histograms_every_n_epochs = histograms_every_n_epochs
+        self.histograms_every_n_epochs = count_of(
+            "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
+        )
         self.hyperparameters = None if hyperparameters is None else dict(hyperparameters)
         self.graph_input = graph_input
         self.metric_names: list[str] | None = None  # epoch values to write; None for all

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 
@@ -63,9 +63,7 @@ class _Tracking(AbstractCallback):
     ) -> None:
         # After callbacks that log at an epoch's end, before those that write checkpoints.
         super().__init__(execution_order=997, device_idx_execution=0)
-        name, self._every = frequency
-        if self._every is not None and self._every < 1:
-            raise ConfigurationError(f"{self.callback_name}: {name}={self._every}: must be 1 or more, or None.")
+        self._every = count_of(type(self).__name__, *frequency, optional=True)
         self.experiment_name = experiment_name
         self.hyperparams = hyperparams
         self.run_id: str | None = None

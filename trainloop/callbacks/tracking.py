@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
@@ -190,11 +190,7 @@ class ExperimentCheckpoint(ModelCheckpoint):
         iteration_save_freq: int = 0,
         **more: Any,
     ) -> None:
-        if isinstance(iteration_save_freq, bool) or not isinstance(iteration_save_freq, int) or iteration_save_freq < 0:
-            raise ConfigurationError(
-                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 to save after each "
-                f"epoch."
-            )
+        count_of(type(self).__name__, "iteration_save_freq", iteration_save_freq, least=0)
         arguments: dict[str, Any] = {"keep": None}
         if rm_subopt_local_models is not False:
             monitor = "loss" if rm_subopt_local_models is True else rm_subopt_local_models

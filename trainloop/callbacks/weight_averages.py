@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
@@ -169,14 +169,9 @@ class ExponentialMovingAverage(WeightAverage):
         super().__init__(apply_on_train_end)
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(f"ExponentialMovingAverage: decay={decay}: must be between 0 and 1.")
-        if every_n_steps < 1 or start_step < 0:
-            raise ConfigurationError(
-                f"ExponentialMovingAverage: every_n_steps={every_n_steps}, start_step={start_step}: "
-                "every_n_steps must be 1 or more, and start_step 0 or more."
-            )
         self.decay = decay
-        self.every_n_steps = every_n_steps
-        self.start_step = start_step
+        self.every_n_steps = count_of("ExponentialMovingAverage", "every_n_steps", every_n_steps)
+        self.start_step = count_of("ExponentialMovingAverage", "start_step", start_step, least=0)
         self.evaluate = evaluate
 
     def on_train_loop_registration(self) -> None:
@@ -276,13 +271,11 @@ class StochasticWeightAveraging(WeightAverage):
             raise ConfigurationError(f"{me}: swa_lr={swa_lr!r}: must be a number above 0, or None.")
         if isinstance(start, bool) or not (start >= 0 if isinstance(start, int) else 0 < start < 1):
             raise ConfigurationError(f"{me}: start={start!r}: must be an int of 0 or more, or a float between 0 and 1.")
-        if isinstance(anneal_epochs, bool) or not isinstance(anneal_epochs, int) or anneal_epochs < 0:
-            raise ConfigurationError(f"{me}: anneal_epochs={anneal_epochs!r}: must be an int of 0 or more.")
         if anneal_strategy not in ("cos", "linear"):
             raise ConfigurationError(f"{me}: anneal_strategy={anneal_strategy!r}: must be 'cos' or 'linear'.")
         self.swa_lr = swa_lr
         self.start = start
-        self.anneal_epochs = anneal_epochs
+        self.anneal_epochs = count_of(me, "anneal_epochs", anneal_epochs, least=0)
         self.anneal_strategy = anneal_strategy
         self.update_batchnorm = update_batchnorm
         self.first_rates: list[float] = []
