@@ -49,6 +49,11 @@ class GradientCallbackBase(AbstractCallback):
             return parameters_of(loop.optimizer[optimizer_idx])
         return list(loop.model.parameters())
 
+    def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
+        """Return those of :meth:`parameters` that belong to the model, by their names in it."""
+        own = {id(parameter) for parameter in self.parameters(optimizer_idx)}
+        return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in own]
+
 
 class GradientClipping(GradientCallbackBase):
     """Clip gradients before each step: first each element (``max_value``), then the total norm (``max_norm``).
@@ -135,11 +140,10 @@ class GradientStats(GradientCallbackBase):
         self._log(f"grad_norm{suffix}", torch.linalg.vector_norm(norms))
         self._log(f"grad_max{suffix}", _stack(norms_of(dense, math.inf)).max())
         if self.per_parameter:
-            names = {id(p): name for name, p in loop.model.named_parameters()}
-            owners = [p for p in self.parameters(optimizer_idx) if p.grad is not None and p.grad.numel()]
-            for parameter, norm in zip(owners, norms, strict=True):
-                if id(parameter) in names:
-                    self._log(f"grad_norm/{names[id(parameter)]}", norm)
+            by_gradient = {id(gradient): norm for gradient, norm in zip(gradients, norms, strict=True)}
+            for name, parameter in self.named_parameters(optimizer_idx):
+                if id(parameter.grad) in by_gradient:
+                    self._log(f"grad_norm/{name}", by_gradient[id(parameter.grad)])
 
     def _log(self, name: str, value: Tensor) -> None:
         # Equal on all ranks, so no average is needed.

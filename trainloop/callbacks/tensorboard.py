@@ -142,7 +142,9 @@ class TensorBoard(AbstractCallback):
             self._once_written = False
         if loop.is_global_zero:
             assert self.log_dir is not None
-            _check_writable(self.log_dir)
+            why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
+            if why:
+                raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
         if self.hyperparameters is None:
             given = getattr(loop, "hyperparams", None)
             self.hyperparameters = dict(given) if isinstance(given, Mapping) else None
@@ -491,15 +493,6 @@ class EventFile:
 
 
 _files = itertools.count()  # per process, so that names are unique
-
-
-def _check_writable(folder: str) -> None:
-    """Raise an error for a folder that can't be created or written to, without creating it yet."""
-    if "://" in folder:
-        return
-    why = why_not_writable(os.path.abspath(folder))
-    if why:
-        raise ConfigurationError(f"TensorBoard: log_dir={folder!r}: {why}. Choose another log_dir.")
 
 
 def _new_folder(name: str) -> str:

@@ -264,10 +264,6 @@ class ExperimentEndSave(AbstractCallback):
         ):
             if package is not None and getattr(loop, loader) is None:
                 raise ConfigurationError(f"{name} is given, but the loop has no {loader} to evaluate it on. Pass one.")
-            set_folder = getattr(package, "set_experiment_dir_path_for_additional_results", None)
-            if set_folder is not None:
-                it = self.experiment
-                set_folder(it.project_name, it.experiment_name, it.timestamp, it.local_model_result_folder_path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}
