@@ -59,18 +59,22 @@ class _Tracking(AbstractCallback):
     _run: Any = None  # the service's run or client, while it is open
 
     def __init__(
-        self, frequency: tuple[str, int | None], experiment_name: str | None, hyperparams: Mapping[str, Any] | None
+        self,
+        name: str,
+        frequency: tuple[str, int | None],
+        experiment_name: str | None,
+        hyperparams: Mapping[str, Any] | None,
     ) -> None:
         # After callbacks that log at an epoch's end, before those that write checkpoints.
-        super().__init__(execution_order=997, device_idx_execution=0)
-        self._every = count_of(type(self).__name__, *frequency, optional=True)
+        super().__init__(name, execution_order=997, device_idx_execution=0)
+        self._every = count_of(name, *frequency, optional=True)
         self.experiment_name = experiment_name
         self.hyperparams = hyperparams
         self.run_id: str | None = None
         self._epoch_values = EpochValues()
 
     def on_train_loop_registration(self) -> None:
-        import_extra(self.package, type(self).__name__, self.package)
+        import_extra(self.package, self.callback_name, self.package)
         loop = self.train_loop_obj
         self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
         if self.hyperparams is None:
@@ -214,7 +218,7 @@ class WandBTracking(_Tracking):
         experiment_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
+        super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
                 raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: it must be an AlertConfig.")
@@ -346,7 +350,7 @@ class MLflowTracking(_Tracking):
         hyperparams: Mapping[str, Any] | None = None,
         tags: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(("log_every_n_steps", log_every_n_steps), experiment_name, hyperparams)
+        super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), experiment_name, hyperparams)
         self.run_name = run_name
         self.tracking_uri = tracking_uri
         self.log_every_n_steps = log_every_n_steps
