@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from trainloop._metrics import StepValues
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 __all__ = ["History"]
@@ -99,11 +99,9 @@ class History(Mapping[str, list[float]]):
         """
         if not self._values:
             raise ConfigurationError("history is empty: nothing to plot. Call fit first.")
-        try:
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise ConfigurationError(f"history.plot needs matplotlib: {pip_install('plot')}.") from error
+        Figure = import_extra("matplotlib.figure", "history.plot", "plot").Figure
+        from matplotlib.ticker import MaxNLocator
+
         _let_notebook_show(Figure)
         panels: dict[str, list[str]] = {}
         for name in self._values:

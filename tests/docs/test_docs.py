@@ -259,8 +259,8 @@ def test_the_page_of_errors_has_each_mistake_once() -> None:
 MODULES = ["trainloop", *(found.name for found in pkgutil.walk_packages(trainloop.__path__, "trainloop."))]
 
 
-# Modules whose examples need a package that is an extra.
-NEEDS = {"trainloop.callbacks.wandb": "wandb", "trainloop.callbacks.mlflow": "mlflow"}
+# Modules whose examples need packages that are extras.
+NEEDS = {"trainloop.callbacks.trackers": ["wandb", "mlflow"]}
 
 
 # Examples that show what a run of somebody's own prints: its numbers, its date.
@@ -273,7 +273,7 @@ NOT_COMPARED = {
 NOT_RUN = {
     "trainloop.callbacks.nan.NonFinite",
     "trainloop.callbacks.nan.TerminateOnNaN",
-    "trainloop.callbacks.model_load.ModelLoadContinueTraining",
+    "trainloop.callbacks.experiment_folder.ModelLoadContinueTraining",
 }
 
 
@@ -329,8 +329,8 @@ def make_train_loader(*_: Any) -> DataLoader[Any]:
 def test_examples_in_docstrings_run(name: str, folder: Path, may_leave: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))  # for what is saved under ~/
     may_leave("/mpl-data/fonts/")  # matplotlib keeps its fonts open
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package)
     module = importlib.import_module(name)
     found = doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs={"tmp_path": folder})
     runner = doctest.DocTestRunner(_WhereShown(), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

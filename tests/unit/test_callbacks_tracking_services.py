@@ -15,8 +15,7 @@ import pytest
 from small_loop import STEPS_PER_EPOCH, Scores, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.callbacks.mlflow import MLflowTracking
-from trainloop.callbacks.wandb import AlertConfig, WandBTracking
+from trainloop.callbacks.trackers import AlertConfig, MLflowTracking, WandBTracking
 from trainloop.errors import ConfigurationError
 
 
@@ -168,9 +167,12 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
             "an alert is set on 'f1', which is not in the history. It has: '",
         ),
         (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': it must be an AlertConfig"),  # type: ignore[list-item]
-        (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be 1 or more, or None"),
+        (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be an int of 1 or more, or None"),
         (lambda: AlertConfig("loss", 1.0, "min"), "objective='min': must be 'maximize' or 'minimize'"),  # type: ignore[arg-type]
-        (lambda: MLflowTracking(log_every_n_steps=0), "MLflowTracking: log_every_n_steps=0: must be 1 or more"),
+        (
+            lambda: MLflowTracking(log_every_n_steps=0),
+            "MLflowTracking: log_every_n_steps=0: must be an int of 1 or more",
+        ),
     ],
 )
 def test_what_cannot_work(fit: Any, words: str, runs: list[Run]) -> None:

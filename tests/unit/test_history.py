@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +173,6 @@ def test_nothing_to_plot() -> None:
 
 
 def test_without_matplotlib_the_error_names_the_extra(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"history.plot needs matplotlib: pip install '\.\[plot\]'."):
         history.plot()

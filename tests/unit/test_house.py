@@ -204,7 +204,7 @@ DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_tot
 # reason and with what happens when it goes away; another name, or another file, needs its row here.
 FOREIGN: dict[str, str] = {
     "callbacks/failure_recorder.py": "_version",
-    "callbacks/norms.py": "_foreach_norm",
+    "callbacks/gradient.py": "_foreach_norm",
     "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",

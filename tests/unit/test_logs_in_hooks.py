@@ -12,7 +12,7 @@ import torch
 from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
-from trainloop.callbacks.epoch_values import EpochValues
+from trainloop.callbacks.trackers import EpochValues
 from trainloop.errors import ConfigurationError
 
 HOOKS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,10 @@ def test_a_name_that_does_not_tell_needs_the_mode(name: str, make: Any, folder: 
     make_loop().fit(num_epochs=1, callbacks=[Scores([1.0], name), make(name, mode="max")])
 
 
-@pytest.mark.parametrize(
-    "name, hint",
-    [
-        ("val_los", "'val_los' is not known before training. Did you mean 'val_loss'? If not, pass mode='min' or"),
-        ("val_acuracy", "'val_acuracy' is not known before training. Did you mean 'val_accuracy'? If not, pass mode="),
-        (
-            "frobnication",
-            "Pass mode='min' or mode='max'. Or is the name misspelt? Metrics known before training: 'loss', 'val_loss'",
-        ),
-    ],
-)
-def test_a_name_that_does_not_tell_may_be_misspelt(name: str, hint: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        make_loop().fit(num_epochs=1, callbacks=[EarlyStopping(name)])
-    assert hint in str(error.value)
+def test_a_name_that_does_not_tell_may_be_misspelt() -> None:
+    hint = "Pass mode='min' or mode='max'. Or is the name misspelt? Metrics known before training: 'loss', 'val_loss'"
+    with pytest.raises(ConfigurationError, match=re.escape(hint)):
+        make_loop().fit(num_epochs=1, callbacks=[EarlyStopping("val_acuracy")])
 
 
 def test_a_misspelt_name_that_tells_is_told_after_an_epoch() -> None:
@@ -74,7 +64,7 @@ def test_a_misspelt_name_that_tells_is_told_after_an_epoch() -> None:
         loop.fit(num_epochs=2, callbacks=[EarlyStopping("precison", mode="max")])
     assert "Did you mean" not in str(error.value)
     # Now that a name has been logged, it is known: the model logs its accuracy.
-    with pytest.raises(ConfigurationError, match=r"Did you mean 'accuracy'\? If not, pass mode='min'"):
+    with pytest.raises(ConfigurationError, match=r"known before training: 'loss', 'val_loss', .*'accuracy'"):
         loop.fit(num_epochs=1, callbacks=[EarlyStopping("accurcy")])
 
 

@@ -221,15 +221,15 @@ def test_another_optimizer_s_scheduler() -> None:
     "make, words",
     [
         (lambda: LRScheduler(lr_scheduler.StepLR, "batch", step_size=1), "interval='batch': must be 'step' or 'epoch'"),  # type: ignore[arg-type]
-        (lambda: LRScheduler(lr_scheduler.StepLR, frequency=0), "frequency=0: must be a whole number, 1 or more"),
-        (lambda: LRScheduler(lr_scheduler.StepLR, frequency=1.5), "frequency=1.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: LRScheduler(lr_scheduler.StepLR, frequency=0), "frequency=0: must be an int of 1 or more"),
+        (lambda: LRScheduler(lr_scheduler.StepLR, frequency=1.5), "frequency=1.5: must be an int of 1 or more"),  # type: ignore[arg-type]
         (lambda: LRScheduler("StepLR"), "scheduler='StepLR': must be a class of torch.optim.lr_scheduler"),
         (
             lambda: LRScheduler(lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=1), 1), gamma=0.5),
             "scheduler is not a class, so ['gamma'] can't be passed to it. Pass the class: LRScheduler(StepLR, ...)",
         ),
         (lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"), "metrics are known once per epoch: interval"),
-        (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be 1 or more"),
+        (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be an int of 1 or more"),
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
         (
             lambda: warmup.LinearWithWarmupScheduler(5, 4),

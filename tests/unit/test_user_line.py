@@ -48,7 +48,7 @@ def test_warnings_in_a_block_point_to_the_block_s_line() -> None:
         warnings.simplefilter("always")
         with torch.random.fork_rng():
             loop.fit(num_epochs=1, callbacks=[Typo("typo")])  # in a block
-    assert only(caught, "on_epoch_start is not called") == (__file__, line_of("in a block"))
+    assert only(caught, "on_epoch_start is not called by fit") == (__file__, line_of("in a block"))
 
 
 BETWEEN = """

@@ -5,9 +5,13 @@ The import is ``trainloop``, the distribution ``tt-trainloop``: ``trainloop`` on
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
-__all__ = ["NAME", "REINSTALL", "overwritten_by", "pip_install"]
+from trainloop.errors import ConfigurationError
+
+__all__ = ["NAME", "REINSTALL", "import_extra", "overwritten_by", "pip_install"]
 
 NAME = "tt-trainloop"
 REINSTALL = f"Uninstall both, then install this one again: pip uninstall -y trainloop {NAME}; pip install {NAME}."
@@ -23,6 +27,14 @@ def pip_install(extra: str) -> str:
     except OSError:
         from_source = False
     return f"pip install '{'.' if from_source else NAME}[{extra}]'"  # zsh expands brackets without quotes
+
+
+def import_extra(module: str, owner: str, extra: str) -> Any:
+    """Import a module that an extra installs; raise an error that names what needs it if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(f"{owner} needs {module.partition('.')[0]}: {pip_install(extra)}.") from error
 
 
 def overwritten_by() -> str:

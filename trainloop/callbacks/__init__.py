@@ -1,74 +1,49 @@
-"""The base class of callbacks, and the package's own callbacks, which are imported on first access."""
+"""The base class of callbacks, and the package's own callbacks."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback as AbstractCallback
+from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
+from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
+from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
+from trainloop.callbacks.basic import InMultiProcessDataLoad as InMultiProcessDataLoad
+from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
+from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
+from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
+from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
+from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
 
 # `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
-if TYPE_CHECKING:
-    from trainloop.callbacks.abstract import AbstractExperimentCallback as AbstractExperimentCallback
-    from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
-    from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
-    from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
-    from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
-    from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
-    from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
-    from trainloop.callbacks.ddp import InMultiProcessDataLoad as InMultiProcessDataLoad
-    from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
-    from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
-    from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
-    from trainloop.callbacks.ema import ExponentialMovingAverage as ExponentialMovingAverage
-    from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecorder
-    from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
-    from trainloop.callbacks.gradient import GradientClipping as GradientClipping
-    from trainloop.callbacks.gradient import GradientStats as GradientStats
-    from trainloop.callbacks.mlflow import MLflowTracking as MLflowTracking
-    from trainloop.callbacks.model_load import ModelLoadContinueTraining as ModelLoadContinueTraining
-    from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
-    from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
-    from trainloop.callbacks.performance_eval import ModelPerformanceEvaluation as ModelPerformanceEvaluation
-    from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as ModelPerformancePrintReport
-    from trainloop.callbacks.performance_eval import ModelTrainHistoryFileWriter as ModelTrainHistoryFileWriter
-    from trainloop.callbacks.performance_eval import ModelTrainHistoryPlot as ModelTrainHistoryPlot
-    from trainloop.callbacks.performance_eval import TrainHistoryPlot as TrainHistoryPlot
-    from trainloop.callbacks.profiler import Profiler as Profiler
-    from trainloop.callbacks.profiler import ThroughputMonitor as ThroughputMonitor
-    from trainloop.callbacks.swa import StochasticWeightAveraging as StochasticWeightAveraging
-    from trainloop.callbacks.tensorboard import TensorBoard as TensorBoard
-    from trainloop.callbacks.train_schedule import AbstractScheduler as AbstractScheduler
-    from trainloop.callbacks.train_schedule import LearningRateMonitor as LearningRateMonitor
-    from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
-    from trainloop.callbacks.wandb import AlertConfig as AlertConfig
-    from trainloop.callbacks.wandb import WandBTracking as WandBTracking
+from trainloop.callbacks.experiment_folder import AbstractExperimentCallback as AbstractExperimentCallback
+from trainloop.callbacks.experiment_folder import ModelLoadContinueTraining as ModelLoadContinueTraining
+from trainloop.callbacks.experiment_folder import ModelTrainHistoryFileWriter as ModelTrainHistoryFileWriter
+from trainloop.callbacks.experiment_folder import ModelTrainHistoryPlot as ModelTrainHistoryPlot
+from trainloop.callbacks.experiment_folder import TrainHistoryPlot as TrainHistoryPlot
+from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecorder
+from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
+from trainloop.callbacks.gradient import GradientClipping as GradientClipping
+from trainloop.callbacks.gradient import GradientStats as GradientStats
+from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
+from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
+from trainloop.callbacks.performance_eval import ModelPerformanceEvaluation as ModelPerformanceEvaluation
+from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as ModelPerformancePrintReport
+from trainloop.callbacks.profiler import Profiler as Profiler
+from trainloop.callbacks.profiler import ThroughputMonitor as ThroughputMonitor
+from trainloop.callbacks.tensorboard import TensorBoard as TensorBoard
+from trainloop.callbacks.trackers import AlertConfig as AlertConfig
+from trainloop.callbacks.trackers import MLflowTracking as MLflowTracking
+from trainloop.callbacks.trackers import WandBTracking as WandBTracking
+from trainloop.callbacks.train_schedule import AbstractScheduler as AbstractScheduler
+from trainloop.callbacks.train_schedule import LearningRateMonitor as LearningRateMonitor
+from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
+from trainloop.callbacks.weight_averages import ExponentialMovingAverage as ExponentialMovingAverage
+from trainloop.callbacks.weight_averages import StochasticWeightAveraging as StochasticWeightAveraging
 
-_HOMES = {
-    name: f"trainloop.{module}"
-    for module, names in {
-        "callbacks.abstract": "AbstractExperimentCallback",
-        "callbacks.basic": "AllPredictionsSame DataSubsetTestRun FunctionOnTrainLoop ListRegisteredCallbacks",
-        "callbacks.checkpoint": "ModelCheckpoint",
-        "callbacks.confusion": "ConfusionMatrix",
-        "callbacks.ddp": "InMultiProcessDataLoad",
-        "callbacks.early_stopping": "EarlyStopping ThresholdEarlyStopping TimeLimit",
-        "callbacks.ema": "ExponentialMovingAverage",
-        "callbacks.failure_recorder": "FailureRecorder",
-        "callbacks.gradient": "GradientCallbackBase GradientClipping GradientStats",
-        "callbacks.mlflow": "MLflowTracking",
-        "callbacks.model_load": "ModelLoadContinueTraining",
-        "callbacks.nan": "TerminateOnNaN",
-        "callbacks.performance_eval": "MetricHistoryRename ModelPerformanceEvaluation ModelPerformancePrintReport "
-        "ModelTrainHistoryFileWriter ModelTrainHistoryPlot TrainHistoryPlot",
-        "callbacks.profiler": "Profiler ThroughputMonitor",
-        "callbacks.swa": "StochasticWeightAveraging",
-        "callbacks.tensorboard": "TensorBoard",
-        "callbacks.train_schedule": "AbstractScheduler LearningRateMonitor LRScheduler",
-        "callbacks.wandb": "AlertConfig WandBTracking",
-    }.items()
-    for name in names.split()
-}
+__all__ = [name for name, value in globals().items() if isinstance(value, type)]
+
 # Names of AIToolbox that were here until 0.2.0; trainloop.compat.aitoolbox has them.
 _REMOVED = {
     "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",
@@ -89,22 +64,13 @@ _REMOVED = {
     "TensorboardTrainBatchLoss": "Use TensorBoard(log_dir).",
     "TensorboardTrainHistoryMetric": "Use TensorBoard(log_dir, log_every_n_steps=None).",
 }
-__all__ = ["AbstractCallback", *_HOMES]  # a test compares them with the imports above
 
 if not TYPE_CHECKING:  # a type checker would accept any name
 
-    def __getattr__(name: str) -> Any:
-        if name in _HOMES:
-            value = getattr(importlib.import_module(_HOMES[name]), name)
-            globals()[name] = value
-            return value
+    def __getattr__(name: str) -> object:
         if name in _REMOVED:  # an AttributeError's text would not reach `from trainloop.callbacks import ...`
             raise ImportError(
                 f"trainloop.callbacks has no {name} since 0.2.0. {_REMOVED[name]} A script written for AIToolbox keeps "
                 "its imports: add `import trainloop.compat.aitoolbox` above them."
             )
         raise AttributeError(f"module 'trainloop.callbacks' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

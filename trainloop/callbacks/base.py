@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 
 from trainloop._support.keywords import refuse
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from trainloop.callbacks.messages import MessageService
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["AbstractCallback", "HookTable", "Saver", "logs_nothing", "overrides"]
+__all__ = ["AbstractCallback", "HookTable", "Saver", "count_of", "logs_nothing", "overrides"]
 
 Hook = Callable[..., Any]
 HookT = TypeVar("HookT", bound=Hook)
@@ -331,6 +332,15 @@ class HookTable:
 def overrides(callback: AbstractCallback, name: str) -> bool:
     """Return True if a hook is overridden, in the class or on the instance (``callback.on_epoch_end = function``)."""
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
+
+
+def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
+    """Return an argument that is a number of steps, epochs or similar; raise ConfigurationError if it is not one."""
+    number = whole_number(value)
+    if not (optional and value is None) and (number is None or number < least):
+        also = ", or None" if optional else ""
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be an int of {least} or more{also}.")
+    return number
 
 
 def logs_nothing(hook: HookT) -> HookT:

@@ -11,14 +11,13 @@ from uuid import uuid4
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import Saver, logs_nothing
+from trainloop.callbacks.base import Saver, count_of, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
-from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import local_shard, map_tensors
@@ -116,17 +115,21 @@ class ModelCheckpoint(Saver):
     ) -> None:
         # After all other callbacks at each hook, since their changes belong to the state.
         super().__init__("ModelCheckpoint", execution_order=1000)
-        self.every_n_epochs = _positive_or_none("every_n_epochs", every_n_epochs, int)
-        self.every_n_steps = _positive_or_none("every_n_steps", every_n_steps, int)
-        self.every_n_minutes = _positive_or_none("every_n_minutes", every_n_minutes, (int, float))
-        self.keep = _positive_or_none("keep", keep, int)
+        self.every_n_epochs = count_of("ModelCheckpoint", "every_n_epochs", every_n_epochs, optional=True)
+        self.every_n_steps = count_of("ModelCheckpoint", "every_n_steps", every_n_steps, optional=True)
+        is_number = isinstance(every_n_minutes, (int, float)) and not isinstance(every_n_minutes, bool)
+        if every_n_minutes is not None and not (is_number and every_n_minutes > 0):
+            raise ConfigurationError(
+                f"ModelCheckpoint: every_n_minutes={every_n_minutes!r}: must be a number above 0, or None."
+            )
+        self.every_n_minutes = every_n_minutes
+        self.keep = count_of("ModelCheckpoint", "keep", keep, optional=True)
         self.async_save = async_save
         if safetensors:
             checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
         self.safetensors = safetensors
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._left_out: Bits = {}
-        self._judged = False  # a value that is not NaN has been read
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Newest path, best path and best value of rank 0, on ranks of a launcher.
@@ -191,24 +194,16 @@ class ModelCheckpoint(Saver):
         Raises
         ------
         CheckpointError
-            If no checkpoint was ranked by a metric, if every value was NaN, or if the best checkpoint is damaged.
+            If no checkpoint was ranked by a metric, or if the best checkpoint is damaged.
         """
         self._finish_writing()
         path = distributed.broadcast_object(self.best_path)
         if path is None:
-            if self._judged:
-                raise CheckpointError(
-                    f"no checkpoint ranked by monitor={self.monitor!r} could be written to {self.dirpath}. "
-                    "See the training's warnings for the reason. Free space, or choose another dirpath."
-                )
-            if self._metric is not None and self._metric.has_read:
-                raise CheckpointError(
-                    f"no checkpoint in {self.dirpath} is the best: every value of monitor={self.monitor!r} was NaN. "
-                    "Add TerminateOnNaN to the callbacks to find the first step with a NaN."
-                )
             raise CheckpointError(
-                f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. "
-                "Pass monitor to ModelCheckpoint, and train for at least one epoch."
+                f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
+                "ModelCheckpoint, and train for at least one epoch. If training has warned that writing failed, free "
+                "space or choose another dirpath. If every value was NaN, add TerminateOnNaN to find the first step "
+                "with a NaN."
             )
         state = checkpoint.load(path)
         load_model(model or self.train_loop_obj.model, state)
@@ -325,7 +320,6 @@ class ModelCheckpoint(Saver):
         value = self._metric.new_value(loop) if self._metric is not None else None
         improved = False
         if self._metric is not None:
-            self._judged |= value is not None and value == value
             self._finish_writing()
             # Only rank 0 knows which values have a checkpoint: one that could not be written is not the best.
             best = self.best_value if loop.is_global_zero else None
@@ -482,11 +476,3 @@ class ModelCheckpoint(Saver):
         is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
         self._ask_step, self._asked = step + pause, (now, step)
         return bool(is_up)
-
-
-def _positive_or_none(name: str, value: Any, kind: Any) -> Any:
-    number = whole_number(value) if kind is int else value
-    if value is None or (isinstance(number, kind) and not isinstance(number, bool) and number > 0):
-        return number
-    what = "a whole number" if kind is int else "a number"
-    raise ConfigurationError(f"ModelCheckpoint: {name}={value!r}: must be {what} above 0, or None.")

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainloop._support.distribution import pip_install
-from trainloop.callbacks.base import AbstractCallback
+from trainloop._support.distribution import import_extra
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
+from trainloop.result_package import classes_of
 
 __all__ = ["ConfusionMatrix"]
 
@@ -67,12 +69,8 @@ class ConfusionMatrix(AbstractCallback):
         super().__init__("ConfusionMatrix", execution_order=500)  # before TensorBoard, which writes the picture
         if dataset not in ("validation", "test"):
             raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
-        if isinstance(every_n_epochs, bool) or not isinstance(every_n_epochs, int) or every_n_epochs < 1:
-            raise ConfigurationError(
-                f"ConfusionMatrix: every_n_epochs={every_n_epochs!r}: must be an int of 1 or more."
-            )
         self.dataset = dataset
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
         self.matrix: Tensor | None = None
@@ -85,7 +83,7 @@ class ConfusionMatrix(AbstractCallback):
                 "TrainLoop."
             )
         if self.path is not None or self._writers():
-            _figure_type()
+            import_extra("matplotlib.figure", "ConfusionMatrix", "plot")
 
     def on_epoch_end(self) -> None:
         if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
@@ -121,7 +119,8 @@ class ConfusionMatrix(AbstractCallback):
         names = [*(self.class_names or []), *map(str, range(len(self.class_names or []), number))]
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         side = min(4 + 0.4 * number, 14)
-        figure = _figure_type()(figsize=(side, side), layout="constrained")
+        figure_type = import_extra("matplotlib.figure", "ConfusionMatrix", "plot").Figure
+        figure = figure_type(figsize=(side, side), layout="constrained")
         axes = figure.add_subplot()
         axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
         axes.set(xlabel="predicted", ylabel="true", title=f"{self.dataset}, {int(counts.sum()):,} samples")
@@ -149,41 +148,14 @@ def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
     num_classes : int
         Minimum number of classes.
     """
-    predicted, true = (_classes(rows, name) for rows, name in ((y_pred, "y_pred"), (y_true, "y_true")))
-    if len(predicted) != len(true):
-        raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions returned {len(predicted)} predictions and {len(true)} targets. Return "
-            "one class per sample in both."
-        )
+    predicted, true = classes_of(y_pred, y_true)
+    for name, classes in (("y_pred", predicted), ("y_true", true)):
+        numbers = classes.dtype.kind in "biuf" and bool(np.isfinite(classes).all())
+        if not numbers or (classes != np.floor(classes)).any() or (classes < 0).any():
+            raise ConfigurationError(
+                f"ConfusionMatrix: get_predictions returned {name} that are not classes. Return classes (whole numbers "
+                "from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
+            )
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
-    return torch.bincount(true * number + predicted, minlength=number * number).reshape(number, number)
-
-
-def _classes(rows: Any, name: str) -> Tensor:
-    try:
-        values = torch.as_tensor(rows).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions returned {name} of type {type(rows).__name__}: must be classes, as "
-            "whole numbers from 0, or a score for each class."
-        ) from error
-    if values.ndim == 2 and values.shape[1] > 1:
-        values = values.argmax(1)
-    values = values.reshape(-1) if values.ndim == 2 else values
-    whole = not values.is_floating_point() or bool((values == values.round()).all())
-    if values.ndim != 1 or not whole or (len(values) and values.min() < 0):
-        shape = tuple(torch.as_tensor(rows).shape)
-        raise ConfigurationError(
-            f"ConfusionMatrix: get_predictions returned {name} of shape {shape} that are not classes. Return "
-            f"classes (whole numbers from 0) of shape (samples,), or a score for each class, of shape (samples, "
-            f"classes)."
-        )
-    return values.long()
-
-
-def _figure_type() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(f"ConfusionMatrix needs matplotlib: {pip_install('plot')}.") from error
-    return Figure
+    pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64))
+    return torch.bincount(pairs, minlength=number * number).reshape(number, number)

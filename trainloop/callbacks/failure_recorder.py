@@ -30,8 +30,8 @@ from trainloop._launch.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
-from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.norms import norms_of, which_are_finite
+from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
@@ -111,10 +111,9 @@ class FailureRecorder(AbstractCallback):
     def __init__(self, dirpath: str | os.PathLike[str], check_every_n_steps: int | None = None) -> None:
         # Its on_exception is called first: other callbacks may replace the weights there.
         super().__init__("FailureRecorder", execution_order=-sys.maxsize)
-        every = check_every_n_steps
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ConfigurationError(f"FailureRecorder: check_every_n_steps={every!r}: must be 1 or more, or None.")
-        self.check_every_n_steps = check_every_n_steps
+        self.check_every_n_steps = count_of(
+            "FailureRecorder", "check_every_n_steps", check_every_n_steps, optional=True
+        )
         self.recorded: str | None = None
         self._folder = checkpoint.folder(dirpath)
         self._fit = ""  # identifies a call of fit, across its restarts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
@@ -50,8 +50,7 @@ _warned: WeakSet[type] = WeakSet()
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
     """Warn, once for each class, of methods that were meant as hooks.
 
-    A method that another method of these classes mentions is called by that one, and one that a base class of another
-    library defines is that library's hook: there is no warning for both.
+    A method that a base class of another library defines is that library's hook: there is no warning.
 
     Parameters
     ----------
@@ -61,14 +60,11 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
     """
     if not distributed.is_global_zero():  # each rank of a launcher calls this
         return
-    classes = dict.fromkeys([*(type(callback) for callback in callbacks), type(model)])
-    for kind in classes:
+    for kind in dict.fromkeys([*(type(callback) for callback in callbacks), type(model)]):
         if kind not in _warned:
-            found = [(name, here) for name, here in _misnamed(kind) if not _is_named_in(name, classes)]
-            if found:
+            for name, here in _misnamed(kind):
                 _warned.add(kind)
-            for name, here in found:
-                warn(f"{kind.__name__}.{name} is not called: {_remedy(kind, here)}", UserWarning)
+                warn(f"{kind.__name__}.{name} is not called by fit: {_remedy(kind, here)}", UserWarning)
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
@@ -90,26 +86,3 @@ def _remedy(kind: type, here: str) -> str:
         what = "hook" if here in AbstractCallback.HOOKS else "method"
         return f"no {what} has this name. Did you mean {here}?"
     return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {here}."
-
-
-def _is_named_in(name: str, classes: Iterable[type]) -> bool:
-    """Return True if a method of another name mentions it: as an attribute, or as text for ``getattr``."""
-    functions = {
-        value.__code__
-        for kind in classes
-        for cls in kind.__mro__
-        for own, value in vars(cls).items()
-        if own != name and isinstance(value, FunctionType)
-    }
-    return any(name in _names(code) for code in functions)
-
-
-def _names(part: CodeType | tuple[Any, ...] | frozenset[Any]) -> Iterator[Any]:
-    if isinstance(part, CodeType):
-        yield from part.co_names
-        part = part.co_consts
-    for constant in part:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, (CodeType, tuple, frozenset)):
-            yield from _names(constant)

@@ -51,19 +51,11 @@ class MessageService:
 
     def read_messages(self, key: str) -> list[Any]:
         """Return the values under ``key``, oldest first; empty if there are none."""
-        messages = self._messages.get(key, [])
-        kept = [message for message in messages if UNTIL_READ not in message[1]]
-        if kept:
-            self._messages[key] = kept
-        else:
-            self._messages.pop(key, None)
+        messages = self._messages.pop(key, [])
+        self._messages[key] = [message for message in messages if UNTIL_READ not in message[1]]
         return [value for value, _ in messages]
 
     def end_of_epoch_trigger(self) -> None:
         """Remove messages with the lifetime ``'until_end_of_epoch'``; the loop calls it."""
-        for key in list(self._messages):
-            kept = [message for message in self._messages[key] if UNTIL_END_OF_EPOCH not in message[1]]
-            if kept:
-                self._messages[key] = kept
-            else:
-                del self._messages[key]
+        for key, messages in self._messages.items():
+            self._messages[key] = [message for message in messages if UNTIL_END_OF_EPOCH not in message[1]]

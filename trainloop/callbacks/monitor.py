@@ -14,7 +14,7 @@ __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
-_NEAR, _NEAR_WORD = 0.75, 0.85  # similarity of a misspelt name to the right one, and of a word in it
+_NEAR = 0.75  # similarity of a misspelt name to the right one
 
 # Words in names of metrics. The first group wins, as in "accuracy_loss". A "score" should rise: scikit-learn's rule.
 _LOWER_WINS = frozenset("loss error err brier".split())
@@ -71,20 +71,10 @@ class Monitor:
             raise self._undirected()
         return self._minimize
 
-    @property
-    def has_read(self) -> bool:
-        """True if there has been a value."""
-        return self._seen > 0
-
-    def _undirected(self, meant: str | None = None, hint: str = "") -> ConfigurationError:
-        unclear = "this name does not show whether lower or higher is better"
-        if meant is not None:
-            return ConfigurationError(
-                f"{self.owner}: monitor={self.name!r} is not known before training. Did you mean {meant!r}? If not, "
-                f"pass mode='min' or mode='max': {unclear}."
-            )
+    def _undirected(self, hint: str = "") -> ConfigurationError:
         return ConfigurationError(
-            f"{self.owner}: monitor={self.name!r}: {unclear}. Pass mode='min' or mode='max'.{hint}"
+            f"{self.owner}: monitor={self.name!r}: this name does not show whether lower or higher is better. Pass "
+            f"mode='min' or mode='max'.{hint}"
         )
 
     def check(self, loop: Any) -> None:
@@ -97,7 +87,6 @@ class Monitor:
             known = list(dict.fromkeys([*own, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
-                nearest(self.name, known, _NEAR) or _spelt_right(self.name),
                 f" Or is the name misspelt? Metrics known before training: {names}; the model and callbacks may log "
                 f"more.",
             )
@@ -168,19 +157,6 @@ def _lower_is_better(name: str) -> bool | None:
         return True
     lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
     return None if lower == higher else lower
-
-
-def _spelt_right(name: str) -> str | None:
-    """Return the name with its metric words, such as accuracy, corrected; ``None`` if none is misspelt."""
-    words = {*_LOWER_WINS, *_LOWER, *_HIGHER}
-
-    def right(found: re.Match[str]) -> str:
-        word = found[0]
-        near = None if word.lower() in words else nearest(word.lower(), words, _NEAR_WORD)
-        return near or word
-
-    corrected = re.sub("[A-Za-z]{4,}", right, name)
-    return None if corrected == name else corrected
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:

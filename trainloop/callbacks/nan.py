@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.gradient import GradientCallbackBase, norms_of, which_are_finite
 from trainloop.callbacks.monitor import Monitor
-from trainloop.callbacks.norms import norms_of, which_are_finite
-from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, parameters_of
 from trainloop.parallel.shards import local_shard
 
 __all__ = ["NonFinite", "TerminateOnNaN"]
@@ -43,7 +41,7 @@ class NonFinite:
         return f"{self.what} in step {self.step} (epoch {self.epoch + 1})"
 
 
-class TerminateOnNaN(AbstractCallback):
+class TerminateOnNaN(GradientCallbackBase):
     """Stop training when the loss, a gradient or a metric becomes NaN or infinite, and name the step and the parameter.
 
     The loss of each micro-batch and the largest gradient of each parameter are kept on their device and checked every
@@ -75,12 +73,8 @@ class TerminateOnNaN(AbstractCallback):
 
     def __init__(self, monitor: str = "loss", check_every_n_steps: int | None = None, gradients: bool = True) -> None:
         super().__init__("TerminateOnNaN", execution_order=98)
-        if check_every_n_steps is not None and check_every_n_steps < 1:
-            raise ConfigurationError(
-                f"TerminateOnNaN: check_every_n_steps={check_every_n_steps}: must be 1 or more, or None."
-            )
         self.monitor = monitor
-        self.check_every_n_steps = check_every_n_steps
+        self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
         self.found: NonFinite | None = None
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # any mode: values are not compared
@@ -113,7 +107,7 @@ class TerminateOnNaN(AbstractCallback):
             self._gradients_from = len(self._values)
         names, gradients = [], []
         if optimizer_idx not in self._parameters:
-            self._parameters[optimizer_idx] = _named_parameters(loop.model, loop.optimizer, optimizer_idx)
+            self._parameters[optimizer_idx] = self.named_parameters(optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
             # Each rank checks its part of a sharded one; a finding on any rank ends the training for all.
@@ -192,15 +186,6 @@ class TerminateOnNaN(AbstractCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._metric.load_state_dict(state["metric"])
-
-
-def _named_parameters(model: nn.Module, optimizer: Any, optimizer_idx: int) -> list[tuple[str, Tensor]]:
-    """Return the model's parameters by name; with several optimizers, those of the given one."""
-    named: list[tuple[str, Tensor]] = list(model.named_parameters())
-    if not isinstance(optimizer, MultiOptimizer):
-        return named
-    own = {id(parameter) for parameter in parameters_of(optimizer[optimizer_idx])}
-    return [(name, parameter) for name, parameter in named if id(parameter) in own]
 
 
 def _losses(loss: Any) -> list[Tensor]:

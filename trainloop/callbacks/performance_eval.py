@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trainloop import distributed
-from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.history_report import (
-    ModelTrainHistoryBaseCB,
-    ModelTrainHistoryFileWriter,
-    ModelTrainHistoryPlot,
-    TrainHistoryPlot,
-)
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import evaluate_result_package
@@ -21,11 +15,7 @@ __all__ = [
     "MetricHistoryRename",
     "ModelPerformanceEvaluation",
     "ModelPerformancePrintReport",
-    "ModelTrainHistoryBaseCB",
-    "ModelTrainHistoryFileWriter",
-    "ModelTrainHistoryPlot",
     "TrainHistoryFormatter",
-    "TrainHistoryPlot",
 ]
 
 
@@ -82,21 +72,15 @@ class ModelPerformanceEvaluation(AbstractCallback):
             raise ConfigurationError(
                 "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."
             )
-        if eval_frequency is not None and eval_frequency < 1:
-            raise ConfigurationError(
-                f"ModelPerformanceEvaluation: eval_frequency={eval_frequency}: must be 1 or more, or None."
-            )
-        if on_iteration_frequency < 0:
-            raise ConfigurationError(
-                f"ModelPerformanceEvaluation: on_iteration_frequency={on_iteration_frequency}: must be 0 or more."
-            )
         self.result_package = result_package
         self.args = {} if args is None else args
         self.on_each_epoch = on_each_epoch
         self.on_train_data = on_train_data
         self.on_val_data = on_val_data
-        self.eval_frequency = eval_frequency
-        self.on_iteration_frequency = on_iteration_frequency
+        self.eval_frequency = count_of("ModelPerformanceEvaluation", "eval_frequency", eval_frequency, optional=True)
+        self.on_iteration_frequency = count_of(
+            "ModelPerformanceEvaluation", "on_iteration_frequency", on_iteration_frequency, least=0
+        )
         self.if_available_output_to_project_dir = if_available_output_to_project_dir
         self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
         if on_iteration_frequency:
@@ -210,13 +194,11 @@ class ModelPerformancePrintReport(AbstractCallback):
         super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
         if isinstance(metrics, str) or not metrics:
             raise ConfigurationError(f"ModelPerformancePrintReport: metrics={metrics!r}: must be a list of names.")
-        if report_frequency is not None and report_frequency < 1:
-            raise ConfigurationError(
-                f"ModelPerformancePrintReport: report_frequency={report_frequency}: must be 1 or more, or None."
-            )
         self.metrics = list(metrics)
         self.on_each_epoch = on_each_epoch
-        self.report_frequency = report_frequency
+        self.report_frequency = count_of(
+            "ModelPerformancePrintReport", "report_frequency", report_frequency, optional=True
+        )
         self.strict_metric_reporting = strict_metric_reporting
         self.list_tracked_metrics = list_tracked_metrics
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
@@ -22,8 +22,8 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and discarded. The next ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``, for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing. If a run restarts in the middle of these
-    steps (``max_restarts``), it traces the same number of steps from there.
+    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that is resumed or restarted
+    is profiled again, from its own first step.
 
     Parameters
     ----------
@@ -67,11 +67,9 @@ class Profiler(AbstractCallback):
     ) -> None:
         # Last: a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
-        for name, value, least in (("skip", skip, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigurationError(f"Profiler: {name}={value!r}: must be an int of {least} or more.")
         self.dirpath = os.path.expanduser(os.fspath(dirpath))
-        self.skip, self.warmup, self.active = skip, warmup, active
+        self.skip = count_of("Profiler", "skip", skip, least=0)
+        self.warmup, self.active = count_of("Profiler", "warmup", warmup), count_of("Profiler", "active", active)
         self.options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
@@ -80,8 +78,7 @@ class Profiler(AbstractCallback):
         }
         self.traces: list[str] = []
         self.table = ""
-        self._steps, self._first = 0, skip
-        self._at_checkpoint: dict[str, Any] = {}
+        self._steps = 0
 
     def on_train_loop_registration(self) -> None:
         try:
@@ -90,29 +87,11 @@ class Profiler(AbstractCallback):
             raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be created: {error}.") from error
 
     def on_train_begin(self) -> None:
-        self._steps, self._first = 0, self.skip
+        self._steps = 0
         self._begin_if_due()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "first": self._first, "traces": list(self.traces), "table": self.table}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at_checkpoint = state  # a resumed run is profiled from its own first step
-
-    def on_restart(self, failure: Any) -> None:
-        """Restart tracing from here, because the traced steps were lost with their process."""
-        before = self._at_checkpoint
-        if before:
-            self._steps, self._first = before["steps"], before["first"]
-            self.traces, self.table = list(before["traces"]), before["table"]
-        if 0 <= self._steps - self._first < self.warmup + self.active:
-            self._first = self._steps
-            self._begin_if_due()
-        else:
-            self._end()  # the trace that on_train_begin started
-
     def _begin_if_due(self) -> None:
-        if self._running is None and self._steps == self._first:
+        if self._running is None and self._steps == self.skip:
             profiler = torch.profiler
             activities = [profiler.ProfilerActivity.CPU]
             if self.train_loop_obj.device.type == "cuda":
@@ -130,7 +109,7 @@ class Profiler(AbstractCallback):
             self._begin_if_due()
             return
         self._running.step()
-        if self._steps == self._first + self.warmup + self.active:
+        if self._steps == self.skip + self.warmup + self.active:
             self._end()
 
     def _write(self, running: Any) -> None:
@@ -203,17 +182,13 @@ class ThroughputMonitor(AbstractCallback):
         peak_flops: float | None = None,
     ) -> None:
         super().__init__("ThroughputMonitor", execution_order=-90)
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ConfigurationError(
-                f"ThroughputMonitor: every_n_steps={every_n_steps!r}: must be an int of 1 or more."
-            )
         if units is not None and not callable(units):
             raise ConfigurationError(
                 f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
             )
         if peak_flops is not None and not 0 < peak_flops < math.inf:
             raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = count_of("ThroughputMonitor", "every_n_steps", every_n_steps)
         self.units = units
         self.flops = flops
         self.peak_flops = peak_flops

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import platform
+import re
 import socket
+import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,18 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
-from trainloop.callbacks.board_pages import chart_layout, description_of, quantity_of, settings_of
-from trainloop.callbacks.epoch_values import EpochValues
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.trackers import EpochValues
 from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
 
-__all__ = [
-    "TensorBoard",
-]
+__all__ = ["TensorBoard"]
 
 
 class TensorBoard(AbstractCallback):
@@ -103,16 +105,12 @@ class TensorBoard(AbstractCallback):
         # After the callbacks that log at an epoch's end, before those that write checkpoints; only rank 0 has the
         # file.
         super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
-        for name, number in (
-            ("log_every_n_steps", log_every_n_steps),
-            ("histograms_every_n_epochs", histograms_every_n_epochs),
-        ):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ConfigurationError(f"TensorBoard: {name}={number!r}: must be a whole number above 0, or None.")
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
-        self.log_every_n_steps = log_every_n_steps
+        self.log_every_n_steps = count_of("TensorBoard", "log_every_n_steps", log_every_n_steps, optional=True)
         self.learning_rate = learning_rate
-        self.histograms_every_n_epochs = histograms_every_n_epochs
+        self.histograms_every_n_epochs = count_of(
+            "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
+        )
         self.hyperparameters = None if hyperparameters is None else dict(hyperparameters)
         self.graph_input = graph_input
         self.metric_names: list[str] | None = None  # epoch values to write; None for all
@@ -144,7 +142,9 @@ class TensorBoard(AbstractCallback):
             self._once_written = False
         if loop.is_global_zero:
             assert self.log_dir is not None
-            _check_writable(self.log_dir)
+            why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
+            if why:
+                raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
         if self.hyperparameters is None:
             given = getattr(loop, "hyperparams", None)
             self.hyperparameters = dict(given) if isinstance(given, Mapping) else None
@@ -495,15 +495,6 @@ class EventFile:
 _files = itertools.count()  # per process, so that names are unique
 
 
-def _check_writable(folder: str) -> None:
-    """Raise an error for a folder that can't be created or written to, without creating it yet."""
-    if "://" in folder:
-        return
-    why = why_not_writable(os.path.abspath(folder))
-    if why:
-        raise ConfigurationError(f"TensorBoard: log_dir={folder!r}: {why}. Choose another log_dir.")
-
-
 def _new_folder(name: str) -> str:
     stem = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}")
     folder, number = stem, 1
@@ -511,3 +502,84 @@ def _new_folder(name: str) -> str:
         number += 1
         folder = f"{stem}_{number}"
     return folder
+
+
+_DATASETS = "train|val|test"
+# Sections that are first, by a word in a quantity's name; other sections are named by the part before a slash.
+_SECTIONS = {"loss": "loss", "acc": "accuracy"}
+
+
+def quantity_of(name: str) -> str:
+    """Return the metric's name without the prefix of its data set."""
+    return re.sub(f"^({_DATASETS})_", "", name)
+
+
+def chart_layout(names: Iterable[str]) -> Any:
+    """Return the ``Summary`` of a layout for TensorBoard's page of custom scalars.
+
+    It has a chart for each quantity, with its values by step and by epoch, of all data sets; charts are in
+    sections: ``loss``, ``accuracy``, one for each name before a slash (``lr/group0``), and ``metrics``.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Names of metrics, without the prefixes that only the reader of this file adds.
+    """
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    sections: dict[str, dict[str, list[Any]]] = {section: {} for section in _SECTIONS.values()}
+    for quantity in dict.fromkeys(map(quantity_of, names)):
+        tags = f"^(epoch/)?(({_DATASETS})_)?{re.escape(quantity)}$"
+        sections.setdefault(_section(quantity), {})[quantity] = ["Multiline", [tags]]
+    sections["lr"] = sections.pop("lr", {})  # the last one
+    return custom_scalars({section: charts for section, charts in sections.items() if charts})
+
+
+def _section(quantity: str) -> str:
+    for word, section in _SECTIONS.items():
+        if word in quantity.lower():
+            return section
+    first, slash, _ = quantity.partition("/")
+    return first if slash or first == "lr" else "metrics"
+
+
+def settings_of(loop: Any) -> dict[str, Any]:
+    """Return the settings that tables of runs usually compare, if known: mode, batch, optimizer, rates."""
+    optimizers = optimizers_of(loop.optimizer)
+    device = loop.site.devices[0]
+    settings = {
+        "gpu_mode": loop.gpu_mode,
+        "devices": f"{len(loop.site.devices) * loop.num_nodes} x {device.type}",
+        "effective_batch_size": loop.effective_batch_size,
+        "grad_accumulation": loop.grad_accumulation,
+        "amp": loop.options.amp.described(device).removeprefix(", AMP ") or "off",
+        "seed": loop.seed,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+    }
+    for name, group in groups_with_rates(loop.optimizer):
+        settings[name] = float(group.get("initial_lr", group["lr"]))
+    first = optimizers[0].param_groups[0]
+    if "weight_decay" in first:
+        settings["weight_decay"] = float(first["weight_decay"])
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
+    """Return a description of the run in Markdown: devices, settings, versions."""
+    devices = [str(device) for device in loop.site.devices]
+    if loop.device.type == "cuda":
+        devices.append(torch.cuda.get_device_name(loop.device))
+    rows = {
+        "loop": repr(loop),
+        "devices": ", ".join(devices),
+        "host": platform.node(),
+        "versions": f"trainloop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "script": os.path.basename(sys.argv[0]),  # without arguments, since they may contain a token
+        **settings,
+    }
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

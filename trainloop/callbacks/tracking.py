@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
@@ -190,11 +190,7 @@ class ExperimentCheckpoint(ModelCheckpoint):
         iteration_save_freq: int = 0,
         **more: Any,
     ) -> None:
-        if isinstance(iteration_save_freq, bool) or not isinstance(iteration_save_freq, int) or iteration_save_freq < 0:
-            raise ConfigurationError(
-                f"iteration_save_freq={iteration_save_freq!r}: must be a number of steps, or 0 to save after each "
-                f"epoch."
-            )
+        count_of(type(self).__name__, "iteration_save_freq", iteration_save_freq, least=0)
         arguments: dict[str, Any] = {"keep": None}
         if rm_subopt_local_models is not False:
             monitor = "loss" if rm_subopt_local_models is True else rm_subopt_local_models
@@ -268,10 +264,6 @@ class ExperimentEndSave(AbstractCallback):
         ):
             if package is not None and getattr(loop, loader) is None:
                 raise ConfigurationError(f"{name} is given, but the loop has no {loader} to evaluate it on. Pass one.")
-            set_folder = getattr(package, "set_experiment_dir_path_for_additional_results", None)
-            if set_folder is not None:
-                it = self.experiment
-                set_folder(it.project_name, it.experiment_name, it.timestamp, it.local_model_result_folder_path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}

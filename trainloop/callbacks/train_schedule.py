@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer, lr_scheduler
 
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
@@ -114,8 +114,6 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         AbstractCallback.__init__(self, "LRScheduler", execution_order=90)
         if interval not in ("step", "epoch"):
             raise ConfigurationError(f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'.")
-        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
-            raise ConfigurationError(f"LRScheduler: frequency={frequency!r}: must be a whole number, 1 or more.")
         made = _is_scheduler(scheduler)
         if not made and not callable(scheduler):
             raise ConfigurationError(
@@ -133,7 +131,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.interval = interval
         self.monitor = monitor
         self.optimizer_idx = optimizer_idx
-        self.frequency = frequency
+        self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
         self._metric: Monitor | None = None
         if _is_plateau(scheduler):
@@ -284,9 +282,7 @@ class LearningRateMonitor(AbstractCallback):
 
     def __init__(self, every_n_steps: int = 1) -> None:
         super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set a rate for the batch
-        if every_n_steps < 1:
-            raise ConfigurationError(f"LearningRateMonitor: every_n_steps={every_n_steps}: must be 1 or more.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = count_of("LearningRateMonitor", "every_n_steps", every_n_steps)
         self._last_step = 0
 
     def on_train_begin(self) -> None:

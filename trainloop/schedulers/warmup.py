@@ -24,26 +24,23 @@ __all__ = [
 
 
 class _WarmupScheduler(LRScheduler):
-    def __init__(self, factor: Any, num_warmup_steps: int, last_epoch: int, **kwargs: Any) -> None:
-        if not num_warmup_steps >= 0:
-            raise ConfigurationError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}: must be 0 or more.")
-        lr_lambda = partial(_warmed_up, factor, num_warmup_steps)
-        super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
-
-
-class _CurveWithWarmup(_WarmupScheduler):
     """A warm-up, followed by a curve over the rest of the training."""
 
     def __init__(
         self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
     ) -> None:
+        if not num_warmup_steps >= 0:
+            raise ConfigurationError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}: must be 0 or more.")
+        if num_training_steps is not None and num_training_steps < num_warmup_steps:
+            raise ConfigurationError(
+                f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
+            )
         self.num_warmup_steps = num_warmup_steps
         self.num_training_steps = num_training_steps
         self._curve = curve
         # The curve's length is unknown until the loop is known.
-        length = num_warmup_steps if num_training_steps is None else num_training_steps
-        factor = _of_progress(curve, num_warmup_steps, length)
-        super().__init__(factor, num_warmup_steps, last_epoch, **kwargs)
+        lr_lambda = partial(_factor, curve, num_warmup_steps, num_training_steps or 0)
+        super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
 
     def on_train_loop_registration(self) -> None:
         if self.num_training_steps is None:
@@ -54,8 +51,7 @@ class _CurveWithWarmup(_WarmupScheduler):
                     "from. Pass num_training_steps."
                 )
             # A training shorter than its warm-up ends in the middle of it.
-            factor = _of_progress(self._curve, self.num_warmup_steps, max(length, self.num_warmup_steps))
-            lr_lambda = partial(_warmed_up, factor, self.num_warmup_steps)
+            lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
             if self.scheduler is not None:  # from an earlier fit, at the end of a shorter curve
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
@@ -85,10 +81,13 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     """
 
     def __init__(self, num_warmup_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
-        super().__init__(_constant, num_warmup_steps, last_epoch, **kwargs)
+        super().__init__(_constant, num_warmup_steps, num_warmup_steps, last_epoch, **kwargs)
+
+    def _length(self) -> None:
+        """Return None: the schedule is for any number of steps."""
 
 
-class LinearWithWarmupScheduler(_CurveWithWarmup):
+class LinearWithWarmupScheduler(_WarmupScheduler):
     """Linear warm-up, then a linear decrease to 0.
 
     Parameters
@@ -112,7 +111,7 @@ class LinearWithWarmupScheduler(_CurveWithWarmup):
         super().__init__(_linear, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
-class CosineWithWarmupScheduler(_CurveWithWarmup):
+class CosineWithWarmupScheduler(_WarmupScheduler):
     """Linear warm-up, then a cosine curve.
 
     Parameters
@@ -143,7 +142,7 @@ class CosineWithWarmupScheduler(_CurveWithWarmup):
         super().__init__(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
-class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
+class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
     """Linear warm-up, then several decreases along a cosine, each from the full rate.
 
     Parameters
@@ -179,24 +178,14 @@ class HardRestartsCosineWithWarmupScheduler(_CurveWithWarmup):
 # its own arguments. (LambdaLR would load attributes of callable objects from the checkpoint.)
 
 
-def _warmed_up(factor: Any, num_warmup_steps: int, step: int) -> float:
-    return step / max(1, num_warmup_steps) if step < num_warmup_steps else factor(step)
+def _factor(curve: Any, num_warmup_steps: int, num_training_steps: int, step: int) -> float:
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    return max(0.0, curve((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)))
 
 
-def _constant(step: int) -> float:
+def _constant(progress: float) -> float:
     return 1.0
-
-
-def _of_progress(curve: Any, num_warmup_steps: int, num_training_steps: int) -> Any:
-    if num_training_steps < num_warmup_steps:
-        raise ConfigurationError(
-            f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
-        )
-    return partial(_along, curve, num_warmup_steps, max(1, num_training_steps - num_warmup_steps))
-
-
-def _along(curve: Any, begin: int, length: int, step: int) -> float:
-    return max(0.0, curve((step - begin) / length))
 
 
 def _linear(progress: float) -> float:

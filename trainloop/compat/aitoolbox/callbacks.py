@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainloop.callbacks import abstract
 from trainloop.callbacks import basic as core
+from trainloop.callbacks import experiment_folder
 from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
@@ -33,7 +33,7 @@ class CompatCallback(AbstractCallback):
     message_service: Any
 
 
-class AbstractExperimentCallback(abstract.AbstractExperimentCallback):
+class AbstractExperimentCallback(experiment_folder.AbstractExperimentCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
     Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take

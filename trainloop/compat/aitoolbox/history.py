@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainloop.callbacks.history_report import require_matplotlib
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 
@@ -143,10 +143,7 @@ def _save_figures(figures: Iterable[tuple[str, Any]], folder: str, name: str, fi
 
 
 def _figure() -> Any:
-    require_matplotlib("A plot")
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(10, 8))
+    return import_extra("matplotlib.figure", "A plot", "plot").Figure(figsize=(10, 8))
 
 
 class TrainingHistoryPlotter:

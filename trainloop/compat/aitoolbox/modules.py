@@ -10,7 +10,7 @@ from collections import ChainMap
 from collections.abc import Sequence
 from types import ModuleType
 
-from trainloop.callbacks import basic, ddp
+from trainloop.callbacks import basic
 from trainloop.compat.aitoolbox import (
     callbacks,
     cloud,
@@ -29,7 +29,7 @@ from trainloop.schedulers import warmup
 
 # Where a name is looked up: a class has one name in all of AIToolbox. Own modules are before the core's.
 _OWN = models, optim, components, history, results, saving, cloud, callbacks, reports, loop, experiments
-_HOMES = ChainMap(*map(vars, (*_OWN, basic, ddp, warmup)))
+_HOMES = ChainMap(*map(vars, (*_OWN, basic, warmup)))
 
 _LOSSES = "MultiLoss MultiOptimizer"
 _TRACKED = "TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave"

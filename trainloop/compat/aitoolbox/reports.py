@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from trainloop.callbacks.wandb import AlertConfig, import_wandb
+from trainloop._support.distribution import import_extra
+from trainloop.callbacks.trackers import AlertConfig
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, CompatCallback, experiment_arguments
 from trainloop.compat.aitoolbox.components import MessageHandling
 from trainloop.compat.aitoolbox.history import GradientPlotter, TrainingHistoryPlotter, TrainingHistoryWriter
@@ -168,6 +170,8 @@ class GradDistributionPlot(_Reports):
 
 
 # -- TensorBoard and Weights & Biases ----------------------------------------------------------------------------------
+
+_wandb = partial(import_extra, "wandb", "WandBTracking", "wandb")
 
 
 def _batch_losses(loop: Any) -> dict[str, float]:
@@ -347,7 +351,7 @@ class WandBTracking(AbstractExperimentCallback):
         self.wandb_params_kwargs = kwargs
 
     def on_train_loop_registration(self) -> None:
-        import_wandb()
+        _wandb()
         self.try_infer_experiment_details(infer_cloud_details=False)
         loop = self.train_loop_obj
         if self.hyperparams is None:
@@ -356,7 +360,7 @@ class WandBTracking(AbstractExperimentCallback):
             self.source_dirs = [loop.hyperparams["experiment_file_path"], *loop.source_dirs]
 
     def on_train_begin(self) -> None:  # in the rank that sends, not where the callback is registered
-        wandb = import_wandb()
+        wandb = _wandb()
         if not self.wandb_pre_initialized:
             folder = self.experiment_folder() if self.is_project else self.log_dir
             wandb.init(
@@ -374,16 +378,16 @@ class WandBTracking(AbstractExperimentCallback):
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if self.batch_log_frequency is not None and loop.total_iteration_idx % self.batch_log_frequency == 0:
-            import_wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
+            _wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         values = {"epoch": loop.epoch, **_last_results(loop, self.metric_names, "loss_at_epoch_end")}
-        import_wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
+        _wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
         for alert in self.alerts or ():
             message = alert.message(values[alert.metric_name])
             if message is not None:
-                import_wandb().alert(*message, level=alert.wandb_alert_level)
+                _wandb().alert(*message, level=alert.wandb_alert_level)
 
 
 # -- a log's upload, and mail ------------------------------------------------------------------------------------------

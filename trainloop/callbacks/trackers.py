@@ -1,0 +1,401 @@
+"""Experiment tracking with Weights & Biases (extra ``wandb``) and MLflow (extra ``mlflow``)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainloop._support.distribution import import_extra
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.devices import has_ranks
+from trainloop.errors import ConfigurationError
+
+__all__ = ["AlertConfig", "MLflowTracking", "WandBTracking"]
+
+
+class EpochValues:
+    """Values of the history that have not been sent yet."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}  # how many values of each metric have been sent
+        self._steps: dict[int, int] = {}  # the step at which each epoch ended
+
+    def clear(self) -> None:
+        """Reset for another training."""
+        self._lengths, self._steps = {}, {}
+
+    def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """Return new values as (epoch, step, values), by epoch; for ``on_epoch_end`` and ``on_train_end``.
+
+        Callbacks that run after the tracker may have logged values for an epoch that has already ended.
+        """
+        self._steps[loop.epoch] = loop.global_step
+        found: dict[int, dict[str, float]] = {}
+        for name in loop.history:
+            values, epochs, sent = loop.history[name], loop.history.epochs(name), self._lengths.get(name, 0)
+            for value, epoch in zip(values[sent:], epochs[sent:], strict=True):
+                found.setdefault(epoch, {})[name] = value
+            self._lengths[name] = len(values)
+        for epoch in sorted(found):
+            yield epoch, self._steps.get(epoch, loop.global_step), found[epoch]
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._lengths)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._lengths, self._steps = dict(state), {}
+
+
+class _Tracking(AbstractCallback):
+    """Base of callbacks that send the run to a service.
+
+    The service's run starts when the first value is sent: by then, the run that a resumed ``fit`` continues is known.
+    """
+
+    package = ""
+    _run: Any = None  # the service's run or client, while it is open
+
+    def __init__(
+        self,
+        name: str,
+        frequency: tuple[str, int | None],
+        experiment_name: str | None,
+        hyperparams: Mapping[str, Any] | None,
+    ) -> None:
+        # After callbacks that log at an epoch's end, before those that write checkpoints.
+        super().__init__(name, execution_order=997, device_idx_execution=0)
+        self._every = count_of(name, *frequency, optional=True)
+        self.experiment_name = experiment_name
+        self.hyperparams = hyperparams
+        self.run_id: str | None = None
+        self._epoch_values = EpochValues()
+
+    def on_train_loop_registration(self) -> None:
+        import_extra(self.package, self.callback_name, self.package)
+        loop = self.train_loop_obj
+        self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
+        if self.hyperparams is None:
+            self.hyperparams = getattr(loop, "hyperparams", None)
+        if loop.global_step == 0:
+            self.run_id = None  # another training, another run
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.global_step == 0:
+            self._epoch_values.clear()
+
+    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        if self._every is not None:
+            self._send([row for row in rows if row[0] % self._every == 0])
+
+    @logs_nothing
+    def on_epoch_end(self) -> None:
+        for epoch, step, values in self._epoch_values.take(self.train_loop_obj):
+            self._send_epoch(epoch, step, values)
+
+    @logs_nothing
+    def on_train_end(self) -> None:
+        _Tracking.on_epoch_end(self)
+        self._finish(None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._finish(exception)
+
+    def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        raise NotImplementedError
+
+    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def _finish(self, exception: BaseException | None) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_run": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "lengths": self._epoch_values.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run_id = state["run_id"]
+        self._epoch_values.load_state_dict(state["lengths"])
+
+
+@dataclass(frozen=True)
+class AlertConfig:
+    """Condition under which Weights & Biases sends a message.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``objective`` is invalid.
+
+    Examples
+    --------
+    >>> AlertConfig("val_accuracy", 0.9).message(0.5)
+    ('val_accuracy is too low', 'val_accuracy is 0.5, below the threshold of 0.9.')
+    """
+
+    metric_name: str
+    """Name in ``history``."""
+    threshold_value: float
+    """Limit beyond which the alert is sent."""
+    objective: Literal["maximize", "minimize"] = "maximize"
+    """``'maximize'`` sends the alert if the metric is below the threshold, ``'minimize'`` if it is above."""
+    wandb_alert_level: Any = None
+    """A ``wandb.AlertLevel``."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in ("maximize", "minimize"):
+            raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
+
+    def message(self, value: float) -> tuple[str, str] | None:
+        """Return a title and a text if the value is beyond the threshold, otherwise ``None``."""
+        low = self.objective == "maximize" and value < self.threshold_value
+        high = self.objective == "minimize" and value > self.threshold_value
+        if not low and not high:
+            return None
+        word, side = ("low", "below") if low else ("high", "above")
+        text = f"{self.metric_name} is {value:.6g}, {side} the threshold of {self.threshold_value:.6g}."
+        return f"{self.metric_name} is too {word}", text
+
+
+class WandBTracking(_Tracking):
+    """Send the run to Weights & Biases, from rank 0.
+
+    Step values are sent under their names, and epoch values as ``epoch/<name>``, against ``global_step``. The training
+    process starts the W&B run when training begins, and finishes it when training ends. A resumed ``fit`` continues
+    that run.
+
+    Parameters
+    ----------
+    metric_names : sequence of str, optional
+        Metrics of the history to send. Default: all.
+    batch_log_frequency : int, optional
+        Send the values of every n-th step. Default: epochs only.
+    hyperparams : mapping, optional
+        Configuration of the run. Default: the hyperparameters of a ``TrainLoopCheckpoint`` or similar loop.
+    tags : sequence of str, optional
+        Tags of the run.
+    alerts : sequence of AlertConfig, optional
+        Alerts, checked after each epoch.
+    wandb_pre_initialized : bool
+        Use the run that is already active, and leave it open. This works only if training runs in the calling process.
+    source_dirs : sequence of str
+        Folders whose code is stored with the run.
+    log_dir : str, optional
+        Folder for wandb's own files.
+    project_name, experiment_name : str, optional
+        Project and name of the run. Default: the names of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
+    **kwargs
+        Further arguments of ``wandb.init``, such as ``mode='offline'``.
+
+    Raises
+    ------
+    ConfigurationError
+        If wandb is missing, or an alert is not an :class:`AlertConfig`.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[WandBTracking(batch_log_frequency=50, project_name="digits")])
+    """
+
+    package = "wandb"
+
+    def __init__(
+        self,
+        metric_names: Sequence[str] | None = None,
+        batch_log_frequency: int | None = None,
+        hyperparams: Mapping[str, Any] | None = None,
+        tags: Sequence[str] | None = None,
+        alerts: Sequence[AlertConfig] | None = None,
+        wandb_pre_initialized: bool = False,
+        source_dirs: Sequence[str] = (),
+        log_dir: str | os.PathLike[str] | None = None,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
+        for alert in alerts or ():
+            if not isinstance(alert, AlertConfig):
+                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: it must be an AlertConfig.")
+        self.metric_names = None if metric_names is None else list(metric_names)
+        self.batch_log_frequency = batch_log_frequency
+        self.tags = None if tags is None else list(tags)
+        self.alerts = list(alerts or ())
+        self.wandb_pre_initialized = wandb_pre_initialized
+        self.source_dirs = list(source_dirs)
+        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        self.project_name = project_name
+        self.init_kwargs = kwargs
+        self._newest: dict[str, float] = {}  # values of the epoch that ends
+
+    def on_train_loop_registration(self) -> None:
+        super().on_train_loop_registration()
+        loop = self.train_loop_obj
+        self.project_name = self.project_name or getattr(loop, "project_name", None)
+        if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
+            raise ConfigurationError(
+                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks "
+                "of ddp. Leave wandb_pre_initialized out; rank 0 then starts a run."
+            )
+
+    def _active_run(self) -> Any:
+        if self._run is not None:
+            return self._run
+        import wandb
+
+        if self.wandb_pre_initialized:
+            self._run = wandb.run
+            if self._run is None:
+                raise ConfigurationError(
+                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, "
+                    "or leave wandb_pre_initialized out."
+                )
+        else:
+            known = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
+            self._run = wandb.init(
+                **{
+                    "project": self.project_name,
+                    "name": self.experiment_name,
+                    "config": None if self.hyperparams is None else dict(self.hyperparams),
+                    "tags": self.tags,
+                    "dir": self.log_dir,
+                    **known,
+                    **self.init_kwargs,
+                }
+            )
+            self.run_id = self._run.id
+        for folder in self.source_dirs:
+            self._run.log_code(folder)
+        # wandb's own step must increase with each call, but epoch values belong to a step that has been sent.
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+        return self._run
+
+    def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        for step, scalars in rows:
+            self._active_run().log({**scalars, "global_step": step})
+
+    @logs_nothing
+    def on_epoch_end(self) -> None:
+        self._newest = {}
+        super().on_epoch_end()
+        for alert in self.alerts:
+            if alert.metric_name not in self.train_loop_obj.history:
+                names = ", ".join(map(repr, self.train_loop_obj.history))
+                raise ConfigurationError(
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. It has: "
+                    f"{names}."
+                )
+            message = alert.message(self._newest[alert.metric_name]) if alert.metric_name in self._newest else None
+            if message is not None:
+                title, text = message
+                level = {} if alert.wandb_alert_level is None else {"level": alert.wandb_alert_level}
+                self._active_run().alert(title=title, text=text, **level)
+
+    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        self._newest.update(values)
+        names = values if self.metric_names is None else [name for name in values if name in self.metric_names]
+        if names:
+            self._send([(step, {**{f"epoch/{name}": values[name] for name in names}, "epoch": epoch})])
+
+    def _finish(self, exception: BaseException | None) -> None:
+        if self._run is not None and not self.wandb_pre_initialized:
+            self._run.finish(exit_code=int(exception is not None))
+        self._run = None
+
+
+class MLflowTracking(_Tracking):
+    """Send the run to MLflow, from rank 0.
+
+    Values are sent under their names, against the global step. If a metric has step values, its epoch values are sent
+    as ``epoch/<name>``. The process that trains starts the MLflow run; a resumed ``fit`` continues that run.
+
+    Parameters
+    ----------
+    experiment_name : str, optional
+        Default: the loop's experiment if it has one, otherwise MLflow's own default.
+    run_name : str, optional
+    tracking_uri : str, optional
+        Server or folder. Default: MLflow's own default (``MLFLOW_TRACKING_URI``).
+    log_every_n_steps : int, optional
+        Send the values of every n-th step; ``None`` sends only epoch values.
+    hyperparams : mapping, optional
+        Sent as parameters. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
+    tags : mapping, optional
+        Tags of the run.
+
+    Raises
+    ------
+    ConfigurationError
+        If mlflow is missing, or ``log_every_n_steps`` is below 1.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[MLflowTracking("digits", tracking_uri="http://localhost:5000")])
+    """
+
+    package = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        log_every_n_steps: int | None = 50,
+        hyperparams: Mapping[str, Any] | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), experiment_name, hyperparams)
+        self.run_name = run_name
+        self.tracking_uri = tracking_uri
+        self.log_every_n_steps = log_every_n_steps
+        self.tags = None if tags is None else dict(tags)
+        self._step_names: set[str] = set()
+
+    def _active_client(self) -> Any:
+        if self._run is not None:
+            return self._run
+        import mlflow
+
+        # The client instead of mlflow's global run, which may be the user's.
+        self._run = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+        if self.run_id is None:
+            name = self.experiment_name or "Default"
+            found = client.get_experiment_by_name(name)
+            experiment_id = client.create_experiment(name) if found is None else found.experiment_id
+            run = client.create_run(experiment_id, run_name=self.run_name, tags=self.tags)
+            self.run_id = run.info.run_id
+            for key, value in (self.hyperparams or {}).items():
+                client.log_param(self.run_id, key, value)
+        else:
+            client.update_run(self.run_id, status="RUNNING")
+        return client
+
+    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        if self.log_every_n_steps is not None:
+            self._step_names.update(*(scalars for _, scalars in rows))
+        super().on_log(rows)
+
+    def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        if not rows:
+            return
+        from mlflow.entities import Metric
+
+        client, now = self._active_client(), int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
+        for start in range(0, len(metrics), 1000):  # the maximum of one request
+            client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+
+    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        self._send([(step, {f"epoch/{n}" if n in self._step_names else n: value for n, value in values.items()})])
+
+    def _finish(self, exception: BaseException | None) -> None:
+        if self._run is not None:
+            failed = "KILLED" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "FAILED"
+            self._run.set_terminated(self.run_id, status="FINISHED" if exception is None else failed)
+        self._run = None
