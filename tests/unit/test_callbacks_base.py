@@ -12,8 +12,7 @@ import pytest
 
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback
-from trainloop.callbacks.base import HookTable, overrides
-from trainloop.callbacks.hook_names import warn_of_misnamed_hooks
+from trainloop.callbacks.base import HookTable, overrides, warn_of_misnamed_hooks
 from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
 from trainloop.errors import ConfigurationError
 

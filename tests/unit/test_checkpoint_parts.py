@@ -12,7 +12,7 @@ from torch import nn
 from checkpoints import Distilled, distilled_loop, same
 from trainloop import checkpoint
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.checkpoint.left_out import names_under
+from trainloop.checkpoint.file import names_under
 from trainloop.errors import CheckpointError, ConfigurationError
 
 

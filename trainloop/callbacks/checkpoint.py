@@ -15,7 +15,7 @@ from trainloop.callbacks.base import Saver, count_of, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
-from trainloop.checkpoint.left_out import Bits, bits_of, changed, names_under, without
+from trainloop.checkpoint.file import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.errors import CheckpointError, ConfigurationError

@@ -26,8 +26,6 @@ from trainloop.devices import has_ranks
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
-from trainloop.train_loop.alternating import AlternatingTraining
-from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.handover import CallerSide, RankSide
 from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
@@ -37,6 +35,7 @@ from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 from trainloop.train_loop.restarts import Supervisor
 from trainloop.train_loop.run import Run
 from trainloop.train_loop.site import site_under_launcher
+from trainloop.train_loop.special_steps import AlternatingTraining, ClosureTraining
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.whole_step import WholeStepTraining
 

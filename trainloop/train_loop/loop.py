@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 from trainloop._launch import keeping
 from trainloop._support.carried import check_carried
 from trainloop._support.signals import signals
-from trainloop.callbacks.base import AbstractCallback, HookTable
-from trainloop.callbacks.hook_names import warn_of_misnamed_hooks
+from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel

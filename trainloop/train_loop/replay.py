@@ -26,12 +26,12 @@ from trainloop.data.batches import move_to
 from trainloop.distributed import Rank
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.train_loop.closure import ClosureTraining
 from trainloop.train_loop.execute import running
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.options import AmpOptions, FitJob
 from trainloop.train_loop.placement import move_state
 from trainloop.train_loop.site import Site
+from trainloop.train_loop.special_steps import ClosureTraining
 from trainloop.train_loop.state import described_differences
 from trainloop.train_loop.training import Training
 

@@ -18,7 +18,7 @@ from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import warn
 from trainloop.checkpoint import plain
-from trainloop.checkpoint.left_out import bits_of, changed
+from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError

@@ -8,8 +8,8 @@
         step                     the optimizers' step
         _finish_epoch            logs, history, validation
 
-There are two other kinds of steps: :mod:`~trainloop.train_loop.closure` for an optimizer that evaluates the loss
-several times, :mod:`~trainloop.train_loop.alternating` for a ``get_loss`` that yields its losses.
+:mod:`~trainloop.train_loop.special_steps` has two other kinds of steps: for an optimizer that evaluates the loss
+several times, and for a ``get_loss`` that yields its losses.
 """
 
 from __future__ import annotations

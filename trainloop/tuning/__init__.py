@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from trainloop.tuning.fitting import EstimatorLoop
 from trainloop.tuning.folds import Fold
-from trainloop.tuning.predictor import BaggedPredictor
-from trainloop.tuning.result import Trial, TuneResult
+from trainloop.tuning.result import BaggedPredictor, Trial, TuneResult
 from trainloop.tuning.search import tune
 from trainloop.tuning.space import Choice, Integers, Uniform
 from trainloop.tuning.worker import seconds_left
