@@ -52,6 +52,23 @@ def test_the_map_has_every_part_of_the_package() -> None:
     assert sorted(files) == sorted(of_packages - {"__init__.py"})
 
 
+def test_the_list_of_files_has_the_first_line_of_each() -> None:
+    lines = re.findall(
+        r"^    ((\w+)/\w+\.py) +(.+)$", "\n".join(section("The other packages, file by file")), re.MULTILINE
+    )
+    shown = {name: text for name, _, text in lines}
+    packages = dict.fromkeys(package for _, package, _ in lines)
+    files = [path for package in packages for path in sorted((PACKAGE / package).glob("*.py"))]
+    first_lines = {
+        path.relative_to(PACKAGE).as_posix(): str(ast.get_docstring(ast.parse(path.read_text()))).partition("\n")[0]
+        for path in files
+        if path.name != "__init__.py"
+    }
+    assert shown == first_lines
+    others = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {*packages, "__pycache__"}
+    assert others == {"train_loop", "_support", "compat", "schedulers"}
+
+
 def test_modules_import_what_stands_below_them_on_the_map() -> None:
     level = {re.sub(r"(\.py|/)$", "", name): i for i, row in enumerate(rows(4)) for name in row}
     wrong = [

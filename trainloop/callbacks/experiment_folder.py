@@ -1,4 +1,4 @@
-"""Callbacks that write the history into files, and those that read or write in an experiment"s folder."""
+"""Callbacks that write the history into files, and those that read or write in an experiment's folder."""
 
 from __future__ import annotations
 

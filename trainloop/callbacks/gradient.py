@@ -1,4 +1,4 @@
-"""Callbacks that read or change gradients between the backward pass and the optimizer"s step.
+"""Callbacks that read or change gradients between the backward pass and the optimizer's step.
 
 ``on_after_gradient_update`` is called once per step (with a :class:`~trainloop.optim.MultiOptimizer`, once for each
 optimizer). The gradients are then complete: summed over micro-batches, averaged over ranks, and unscaled. They are the
