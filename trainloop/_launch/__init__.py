@@ -436,7 +436,15 @@ def kept_here() -> KeptRanks | None:
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Keep ranks alive between the calls of :func:`~trainloop._launch.launch` in this block and in inner ones."""
+    """Keep ranks alive between the calls of :func:`launch` in this block and in inner ones.
+
+    ::
+
+        with keeping():                 # TrainLoop.ranks()
+            launch(first, ...)          # starts ranks
+            launch(second, ...)         # the same processes: their group, their GPUs' memory, what they have imported
+        # here the ranks end
+    """
     if kept_here() is not None:
         yield
         return

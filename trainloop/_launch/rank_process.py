@@ -424,7 +424,11 @@ _OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main
 
 
 class Unblocking:
-    """Abort NCCL's collectives once the run has failed, from a separate thread.
+    """Abort NCCL's collectives once the run has failed, from a separate thread, so that no rank blocks forever.
+
+    A Gloo collective raises as soon as a neighbour has gone. On one machine, an NCCL collective keeps running on the
+    device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
+    killed, after the whole time that the launching process gives it to unwind.
 
     Parameters
     ----------

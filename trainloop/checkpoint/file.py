@@ -440,7 +440,7 @@ def _warn_of(problems: list[str], instead: str) -> None:
 
 # -- parts that checkpoints leave out ----------------------------------------------------------------------------------
 
-
+# Frozen parts of a model, which the script creates again with the same values.
 Bits = dict[str, Any]
 """Shape and bit sum of each tensor that is left out; None in place of the sum if it is sharded."""
 
