@@ -169,7 +169,8 @@ class TimeLimit(AbstractCallback):
     """Stop after a given time, at the end of the current step.
 
     Each rank has its own clock. The first rank past the limit ends training on all ranks at the same step. If a run is
-    resumed, the earlier time counts too; a second ``fit`` starts from zero.
+    resumed, the earlier time counts too; a second ``fit`` starts from zero. To end a job of a cluster before its time
+    limit and resume it in the next job, use the cluster's signal instead, since each job may take the whole time.
 
     Parameters
     ----------
