@@ -95,7 +95,7 @@ class Ranks:
         self.cause: Failure | None = None
         """The first failure, once the run has failed."""
         self._lines: list[connection.Connection] = []
-        self._line_marks: set[str] = set()
+        self._line_marks: list[str] = []
         self._begun = False
         self._env: dict[str, str] = {}
         self._cpus = affinity()
@@ -119,7 +119,7 @@ class Ranks:
         variables = {**environment, LAUNCH_VARIABLE: self._token}
         pairs = _pairs(self._spec.local_world_size)
         calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
-        self._line_marks = {os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs} if _PROC else set()
+        self._line_marks = [os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs] if _PROC else []
         try:
             if served:
                 self._processes = processes.from_server(calls, server_modules(), variables)
@@ -367,6 +367,10 @@ class Ranks:
             for process in self._processes:
                 process.kill()  # it waits for work, so it has nothing to unwind
         self.stop.abort()
+        if len(alive := self._alive()) < len(self._processes):
+            # Loader workers hold the connections of the rank that forked them. If it was killed, other ranks would wait
+            # for it in a collective, where no signal reaches them.
+            _kill_strays({mark for r, mark in enumerate(self._line_marks) if r not in alive})
         self._join(_UNWIND_S)
         self._notice()
         signalled = frozenset(self._alive())
@@ -381,7 +385,7 @@ class Ranks:
             self._processes[r].kill()
         self._join(_KILL_S)
         self._notice(ended_by_us=signalled)
-        _kill_strays(self._token, self._line_marks)
+        _kill_strays(set(self._line_marks), self._token)
         return running
 
     def _join(self, seconds: float) -> None:
@@ -491,16 +495,19 @@ def _process_state(process: Any) -> str:
     return f"it did not respond; the system reports '{state}'"
 
 
-def _kill_strays(token: str, line_marks: set[str]) -> None:
-    """Kill a launch's remaining processes: DataLoader workers of a killed rank would notice only after seconds.
+def _kill_strays(line_marks: set[str], token: str = "") -> None:
+    """Kill remaining processes of ranks: DataLoader workers of a killed rank would notice only after seconds.
 
     Forks of a rank hold its end of its connection, and so does a rank whose fork server was killed. Workers that a rank
-    has spawned carry the launch's token in their environment. Other programs that user code started are left alone.
+    has spawned carry the launch's token in their environment; with a token, these are killed, too. Other programs that
+    user code started are left alone.
     """
     mark = f"{LAUNCH_VARIABLE}={token}".encode()
     for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if line_marks.isdisjoint(_open_files(pid)):
+                if not token:
+                    continue
                 with open(f"/proc/{pid}/environ", "rb") as file:
                     marked = mark in file.read().split(b"\0")
                 with open(f"/proc/{pid}/cmdline", "rb") as file:

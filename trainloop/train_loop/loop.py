@@ -436,7 +436,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in its order.
+        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in order.
 
         Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
 
