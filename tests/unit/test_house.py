@@ -234,8 +234,8 @@ FOREIGN: dict[str, str] = {
     "train_loop/trained.py": "_get_default_store",
     "train_loop/whole_step.py": "_dynamo _opt_called _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (
-        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _array _extra_reducers _mmap _untyped_storage "
-        "_utils _validate_loaded_sparse_tensors"
+        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _extra_reducers _untyped_storage _utils "
+        "_validate_loaded_sparse_tensors"
     ),
     "_transfer/torch_objects.py": (
         "_inject_new_class _inject_property _rebuild_tensor_v3 _torchdynamo_orig_callable _utils"

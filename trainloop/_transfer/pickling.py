@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
@@ -191,7 +192,7 @@ class Pickler(cloudpickle.Pickler):
             self.copies.append(array)
             low, high = _bounds(array)
         memory = (ctypes.c_ubyte * (high - low)).from_address(low)
-        memory._array = array  # type: ignore[attr-defined]  # keeps the memory alive
+        memory.array = array  # type: ignore[attr-defined]  # keeps the memory alive
         start = array.__array_interface__["data"][0] - low
         view_of = None if kind is np.ndarray else kind
         return _array_from_buffer, (
@@ -253,7 +254,9 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
     """Pickle an array in a mapped file by its path, to map it again; ``None`` if its values may differ there."""
-    source = getattr(array, "_mmap", None)
+    source: Any = array
+    while source is not None and not isinstance(source, mmap.mmap):
+        source = getattr(source, "base", None)
     path = getattr(array, "filename", None)
     # Mode 'c' may hold changes that are not in the file.
     if source is None or path is None or array.mode not in ("r", "r+", "w+"):
@@ -373,10 +376,7 @@ def _memmap_of_file(
     start: int,
 ) -> np.ndarray[Any, Any]:
     memory = np.memmap(path, dtype=np.uint8, mode=mode, offset=place, shape=(nbytes,))
-    array = np.ndarray.__new__(np.memmap, shape, dtype, memory, start, strides)
-    array._mmap, array.filename, array.mode = memory._mmap, memory.filename, memory.mode  # type: ignore[attr-defined]
-    array.offset = place
-    return array
+    return as_strided(memory[start : start + dtype.itemsize].view(dtype), shape, strides, subok=True)
 
 
 def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
