@@ -1,6 +1,7 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
 # make test-long  those
+# make test-slow-part  one of 15 parts of the slow tests, a different one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
@@ -41,7 +42,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help demo test test-long test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
+.PHONY: help demo test test-long test-slow-part test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -69,6 +70,12 @@ test-long: WORKERS = 4
 test-long: $(VENV)/test.stamp
 	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(ARGS)
 
+# In CI, so that no slow test stays broken for long.
+PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+test-slow-part: $(VENV)/test.stamp
+	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/15 -o faulthandler_timeout=300 \
+		tests/unit tests/ranks tests/faults $(ARGS)
+
 test-unit: $(VENV)/test.stamp
 	$(PYTEST) tests/unit $(ARGS)
 
@@ -79,7 +86,7 @@ test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "hosts and not slow" $(ARGS)
 
 test-all: $(VENV)/test-all.stamp
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(BIN)/python -m pytest -m "" -o faulthandler_timeout=300 $(ARGS)
 	TRAINLOOP_START_METHOD=spawn $(BIN)/python -m pytest -m "" -o faulthandler_timeout=300 tests/ranks tests/faults tests/gpu $(ARGS)
 
 test-simulated-gpu:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, popen_forkserver, resource_tracker
 from pathlib import Path
@@ -56,7 +57,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if inside and not asked_for[inside[0]] else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        k, n = map(int, part.split("/"))
+        left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % n != k % n]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:
