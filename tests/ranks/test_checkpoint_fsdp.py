@@ -231,7 +231,7 @@ class KilledInWriting(AbstractCallback):
 
         if self.train_loop_obj.rank != self.rank or self.mark.exists():
             return
-        name = "_tell" if self.rank else "publish"
+        name = "_report" if self.rank else "publish"
         real = getattr(sharded_writing, name)
 
         def third_kills(*args: Any) -> Any:

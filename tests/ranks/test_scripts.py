@@ -68,7 +68,7 @@ def main():
     loop = TrainLoop(model, loader, None, loader, optimizer, nn.CrossEntropyLoss(), gpu_mode="ddp",
                      accelerator="cpu", devices=2, seed=3, progress_bar=False, end_auto_eval=False)
     assert loop.fit(num_epochs=EPOCHS, callbacks=[counts]) is model
-    print("RESULT", json.dumps([counts.steps, model.fc.weight.flatten().tolist()]), flush=True)
+    print(f"RESULT {json.dumps([counts.steps, model.fc.weight.flatten().tolist()])}\\n", end="", flush=True)
 """.replace("WORKERS", "0").replace("EPOCHS", "2")
 GUARDED = f"{SCRIPT}\nif __name__ == '__main__':\n    main()\n"
 
@@ -216,11 +216,10 @@ def check_that_all_end(session: int) -> None:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Its ranks, in their order."""
-    children = psutil.Process(process.pid).children()
-    return sorted(
-        (child for child in children if "spawn_main" in " ".join(child.cmdline())), key=lambda child: child.pid
-    )
+    """Its ranks, in their order: children of the fork server, or of the script if they are spawned."""
+    children = [c for c in psutil.Process(process.pid).children() if "resource_tracker" not in " ".join(c.cmdline())]
+    servers = [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    return sorted([c for s in servers for c in s.children()] or children, key=lambda child: child.pid)
 
 
 @pytest.mark.slow
