@@ -16,6 +16,7 @@ PACKAGE = SCRIPTS.parent.parent
 
 
 def output_of(command: list[str], folder: Path) -> str:
+    pytest.importorskip(command[0], reason=f"{command[0]} is not installed; make test-all has it")
     environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(PACKAGE), str(SCRIPTS)])}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
