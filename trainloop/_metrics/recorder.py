@@ -202,7 +202,9 @@ class Recorder:
         whole = loss.detach()
         if whole.ndim:
             whole = whole.reshape(())
-        self._add(self._parts[""], whole, weight)
+        if isinstance(weight, Tensor):
+            weight = self._kept(weight)
+        self._parts[""].pending.append((self.step, self._kept(whole), weight))
         return whole
 
     def _add(self, series: _Series, value: Tensor, weight: Tensor | float) -> None:

@@ -75,15 +75,19 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
         yield chunk
 
 
+def parts_of_loader(loader: Any) -> dict[str, Any]:
+    """Return a loader, its samplers and theirs, by the attributes that hold them; None for one that it lacks."""
+    parts = {"loader": loader}
+    for name in ("sampler", "batch_sampler"):
+        parts[name] = getattr(loader, name, None)
+        parts[f"{name}.sampler"] = getattr(parts[name], "sampler", None)
+    return parts
+
+
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """Return the generators that the user gave a loader, by the attribute that holds them; each once."""
-    holders = {"loader": loader}
-    for name in ("sampler", "batch_sampler"):
-        holder = getattr(loader, name, None)
-        holders[name] = holder
-        holders[f"{name}.sampler"] = getattr(holder, "sampler", None)
     found: dict[str, torch.Generator] = {}
-    for name, holder in holders.items():
+    for name, holder in parts_of_loader(loader).items():
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
