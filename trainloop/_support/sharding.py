@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -114,16 +114,6 @@ class BatchPlan:
 # -- the global order, by position -------------------------------------------------------------------------------------
 
 
-class Order(Protocol):
-    """A global order of samples that can be read at any position."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, positions: Ints) -> Ints:
-        """Return the indices of the samples at ``positions`` (int64, each in ``[0, len))``."""
-        ...
-
-
 class IdentityOrder:
     """Dataset order."""
 
@@ -220,6 +210,10 @@ def _mix_array(words: _Words) -> _Words:
 
 def _mix(word: int) -> int:
     return int(_mix_array(np.array([word & _MASK64], dtype=np.uint64))[0])
+
+
+Order = IdentityOrder | PermutedOrder
+"""A global order of samples that can be read at any position."""
 
 
 # -- blocks of a rank's indices ----------------------------------------------------------------------------------------

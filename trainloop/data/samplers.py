@@ -132,12 +132,10 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = 0
-        self.shuffle = not isinstance(sampler, SequentialSampler)
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:
             self.num_samples = shard_size(self.plan.num_taken, rank, world_size)
-            self.total_size = self.plan.num_taken
 
     @property
     def order(self) -> Order | None:
