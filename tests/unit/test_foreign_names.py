@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from torch import nn
 
 from small_loop import make_loop
-from trainloop import TTDistributedDataParallel
+from trainloop import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.errors import ConfigurationError
+from trainloop.resources import ResourceQuota, plan
+from trainloop.tuning import tune
+
+
+def never(*_: Any) -> None:
+    raise AssertionError("called with an argument that does not exist")
+
+
+@pytest.mark.parametrize(
+    "function, arguments, words",
+    [
+        (tune, {"num_rows": 5}, "tune() got an unexpected keyword argument 'num_rows'. Did you mean targets=, a"),
+        (tune, {"n_trials": 5}, "Did you mean num_trials=?"),
+        (tune, {"direction": "maximize"}, "Did you mean mode='min' or 'max'?"),
+        (tune, {"num_epochs": 5}, "Did you mean fit_args={...}, which fit gets?"),
+        (tune, {"num_trails": 5}, "Did you mean num_trials=?"),
+        (tune, {"pruner": None}, "'pruner': a trial trains to its end; fit_args="),
+        (plan, {"per_trial": ResourceQuota()}, "plan() got an unexpected keyword argument 'per_trial'. Did you mean "
+         "per_bag=, or per_model= without bagging?"),
+        (ResourceQuota, {"gpus": 1}, "ResourceQuota() got an unexpected keyword argument 'gpus'. Did you mean num_"),
+        (ResourceQuota, {"memory_limit": 16}, "Did you mean memory='16GB'?"),
+        (TTDataParallel, {"default_model_methods": []}, "'default_model_methods': every attribute and method of the"),
+        (TTDataParallel, {"gpu_ids": [0]}, "Did you mean device_ids=, a list?"),
+        (TTDistributedDataParallel, {"find_unused": True}, "Did you mean find_unused_parameters=?"),
+        (TTDistributedDataParallel, {"local_rank": 0}, "Did you mean device_ids=, a list?"),
+        (TTFullyShardedDataParallel, {"auto_wrap_policy": never}, "Did you mean shard=[Block], the classes of blocks?"),
+        (TTFullyShardedDataParallel, {"mixed_precision": None}, "Did you mean mp_policy="),
+        (TTFullyShardedDataParallel, {"frobnicate": 1}, "'frobnicate'. It has: module, shard, mesh, replicas, "),
+    ],
+)  # fmt: skip
+def test_names_of_other_libraries(function: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
+    needed: tuple[Any, ...] = {tune: (never, {"lr": [0.1]}), plan: (ResourceQuota(4),), ResourceQuota: ()}.get(
+        function, (nn.Linear(2, 2),)
+    )
+    with pytest.raises(ConfigurationError) as error:
+        function(*needed, **arguments)
+    assert isinstance(error.value, TypeError)
+    assert words in str(error.value)
 
 
 def test_arguments_of_wrappers_in_fit() -> None:
@@ -25,9 +69,15 @@ def test_arguments_of_wrappers_in_fit() -> None:
         assert words in str(error.value)
 
 
-def test_unknown_arguments_of_a_wrapper() -> None:
-    with pytest.raises(ConfigurationError, match=r"'find_unused'\. Did you mean find_unused_parameters="):
-        TTDistributedDataParallel(nn.Linear(2, 2), find_unused=True)
+def test_what_is_checked_is_still_what_it_was() -> None:
+    """Signature, name, the error for a missing argument; a quota is copied, sent and compared."""
+    assert list(inspect.signature(plan).parameters)[:2] == ["total", "num_trials"]
+    assert tune.__name__ == "tune"
+    assert list(inspect.signature(ResourceQuota).parameters) == ["num_cpus", "num_gpus", "memory"]
+    quota = ResourceQuota(num_cpus=2, memory="1GB")
+    assert copy.copy(quota) == pickle.loads(pickle.dumps(quota)) == quota
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'total'"):
+        plan(num_trials=2)  # type: ignore[call-arg]
     assert not dist.is_initialized()
     with pytest.raises(ConfigurationError, match="there is no process group"):
         TTDistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)

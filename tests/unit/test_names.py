@@ -20,9 +20,10 @@ from trainloop._support import keywords
 from trainloop._support.keywords import keywords_of
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
-from trainloop.resources import ResourceQuota
+from trainloop.resources import ResourceQuota, plan
 from trainloop.train_loop import names
 from trainloop.train_loop.site import Site, site_under_launcher
+from trainloop.tuning import tune
 
 
 def typed_names(module: Any) -> set[str]:
@@ -92,7 +93,7 @@ def test_every_hint_names_what_there_is() -> None:
     """A hint that leads to another unknown name would be worse than none."""
     classes = [value for name in callbacks.__all__ if isinstance(value := getattr(callbacks, name), type)]
     wrappers = [TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel]
-    functions = [TrainLoop.__init__, TrainLoop.fit]
+    functions = [TrainLoop.__init__, TrainLoop.fit, tune, plan, ResourceQuota]
     signatures = [set(inspect.signature(f).parameters) for f in (*functions, *classes)]
     signatures += [set(keywords_of(wrapper)) for wrapper in wrappers]
     known = set().union(*signatures)

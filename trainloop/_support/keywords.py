@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any, TypeVar
 
 from trainloop.errors import UnknownArgumentError
 
-__all__ = ["hint", "keywords_of", "nearest", "refuse", "table_of"]
+__all__ = ["hint", "keywords_of", "nearest", "refuse", "refuses_unknown", "table_of"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Names that people type, and their meaning here: the first alternative whose argument the function has. Text after a
 # colon replaces "Did you mean". A name may be in several rows.
@@ -33,8 +37,11 @@ _ROWS: list[tuple[str, ...]] = [
     ("find_unused_parameters", "ddp_model_args={'find_unused_parameters': True}"),
     ("check_val_every_n_epoch validation_freq eval_every", "end_auto_eval=, the epochs between evaluations"),
     ("enable_progress_bar verbose", "progress_bar=True or False"),
+    ("sync_bn", "sync_batchnorm"),
     ("random_seed seed_everything random_state", "seed"),
+    ("torch_compile", "compile"),
     ("gradient_checkpointing activation_checkpointing", "checkpoint_modules"),
+    ("nnodes", "num_nodes"),
     ("lr learning_rate", "optimizer: an argument of the optimizer, torch.optim.Adam(model.parameters(), lr=...)."),
     ("batch_size shuffle num_workers", "train_loader: an argument of the loader, DataLoader(data, batch_size=...)."),
     # callbacks
@@ -42,15 +49,24 @@ _ROWS: list[tuple[str, ...]] = [
     ("save_top_k max_to_keep n_saved save_total_limit keep_last top_k", "keep"),
     ("filepath path dirname dir directory folder checkpoint_dir save_dir output_dir save_path root_dir",
      "dirpath", "log_dir", "path"),
+    ("logdir tensorboard_dir", "log_dir"),
     ("every_n_train_steps save_steps step_interval every_n_batches", "every_n_steps"),
     ("period save_freq every_epoch epoch_interval check_every", "every_n_epochs"),
+    ("train_time_interval", "every_n_minutes"),
+    ("delta min_change threshold_delta", "min_delta"),
     ("wait tolerance early_stopping_patience", "patience"),
     ("direction goal objective", "mode='min' or 'max'"),
     ("log_interval log_freq update_freq logging_steps", "log_every_n_steps", "every_n_steps"),
+    ("log_graph", "graph_input"),
     ("hparams config params", "hyperparameters"),
     ("beta ema_decay momentum alpha", "decay"),
     ("clip_norm grad_norm max_grad_norm gradient_clip_val", "max_norm"),
-    ("duration max_time timeout time_limit max_seconds", "seconds"),
+    ("clip_value gradient_clip_value", "max_value"),
+    ("duration max_time timeout time_limit max_seconds", "seconds", "time_limit_s"),
+    ("swa_lrs", "swa_lr"),
+    ("swa_epoch_start swa_start", "start"),
+    ("logging_interval", "every_n_steps"),
+    ("step_size_up step_on", "interval"),
     ("labels classes display_labels", "class_names"),
     ("save_last", "keep: the newest checkpoint is always kept."),
     ("filename", "keep: files are named by epoch and step; .best_path and .last_path are the best and the newest."),
@@ -66,13 +82,44 @@ _ROWS: list[tuple[str, ...]] = [
     ("log_every_n_steps", "callbacks=[TensorBoard(log_every_n_steps=...)]"),
     ("default_root_dir save_dir output_dir enable_checkpointing checkpoint_dir",
      "callbacks=[ModelCheckpoint(dirpath)]"),
-    ("scheduler schedulers lr_scheduler", "callbacks=[LRScheduler(...)]"),
+    ("scheduler schedulers lr_scheduler", "callbacks=[LRScheduler(...)]",
+     "fit_args: a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner."),
+    ("pruner", "fit_args: a trial trains to its end; fit_args={'callbacks': [EarlyStopping(...)]} ends it sooner."),
     ("early_stopping patience", "callbacks=[EarlyStopping(...)]"),
     ("max_time", "callbacks=[TimeLimit(...)]"),
-    # arguments of wrappers in fit
+    # tune, plan and ResourceQuota
+    ("objective func fun train_fn trainable model_fn make_model", "make_loop"),
+    ("search_space param_space param_grid param_distributions params parameters grid", "space"),
+    ("num_samples n_trials trials n_iter max_trials", "num_trials"),
+    ("sampler search_alg algo strategy", "searcher"),
+    ("cv splitter splits", "folds=, or num_bag_folds=5", "num_bag_folds"),
+    ("num_folds n_folds n_splits k_folds folds", "num_bag_folds"),
+    ("num_rows n_rows rows labels y stratify", "targets=, a target for each row"),
+    ("x dataset", "data=(x, y)"),
+    ("resources quota run per_run", "total"),
+    ("resources_per_trial per_trial trial", "per_bag=, or per_model= without bagging"),
+    ("per_fold fold model", "per_model"),
+    ("num_cpus num_gpus", "per_model=ResourceQuota(...), or total= for all models together"),
+    ("n_jobs max_concurrent_trials num_workers", "per_model=: as many models train at once as fit into total="),
+    ("parallel", "parallel_folds"),
+    ("monitor score scoring", "metric"),
+    ("storage_path local_dir path folder output_dir dirpath save_dir", "storage"),
+    ("num_epochs epochs max_epochs callbacks num_iterations grad_accumulation", "fit_args={...}, which fit gets"),
+    ("verbose progress_bar", "progress"),
+    ("cpus cpu num_cpu n_cpus cores num_cores num_threads threads", "num_cpus"),
+    ("gpus gpu num_gpu n_gpus devices", "num_gpus"),
+    ("mem ram memory_limit mem_gb memory_gb", "memory='16GB'"),
+    # the wrappers, and their arguments in fit
+    ("default_model_methods transfer_model_attributes",
+     "module: every attribute and method of the model is reachable through the wrapper, so none has to be named."),
+    ("find_unused find_unused_params unused_parameters", "find_unused_parameters"),
+    ("device device_id gpus gpu gpu_ids local_rank rank", "device_ids=, a list"),
+    ("replicas_count num_replicas num_devices", "devices"),
     ("auto_wrap_policy wrap_policy wrap wrap_cls units", "shard=[Block], the classes of blocks"),
+    ("sharding_strategy", "reshard_after_forward=, and replicas= for several sharded copies"),
     ("mixed_precision", "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(...)"),
     ("cpu_offload", "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()"),
+    ("device_mesh", "mesh"),
 ]  # fmt: skip
 
 _MEANT: dict[str, list[str]] = {}
@@ -150,3 +197,16 @@ def keywords_of(kind: type) -> list[str]:
             if not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 break
     return list(known)
+
+
+def refuses_unknown(function: Function) -> Function:
+    """Decorate a function to reject unknown keywords with a hint, before it is called."""
+    own = [name for name in inspect.signature(function).parameters if name != "self"]
+    shown = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        refuse(shown, kwargs, own)
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]  # with the same signature

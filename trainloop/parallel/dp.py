@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
 from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
 from trainloop.errors import ConfigurationError
@@ -88,6 +89,7 @@ class TTDataParallel(Transparent, DataParallel):
     parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
     gather = SharedName("gather", DataParallel.gather)
 
+    @refuses_unknown
     def __init__(
         self,
         module: nn.Module,

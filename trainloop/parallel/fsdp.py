@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop._support.forks import guard_forks
+from trainloop._support.keywords import refuses_unknown
 from trainloop.distributed.objects import backend_of
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
@@ -94,6 +95,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     reshard: Callable[[], None]
     """Free the root unit's gathered parameters: a method of ``FSDPModule``, a base class that ``fully_shard`` adds."""
 
+    @refuses_unknown
     def __init__(
         self,
         module: nn.Module,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources.quota import (
@@ -119,6 +120,7 @@ class Plan:
         )
 
 
+@refuses_unknown
 def plan(
     total: ResourceQuota | Resources,
     *,

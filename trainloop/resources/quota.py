@@ -13,6 +13,7 @@ from fractions import Fraction
 from numbers import Integral, Rational, Real
 from typing import Literal, NamedTuple
 
+from trainloop._support.keywords import refuses_unknown
 from trainloop.errors import ResourceError
 
 __all__ = [
@@ -112,6 +113,9 @@ class ResourceQuota:
         """Return this quota, with the values of ``other`` in place of ``'auto'``."""
         own, theirs = astuple(self), astuple(other)
         return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
+
+
+ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore[method-assign]
 
 
 def _checked_cpus(value: object) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
 from trainloop._support.user_line import warn
@@ -36,6 +37,7 @@ __all__ = ["tune"]
 _SOFT = 0.9  # part of a model's time for training; the rest is for its predictions and files
 
 
+@refuses_unknown
 def tune(
     make_loop: Callable[[dict[str, Any], Fold | None], Any],
     space: Mapping[str, Any],
