@@ -29,6 +29,7 @@ from torch.utils.data import Sampler, WeightedRandomSampler
 from benchmarks.timing import machine
 from trainloop import distributed
 from trainloop._metrics import LogCall, Recorder
+from trainloop._metrics.exchange import Gathered, Summed
 from trainloop._support import rng
 from trainloop._support.stopping import GroupStop
 from trainloop.data.samplers import ShardSampler
@@ -76,8 +77,8 @@ Operation = tuple[Callable[[], Any], Callable[[], Any]]
 """What makes ready, and what is measured."""
 
 
-def flush(rank: int) -> Operation:
-    recorder = Recorder(rank=rank, gather=distributed.gather_object)
+def flush_with(exchange: Any, rank: int) -> Operation:
+    recorder = Recorder(rank=rank, exchange=exchange)
 
     def log() -> None:
         for step in range(recorder.step + 1, recorder.step + 1 + STEPS):
@@ -89,8 +90,8 @@ def flush(rank: int) -> Operation:
     return log, recorder.exchange_steps
 
 
-def epoch(rank: int) -> Operation:
-    recorder = Recorder(rank=rank, gather=distributed.gather_object)
+def epoch_with(exchange: Any, rank: int) -> Operation:
+    recorder = Recorder(rank=rank, exchange=exchange)
 
     def log() -> None:
         recorder.step += 1
@@ -102,13 +103,17 @@ def epoch(rank: int) -> Operation:
 
 def operations(rank: int) -> dict[str, Operation]:
     stop = GroupStop(dist.new_group(backend="gloo"), dist.get_world_size())
-    state = rng.capture()
+    state, gathered = rng.capture(), Gathered(distributed.gather_object)
+    flush = f"flush of {METRICS} metrics x {STEPS} steps"
 
     def nothing() -> None: ...
 
     return {
-        f"flush of {METRICS} metrics x {STEPS} steps": flush(rank),
-        f"epoch of {METRICS} metrics": epoch(rank),
+        f"{flush}, gathered": flush_with(gathered, rank),
+        # Each with a table of its own: one that they shared would have the metrics of both.
+        f"{flush}, summed": flush_with(Summed(distributed), rank),
+        f"epoch of {METRICS} metrics, gathered": epoch_with(gathered, rank),
+        f"epoch of {METRICS} metrics, summed": epoch_with(Summed(distributed), rank),
         "random states to rank 0": (nothing, lambda: distributed.gather_to(state)),
         "exchange_ints": (nothing, lambda: distributed.exchange_ints([1, 2])),
         "stop agreement over hosts, a step": (nothing, stop.reached),

@@ -1,4 +1,4 @@
-"""A process group simulated in one process: ranks are threads."""
+"""A process group simulated in one process: ranks are threads, and the bytes that each would send are counted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 class SimulatedGroup:
-    """Collectives of ``world_size`` threads."""
+    """Collectives of ``world_size`` threads.
+
+    A reduction counts as many bytes as it is long, on each rank; an exchange of objects those of all ranks' objects.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.bytes_of_reductions = [0] * world_size
+        self.bytes_of_objects = [0] * world_size
+        self.exchanges = 0
         self._board: list[Any] = []
         self._result: Any = None
         self._failed = False
@@ -56,6 +64,7 @@ class SimulatedGroup:
         self._board.append(mine)
         if rank == self.world_size - 1:
             self._result, self._board = combine(self._board), []
+            self.exchanges += 1
         self._next(rank)
         if not self._turns[rank].acquire(timeout=100) or self._failed:
             raise Abandoned
@@ -77,6 +86,16 @@ class RankOfGroup:
     def get_rank(self) -> int:
         return self._rank
 
+    def all_reduce(self, value: Any, reduce: str) -> Any:
+        self._group.bytes_of_reductions[self._rank] += value.nbytes
+        combine = torch.sum if reduce == "sum" else torch.amax
+        return self._group.exchange(self._rank, value, lambda all_values: combine(torch.stack(all_values), 0)).clone()
+
+    def exchange_ints(self, values: Any) -> list[list[int]]:
+        everyone = self._group.exchange(self._rank, list(values), list)
+        return [list(theirs) for theirs in everyone]
+
     def gather_object(self, obj: Any) -> list[Any]:
         everyone = self._group.exchange(self._rank, pickle.dumps(obj), list)
+        self._group.bytes_of_objects[self._rank] += sum(map(len, everyone))
         return [obj if rank == self._rank else pickle.loads(data) for rank, data in enumerate(everyone)]

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainloop._metrics import EpochEnd, LogCall, Recorder, exact_sum, named_losses, rows_of
+from trainloop._metrics.exchange import Gathered
 from trainloop.errors import ConfigurationError
 
 PLAIN = LogCall()
@@ -51,7 +52,7 @@ def in_ranks(world_size: int, work: Callable[[Recorder, int], Any], **arguments:
 
     def run(rank: int) -> Any:
         try:
-            return work(Recorder(rank=rank, gather=gather_of(rank), **arguments), rank)
+            return work(Recorder(rank=rank, exchange=Gathered(gather_of(rank)), **arguments), rank)
         except BaseException:
             barrier.abort()
             raise

@@ -11,18 +11,8 @@ for each metric, independent of its length.
 * ``exchange.py``: exchanges over all ranks
 """
 
-from trainloop._metrics.exchange import Gather, in_one_process
+from trainloop._metrics.exchange import exchange_of
 from trainloop._metrics.recorder import EpochEnd, LogCall, Recorder, named_losses
 from trainloop._metrics.reducing import StepValues, exact_sum, rows_of
 
-__all__ = [
-    "EpochEnd",
-    "Gather",
-    "LogCall",
-    "Recorder",
-    "StepValues",
-    "exact_sum",
-    "in_one_process",
-    "named_losses",
-    "rows_of",
-]
+__all__ = ["LogCall", "EpochEnd", "Recorder", "StepValues", "exact_sum", "exchange_of", "named_losses", "rows_of"]

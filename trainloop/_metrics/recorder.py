@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainloop._metrics.exchange import Gather, exchanged, in_one_process
+from trainloop._metrics.exchange import Exchange, Gathered
 from trainloop._metrics.reducing import (
     REDUCTIONS,
     Options,
@@ -48,7 +48,7 @@ class EpochEnd(NamedTuple):
     metrics: dict[str, float]
     """The logged metrics."""
     attachments: list[Any]
-    """Each rank's attachment."""
+    """Each rank's attachment; one entry if all sent the same."""
 
 
 class _Series:
@@ -110,8 +110,8 @@ class Recorder:
     Parameters
     ----------
     rank : int
-    gather : callable, optional
-        ``gather(object) -> list`` of every rank's object, on every rank. Default: one process.
+    exchange : Exchange, optional
+        Exchange of logs between ranks. Default: one process.
     on_step : bool
         True to keep step values (in training, not in evaluation).
     prefix : str
@@ -133,7 +133,7 @@ class Recorder:
         self,
         *,
         rank: int = 0,
-        gather: Gather = in_one_process,
+        exchange: Exchange | None = None,
         on_step: bool = True,
         prefix: str = "",
         reserved: tuple[str, ...] = (),
@@ -142,7 +142,7 @@ class Recorder:
         self.batch_size = 1
         self.rank_zero_only_names: set[str] = set()
         self._rank = rank
-        self._gather = gather
+        self._exchange = exchange or Gathered()
         self._exchanged_step = 0
         self._on_step = on_step
         self._prefix = prefix
@@ -332,7 +332,7 @@ class Recorder:
         if self.step == self._exchanged_step:
             return {}
         self._exchanged_step = self.step
-        return exchanged(self._gather, self._new_steps(), {}).steps
+        return self._exchange(self._new_steps()).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """Return the remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
@@ -347,7 +347,7 @@ class Recorder:
             True if the logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
         """
         self.compact()
-        steps, epoch, attachments = exchanged(self._gather, self._new_steps(), self._totals(), attachment)
+        steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)
         if late:
             # Means over the epoch are recomputed from all parts: a mean of means would be another value.
             epoch = {name: _joined(name, self._finished.get(name, []), entries) for name, entries in epoch.items()}

@@ -21,7 +21,7 @@ from torch import nn
 
 from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._metrics import Gather, Recorder, StepValues, in_one_process, named_losses, rows_of
+from trainloop._metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
@@ -77,8 +77,8 @@ class Run:
         self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
         # Ranks must agree on an order even if the user gave no seed; the caller's RNG is not changed.
         self.seed = loop.seed if loop.seed is not None or not self.parallel else loop.drawn_seed
-        self.gather: Gather = distributed.gather_object if self.parallel else in_one_process
-        """Exchange of all recorders' logs."""
+        self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
+        """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
         # Only rank 0 has a bar: bars of several ranks would overwrite each other on one terminal.
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
@@ -172,7 +172,7 @@ class Run:
 
             def gather(mine: Any) -> list[Any] | None:
                 receivers = self._receivers(rows_to)
-                if len(receivers) == loop.world_size:
+                if len(receivers) == loop.world_size and self.exchange.carries_objects:
                     return end(mine)  # the logs are exchanged with the rows
                 end()
                 return self._gathered_at(mine, receivers)
@@ -274,7 +274,7 @@ class Run:
         """
         model = self.loop.model
         # A separate recorder: the training's may be in the middle of an epoch.
-        recorder = Recorder(rank=self.loop.rank, gather=self.gather, on_step=False, prefix=prefix)
+        recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
         with buffers, self.listening(recorder), evaluating(model), rng.isolated(), watched:

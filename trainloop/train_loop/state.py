@@ -74,7 +74,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
         "carried": carried_state_of(loop.model),
         "ends": [tuple(end) for end in loop.ends],
     }
-    loop.history.put_agreed(run.gather(loop.history.take_own()))
+    loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     return distributed.gather_to(mine) if run.parallel else [mine]
 
 

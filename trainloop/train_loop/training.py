@@ -94,7 +94,7 @@ class Training(Run):
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
-        self.recorder = Recorder(rank=loop.rank, gather=self.gather, reserved=("val_loss", "test_loss"))
+        self.recorder = Recorder(rank=loop.rank, exchange=self.exchange, reserved=("val_loss", "test_loss"))
         self.history_epoch = loop.epoch
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
         self.epoch_batches = 0
