@@ -103,9 +103,7 @@ def epoch_with(exchange: Any, rank: int) -> Operation:
 
 def operations(rank: int) -> dict[str, Operation]:
     stop = GroupStop(dist.new_group(backend="gloo"), dist.get_world_size())
-    rng.seed_all(rank)
-    torch.randn(3)
-    state, gathered = rng.packed(), Gathered(distributed.gather_object)
+    state, gathered = rng.capture(), Gathered(distributed.gather_object)
     flush = f"flush of {METRICS} metrics x {STEPS} steps"
 
     def nothing() -> None: ...
@@ -117,7 +115,6 @@ def operations(rank: int) -> dict[str, Operation]:
         f"epoch of {METRICS} metrics, gathered": epoch_with(gathered, rank),
         f"epoch of {METRICS} metrics, summed": epoch_with(Summed(distributed), rank),
         "random states to rank 0": (nothing, lambda: distributed.gather_to(state)),
-        "random states as they are, to all": (nothing, lambda: distributed.gather_object(rng.capture())),
         "exchange_ints": (nothing, lambda: distributed.exchange_ints([1, 2])),
         "stop agreement over hosts, a step": (nothing, stop.reached),
         "barrier": (nothing, distributed.barrier),

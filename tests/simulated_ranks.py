@@ -12,7 +12,7 @@ import pytest
 import torch
 from loader_kinds import Kind, parts
 
-from trainloop.data import StepBatches, train_feed
+from trainloop.data import StepBatches, TrainFeed
 
 
 class Exchange:
@@ -76,7 +76,7 @@ def rank_steps(
     exchange = Exchange(world_size)
 
     def of_rank(rank: int) -> list[list[StepBatches]]:
-        feed = train_feed(make(), rank=rank, world_size=world_size, seed=SEED, exchange_ints=exchange.of_rank(rank))
+        feed = TrainFeed(make(), rank=rank, world_size=world_size, seed=SEED, exchange_ints=exchange.of_rank(rank))
         steps = []
         for epoch in range(epochs):
             feed.set_epoch(epoch)

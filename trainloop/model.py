@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -300,7 +298,7 @@ def check_signatures(model: Any) -> None:
     for name, given in _CALLED_WITH.items():
         method = getattr(owner, name, None)
         function = getattr(method, "__func__", method)
-        if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__") or _is_stub(function):
+        if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__"):
             continue
         # A decorator may pass on other arguments than it receives: check its wrapper, not the wrapped function.
         signature = inspect.signature(method, follow_wrapped=False)  # type: ignore[arg-type]
@@ -312,26 +310,6 @@ def check_signatures(model: Any) -> None:
                 f"{type(owner).__name__}.{name} takes {signature}, but is called with ({', '.join(given)}): {error}. "
                 f"Define it as {name}({', '.join(('self', *given))})."
             ) from None
-        # Checked now, since it may not be called before all epochs are done.
-        sizes = _sizes_returned(function) - {3} if name == "get_predictions" else ()
-        for size in sizes:
-            raise ConfigurationError(
-                f"{type(owner).__name__}.get_predictions returns a tuple of {size}. Return (y_pred, y_true, metadata), "
-                "with {} for no metadata."
-            )
-
-
-def _is_stub(function: types.FunctionType) -> bool:
-    """Return True if a function reads none of its arguments, such as one that only raises an error."""
-    return not any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in dis.get_instructions(function))
-
-
-def _sizes_returned(function: types.FunctionType) -> set[int]:
-    """Return the lengths of the tuple displays, such as ``return a, b``, that a function returns."""
-    steps = list(dis.get_instructions(function))
-    return {
-        made.argval for made, then in pairwise(steps) if (made.opname, then.opname) == ("BUILD_TUPLE", "RETURN_VALUE")
-    }
 
 
 def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:

@@ -334,8 +334,8 @@ def is_watched(optimizer: Optimizer) -> bool:
         ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or _GLOBAL_PRE_HOOKS
-        or _GLOBAL_POST_HOOKS
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
     )
 
 
@@ -346,7 +346,3 @@ def is_scheduled(optimizer: Optimizer) -> bool:
         return False
     marked = getattr(step, "__func__", step).__wrapped__  # a wrapper around it has the mark, and wraps the marked one
     return getattr(marked, "__func__", marked) is type(optimizer).step
-
-
-_GLOBAL_PRE_HOOKS = torch_optimizer._global_optimizer_pre_hooks
-_GLOBAL_POST_HOOKS = torch_optimizer._global_optimizer_post_hooks

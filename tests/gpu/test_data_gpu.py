@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop.data import eval_feed, train_feed
+from trainloop.data import EvalFeed, TrainFeed
 
 pytestmark = pytest.mark.gpu
 
@@ -36,9 +36,9 @@ def test_batches_arrive_on_the_gpu_in_order(seed: int | None, kwargs: dict[str, 
     device = torch.device("cuda", torch.cuda.current_device())
     for _ in range(3):
         torch.manual_seed(0)
-        expected = [step.batches[0] for step in train_feed(make_loader(**kwargs), seed=seed).steps(1)]
+        expected = [step.batches[0] for step in TrainFeed(make_loader(**kwargs), seed=seed).steps(1)]
         torch.manual_seed(0)
-        feed = train_feed(make_loader(**kwargs), seed=seed, device=device)
+        feed = TrainFeed(make_loader(**kwargs), seed=seed, device=device)
         given = []
         for step in feed.steps(1):
             assert all(tensor.device == device for tensor in step.batches[0])
@@ -52,7 +52,7 @@ def test_batches_arrive_on_the_gpu_in_order(seed: int | None, kwargs: dict[str, 
 
 def test_the_host_waits_for_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    feed = train_feed(make_loader(shuffle=True), seed=1, device=device)
+    feed = TrainFeed(make_loader(shuffle=True), seed=1, device=device)
     list(feed.steps(1))
     with no_synchronisation():
         for step in feed.steps(1):
@@ -61,7 +61,7 @@ def test_the_host_waits_for_nothing() -> None:
 
 def test_the_next_copy_is_under_way_while_a_step_runs() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    feed = train_feed(make_loader(), seed=1, device=device)
+    feed = TrainFeed(make_loader(), seed=1, device=device)
     steps = feed.steps(1)
     first = next(steps).batches[0][0]
     torch.cuda._sleep(500_000_000)  # the current stream is busy for some tenths of a second
@@ -78,7 +78,7 @@ def test_shapes_of_all_kinds_and_batches_that_are_there_already() -> None:
         {"x": torch.ones(3), "there": torch.ones(3, device=device), "text": ["a", "b", "c"]},
         (torch.ones(2), None),
     ]
-    (first, second) = [batch for _, batch, _ in eval_feed(batches, device=device).batches()]
+    (first, second) = [batch for _, batch, _ in EvalFeed(batches, device=device).batches()]
     assert first["x"].device == first["there"].device == second[0].device == device
     assert first["text"] == ["a", "b", "c"]
     assert second[1] is None

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from ranks import run_own_ranks
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
-from trainloop.data import train_feed
+from trainloop.data import TrainFeed
 from trainloop.data.loaders import Shared, check_shared
 from trainloop.errors import ConfigurationError
 
@@ -94,7 +94,7 @@ def errors_of(rank: int) -> dict[str, str]:
 
 def feed_of(of_rank: Any, rank: int, **arguments: Any) -> Any:
     options = {"rank": rank, "world_size": 2, "seed": 3, "exchange_ints": distributed.exchange_ints, **arguments}
-    return train_feed(of_rank, **options)
+    return TrainFeed(of_rank, **options)
 
 
 def samples_of_given(rank: int) -> int:

@@ -36,16 +36,8 @@ class Detached(Net):
         return super().get_loss(batch_data, criterion, device).detach()
 
 
-class Pairs(Net):
-    """Returns two where three belong: known before training, though nobody predicts until its end."""
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y
-
-
 class MadePairs(Net):
-    """The same, but the function's text doesn't show it."""
+    """Returns two where three belong."""
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         x, y = batch_data
@@ -101,7 +93,6 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: make().predict_with_model(make_data()),
         ["data_loader is a TensorDataset", "DataLoader(dataset, batch_size=32)"],
     ),
-    "get_predictions returns two": (lambda: make(model=Pairs()), ["Pairs.get_predictions returns a tuple of 2"]),
     "get_predictions returned two": (
         lambda: make(model=MadePairs()).predict_with_model(DataLoader(make_data(), batch_size=16)),
         ["get_predictions returned a tuple of 2", "Return (y_pred, y_true, metadata)"],
@@ -412,11 +403,6 @@ def test_methods_that_may_be_called() -> None:
         ModelWrap(Net(), Feed()),
     ]
 
-    # As somebody writes who never predicts.
-    def stub(self: Any) -> Any:
-        raise NotImplementedError
-
-    kinds.append(with_methods(get_predictions=stub)())
     bound = Net()
     bound.get_loss = functools.partial(lambda net, batch, criterion, device: criterion(net(batch[0]), batch[1]), bound)
     kinds.append(bound)

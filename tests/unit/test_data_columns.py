@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainloop import TrainLoop
 from trainloop._support.carried import carried_state_of, load_carried_state
-from trainloop.data import SplitBatches, eval_feed
+from trainloop.data import EvalFeed, SplitBatches
 from trainloop.errors import ConfigurationError
 
 Chunk = namedtuple("Chunk", "text lengths names scale")
@@ -64,7 +64,7 @@ def test_evaluation_gives_each_rank_the_same_columns(world_size: int) -> None:
     data, exchange = chunks(5, 12), Exchange(world_size)
 
     def of_rank(rank: int) -> list[Any]:
-        feed = eval_feed(SplitBatches(data), rank=rank, world_size=world_size, exchange_ints=exchange.of_rank(rank))
+        feed = EvalFeed(SplitBatches(data), rank=rank, world_size=world_size, exchange_ints=exchange.of_rank(rank))
         assert feed.num_batches == len(data)
         return list(feed.batches())
 

@@ -30,12 +30,12 @@ from simulated_ranks import SEED, Exchange, each, global_state, same
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import EvalFeed, eval_feed
+from trainloop.data import EvalFeed
 from trainloop.errors import ConfigurationError
 
 
 def feeds(make: Any, world_size: int, seed: int | None = SEED) -> list[EvalFeed]:
-    return [eval_feed(make(), rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)]
+    return [EvalFeed(make(), rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)]
 
 
 def whole_pass(ranks: list[EvalFeed]) -> list[tuple[int, Any, int]]:
@@ -114,7 +114,7 @@ def test_a_subset_is_ordered_as_the_subset() -> None:
 def test_rows_that_are_not_one_a_sample_stay_in_loader_order() -> None:
     for loader in (DataLoader(Rows(), 4, shuffle=True), DataLoader(Rows(), batch_sampler=Buckets())):
         for seed in (None, SEED):
-            feed = eval_feed(loader, seed=seed)
+            feed = EvalFeed(loader, seed=seed)
             sizes = [size for _, _, size in feed.batches()]
             assert feed.row_order(sizes) is not None
             assert feed.row_order([1] * len(sizes)) is None
@@ -130,7 +130,7 @@ def test_without_seed_batches_and_random_numbers_are_the_loaders(kind: Kind, sto
         torch.manual_seed(1)
         random.seed(1)
         loader = kind.make(4)
-        feed = eval_feed(loader)
+        feed = EvalFeed(loader)
         for _ in range(2):
             given: list[Any] = []
             for batch in (item[1] for item in feed.batches()) if fed else loader:
@@ -149,7 +149,7 @@ def test_without_seed_batches_and_random_numbers_are_the_loaders(kind: Kind, sto
 @each(KINDS)
 def test_seeded_evaluation_leaves_global_random_state_alone(kind: Kind) -> None:
     before = global_state()
-    for _ in eval_feed(kind.make(4), seed=SEED).batches():
+    for _ in EvalFeed(kind.make(4), seed=SEED).batches():
         assert global_state() == before
     assert global_state() == before
 
@@ -186,7 +186,7 @@ def test_only_own_batches_are_fetched() -> None:
             fetched.append(index)
             return super().__getitem__(index)
 
-    list(eval_feed(DataLoader(Watched(), 4), rank=1, world_size=3, seed=SEED).batches())
+    list(EvalFeed(DataLoader(Watched(), 4), rank=1, world_size=3, seed=SEED).batches())
     assert fetched == [i for start in range(4, ROWS, 12) for i in range(start, min(start + 4, ROWS))]
 
 
@@ -196,7 +196,7 @@ def test_a_distributed_loader_is_read_as_it_is() -> None:
     def make(rank: int) -> Any:
         return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=False))
 
-    ranks = [eval_feed(make(rank), rank=rank, world_size=2, seed=SEED) for rank in range(2)]
+    ranks = [EvalFeed(make(rank), rank=rank, world_size=2, seed=SEED) for rank in range(2)]
     for rank, feed in enumerate(ranks):
         given = list(feed.batches())
         assert [index for index, _, _ in given] == list(range(rank, 12, 2))
@@ -208,12 +208,12 @@ def test_a_distributed_loader_is_read_as_it_is() -> None:
 def test_distributed_for_other_ranks_is_an_error() -> None:
     loader = DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0))
     with pytest.raises(ConfigurationError, match=r"val_loader has a DistributedSampler with num_replicas=4"):
-        eval_feed(loader, rank=0, world_size=2, seed=SEED, name="val_loader")
+        EvalFeed(loader, rank=0, world_size=2, seed=SEED, name="val_loader")
 
 
 def test_no_loader_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"val_loader=3 can't be iterated"):
-        eval_feed(3, name="val_loader")
+        EvalFeed(3, name="val_loader")
 
 
 def test_elements_are_put_in_order_as_blocks() -> None:
@@ -227,14 +227,14 @@ def test_elements_are_put_in_order_as_blocks() -> None:
 
 def test_a_part_of_the_dataset_stays_in_loader_order() -> None:
     for dataset in (Rows(), _tensors()):
-        feed = eval_feed(DataLoader(dataset, 4, sampler=SubsetRandomSampler(range(20))), seed=SEED)
+        feed = EvalFeed(DataLoader(dataset, 4, sampler=SubsetRandomSampler(range(20))), seed=SEED)
         sizes = [size for _, _, size in feed.batches()]
         assert sum(sizes) == 20
         assert feed.row_order(sizes) is None
 
 
 def test_a_list_of_batches_is_a_loader() -> None:
-    feed = eval_feed(batches_of(4))
+    feed = EvalFeed(batches_of(4))
     assert [size for _, _, size in feed.batches()] == [4] * 10 + [1]
     assert feed.num_batches == 11
 
@@ -247,7 +247,7 @@ def test_the_order_of_10_billion_rows_is_not_computed() -> None:
         def __getitem__(self, index: int) -> Any:
             return torch.zeros(1), torch.zeros(1), torch.tensor(index)
 
-    batches = eval_feed(DataLoader(Huge(), 4), rank=1, world_size=2, seed=SEED).batches()
+    batches = EvalFeed(DataLoader(Huge(), 4), rank=1, world_size=2, seed=SEED).batches()
     assert indices(next(batches)[1]) == [4, 5, 6, 7]
 
 
@@ -256,7 +256,7 @@ def test_ranks_that_read_different_orders_are_an_error() -> None:
 
     def of_rank(rank: int) -> Any:
         loader = DataLoader(Rows(), 4, sampler=OwnEntropy())
-        feed = eval_feed(loader, rank=rank, world_size=2, seed=SEED, name="val", exchange_ints=exchange.of_rank(rank))
+        feed = EvalFeed(loader, rank=rank, world_size=2, seed=SEED, name="val", exchange_ints=exchange.of_rank(rank))
         return list(feed.batches())
 
     with pytest.raises(ConfigurationError, match=r"val: OwnEntropy yields a different order on each rank"):

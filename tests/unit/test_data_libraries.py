@@ -127,9 +127,9 @@ class Environment:
 
 
 def test_an_environment_never_ends() -> None:
-    from trainloop.data import train_feed
+    from trainloop.data import TrainFeed
 
-    feed = train_feed(Environment(), seed=3)
+    feed = TrainFeed(Environment(), seed=3)
     steps = feed.steps(1)
     rows = [int(next(steps).batches[0][-1]) for _ in range(2 * ROWS)]
     assert rows == [*range(ROWS), *range(ROWS)]

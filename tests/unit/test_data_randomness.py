@@ -25,14 +25,14 @@ from loader_kinds import (
 from simulated_ranks import SEED, each, global_state, rank_steps, same
 from torch.utils.data import DataLoader, RandomSampler
 
-from trainloop.data import StepBatches, TrainFeed, train_feed
+from trainloop.data import StepBatches, TrainFeed
 
 # -- with a seed -------------------------------------------------------------------------------------------------------
 
 
 @each(KINDS)
 def test_seeded_loading_leaves_global_random_state_alone(kind: Kind) -> None:
-    feed = train_feed(kind.make(4), seed=SEED)
+    feed = TrainFeed(kind.make(4), seed=SEED)
     before = global_state()
     for _ in feed.steps(1):
         assert global_state() == before
@@ -74,7 +74,7 @@ def test_an_order_resumed_while_workers_stayed(seed: int | None, own_generator: 
         loader = DataLoader(
             NoisyRows(), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=generator
         )
-        return train_feed(loader, seed=seed)
+        return TrainFeed(loader, seed=seed)
 
     def batches(steps: Any) -> list[list[Any]]:
         return [step.batches[0] for step in steps]
@@ -123,7 +123,7 @@ def test_augmentation_differs_by_rank_and_not_by_workers() -> None:
 def test_persistent_workers_of_a_later_epoch_draw_as_fresh_ones() -> None:
     def epoch_1(epochs: list[int]) -> list[torch.Tensor]:
         loader = DataLoader(Stream(noisy=True), 4, num_workers=1, persistent_workers=True)
-        feed = train_feed(loader, seed=SEED)
+        feed = TrainFeed(loader, seed=SEED)
         for epoch in epochs:
             feed.set_epoch(epoch)
             steps = list(feed.steps(1))
@@ -141,20 +141,20 @@ def test_skipped_steps_are_not_fetched() -> None:
             fetched.append(index)
             return super().__getitem__(index)
 
-    feed = train_feed(DataLoader(Watched(), 4, shuffle=True), seed=SEED)
+    feed = TrainFeed(DataLoader(Watched(), 4, shuffle=True), seed=SEED)
     list(feed.steps(2, skip_steps=3))
     assert len(fetched) == ROWS - 3 * 2 * 4
 
 
 def test_skipping_all_steps_gives_none() -> None:
-    feed = train_feed(DataLoader(Rows(), 4), seed=SEED)
+    feed = TrainFeed(DataLoader(Rows(), 4), seed=SEED)
     assert list(feed.steps(1, skip_steps=11)) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_another_number_of_ranks_goes_on_with_the_same_global_batches(world_size: int) -> None:
     ranks = [
-        train_feed(DataLoader(Rows(), 12 // world_size, shuffle=True), rank=r, world_size=world_size, seed=SEED)
+        TrainFeed(DataLoader(Rows(), 12 // world_size, shuffle=True), rank=r, world_size=world_size, seed=SEED)
         for r in range(world_size)
     ]
     given = [
@@ -176,7 +176,7 @@ def test_a_users_generator_gives_the_order_in_every_mode(dataset: Any) -> None:
     plain = make_with_generator(dataset)
     orders = [[i for batch in plain for i in indices(batch)] for _ in range(2)]
     for seed in (None, SEED):
-        feed = train_feed(make_with_generator(dataset), seed=seed)
+        feed = TrainFeed(make_with_generator(dataset), seed=seed)
         assert [[i for step in feed.steps(1) for i in indices(step.batches[0])] for _ in range(2)] == orders
     ranks = rank_steps(lambda: make_with_generator(dataset), 2)
     for epoch in range(2):
@@ -204,7 +204,7 @@ def test_state_resumes_an_epoch_where_it_was_left(make: Callable[[], Any], seed:
         return [(step.batches[0], torch.rand(())) for step in steps]
 
     torch.manual_seed(2)
-    feed = train_feed(make(), seed=seed)
+    feed = TrainFeed(make(), seed=seed)
     train(feed, feed.steps(1))
     feed.set_epoch(1)
     steps = feed.steps(1)
@@ -217,7 +217,7 @@ def test_state_resumes_an_epoch_where_it_was_left(make: Callable[[], Any], seed:
             assert len(expected) == 8
 
         torch.manual_seed(99)
-        feed = train_feed(make(), seed=seed)
+        feed = TrainFeed(make(), seed=seed)
         feed.load_state_dict(saved)
         feed.set_epoch(1)
         random.setstate(rng_then[0])
@@ -240,5 +240,5 @@ def test_set_epoch_reaches_whoever_wants_it() -> None:
     for loader in (DataLoader(Rows(), 4, sampler=Told()), DataLoader(Rows(), batch_size=None, sampler=Told())):
         Told.epochs.clear()
         for seed in (None, SEED):
-            train_feed(loader, seed=seed).set_epoch(7)
+            TrainFeed(loader, seed=seed).set_epoch(7)
         assert Told.epochs == [7, 7]

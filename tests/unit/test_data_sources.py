@@ -11,7 +11,7 @@ from simulated_ranks import SEED, Exchange
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import StepBatches, eval_feed, train_feed
+from trainloop.data import EvalFeed, StepBatches, TrainFeed
 
 
 class FirstBatchIsSlow(Rows):
@@ -24,7 +24,7 @@ class FirstBatchIsSlow(Rows):
 def test_workers_that_may_overtake_each_other_change_no_row(seed: int | None) -> None:
     plain = [indices(batch) for batch in DataLoader(FirstBatchIsSlow(), 4, num_workers=2, in_order=False)]
     assert plain[0] != [0, 1, 2, 3]  # so they do, where nothing depends on it
-    feed = eval_feed(DataLoader(FirstBatchIsSlow(), 4, num_workers=2, in_order=False), seed=seed)
+    feed = EvalFeed(DataLoader(FirstBatchIsSlow(), 4, num_workers=2, in_order=False), seed=seed)
     given = [(index, indices(batch), size) for index, batch, size in feed.batches()]
     assert given == [(i, list(range(4 * i, min(4 * i + 4, ROWS))), min(4, ROWS - 4 * i)) for i in range(11)]
 
@@ -39,12 +39,12 @@ def test_a_batch_of_no_indices_is_the_collate_functions_affair() -> None:
         return DataLoader(Rows(), batch_sampler=lists, collate_fn=collate)
 
     expected = list(make())
-    assert [batch for step in train_feed(make(), seed=SEED).steps(1) for batch in step.batches] == expected
-    assert [batch for _, batch, _ in eval_feed(make(), seed=SEED).batches()] == expected
+    assert [batch for step in TrainFeed(make(), seed=SEED).steps(1) for batch in step.batches] == expected
+    assert [batch for _, batch, _ in EvalFeed(make(), seed=SEED).batches()] == expected
     exchange = Exchange(2)
 
     def of_rank(rank: int) -> list[StepBatches]:
-        feed = train_feed(make(), rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
+        feed = TrainFeed(make(), rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
         return list(feed.steps(1))
 
     first, second = exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
@@ -58,7 +58,7 @@ def test_of_a_distributed_loader_each_batch_has_random_numbers_of_its_own() -> N
     def noise(rank: int, num_workers: int) -> list[list[float]]:
         sampler = DistributedSampler(NoisyRows(), num_replicas=2, rank=0, shuffle=False)
         loader = DataLoader(NoisyRows(), 4, sampler=sampler, num_workers=num_workers)
-        feed = eval_feed(loader, rank=rank, world_size=2, seed=SEED)
+        feed = EvalFeed(loader, rank=rank, world_size=2, seed=SEED)
         return [[(batch[0] - Rows().rows[0][batch[2]]).mean().item() for _, batch, _ in feed.batches()] for _ in "12"]
 
     first, second = noise(0, 0)

@@ -11,7 +11,7 @@ import pytest
 from loader_kinds import FEATURES, ROWS, Rows, Stream
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainloop.data import eval_feed, train_feed
+from trainloop.data import EvalFeed, TrainFeed
 
 
 class StopsInItem(Rows):
@@ -59,13 +59,13 @@ def feeds(make: Callable[[int], DataLoader[Any]], workers: int, seed: int | None
     loader = make(workers)
 
     def train() -> int:
-        feed = train_feed(loader, seed=seed)
+        feed = TrainFeed(loader, seed=seed)
         try:
             return sum(step.total for step in feed.steps(1))
         finally:
             feed.close()
 
-    return [train, lambda: sum(size for _, _, size in eval_feed(loader, seed=seed, name="train_loader").batches())]
+    return [train, lambda: sum(size for _, _, size in EvalFeed(loader, seed=seed, name="train_loader").batches())]
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -32,7 +32,7 @@ from simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import StepBatches, eval_feed, train_feed
+from trainloop.data import EvalFeed, StepBatches, TrainFeed
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -112,14 +112,14 @@ def test_only_own_samples_are_fetched() -> None:
             fetched.append(index)
             return super().__getitem__(index)
 
-    feed = train_feed(DataLoader(Watched(), 4), rank=1, world_size=3, seed=SEED)
+    feed = TrainFeed(DataLoader(Watched(), 4), rank=1, world_size=3, seed=SEED)
     batches = [batch for step in feed.steps(1) for batch in step.batches]
     assert fetched == list(range(1, ROWS, 3)) == [i for batch in batches for i in indices(batch)]
 
 
 def test_known_sizes_are_not_exchanged() -> None:
     for make in (lambda: DataLoader(Rows(), 4, shuffle=True), lambda: DataLoader(Rows(), batch_sampler=Buckets())):
-        feeds = [train_feed(make(), rank=rank, world_size=2, seed=SEED) for rank in range(2)]
+        feeds = [TrainFeed(make(), rank=rank, world_size=2, seed=SEED) for rank in range(2)]
         assert all(list(feed.steps(2)) for feed in feeds)
 
 
@@ -131,7 +131,7 @@ def test_streams_of_unequal_length_end_together(lengths: tuple[int, int]) -> Non
         stream = Stream(lengths[rank] * 4)
         stream.is_distributed = True  # type: ignore[attr-defined]  # as a user's own class would say
         loader: Any = DataLoader(stream, 4)
-        feed = train_feed(loader, rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
+        feed = TrainFeed(loader, rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
         return list(feed.steps(2))
 
     ranks = exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
@@ -166,7 +166,7 @@ def test_without_seed_batches_and_random_numbers_are_the_loaders(kind: Kind, sto
     torch.manual_seed(1)
     random.seed(1)
     loader = kind.make(4)
-    feed, given, given_states = train_feed(loader), [], []
+    feed, given, given_states = TrainFeed(loader), [], []
     for _ in range(2):
         for i, step in enumerate(feed.steps(1)):
             given += step.batches
@@ -212,7 +212,7 @@ def test_without_seed_the_loaders_parts_do_what_its_iterator_does(make: Callable
     expected = [batch for _ in range(2) for batch in make()]
     state = torch.get_rng_state()
     torch.manual_seed(1)
-    given = [batch for _ in range(2) for step in train_feed(make()).steps(1) for batch in step.batches]
+    given = [batch for _ in range(2) for step in TrainFeed(make()).steps(1) for batch in step.batches]
     assert len(given) == len(expected) > 2
     assert all(same(a, b) for a, b in zip(given, expected, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
@@ -225,7 +225,7 @@ def test_tensor_batches_are_copies_as_the_loader_collates_them() -> None:
         torch.manual_seed(0)
         expected: list[Any] = list(loader)
         torch.manual_seed(0)
-        steps = list(train_feed(loader).steps(1))
+        steps = list(TrainFeed(loader).steps(1))
         for step, wanted in zip(steps, expected, strict=True):
             (batch,) = step.batches
             assert [t.stride() for t in batch] == [t.stride() for t in wanted]
@@ -249,7 +249,7 @@ def test_tensor_batches_are_copies_as_the_loader_collates_them() -> None:
 )
 def test_tensors_of_all_kinds_are_collated_alike(tensor: torch.Tensor) -> None:
     loader = DataLoader(TensorDataset(tensor), 4)
-    for step, (wanted,) in zip(train_feed(loader).steps(1), loader, strict=True):
+    for step, (wanted,) in zip(TrainFeed(loader).steps(1), loader, strict=True):
         ((given,),) = step.batches
         assert torch.equal(given, wanted)
         assert (given.stride(), given.dtype, given.requires_grad, type(given)) == (
@@ -263,7 +263,7 @@ def test_tensors_of_all_kinds_are_collated_alike(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("batch_sampler", [[[-1, 0]], [[0], [5, 5]]], ids=str)
 def test_tensor_indices_mean_what_they_mean_to_the_dataset(batch_sampler: list[list[int]]) -> None:
     loader = DataLoader(_tensors(), batch_sampler=batch_sampler)
-    for step, wanted in zip(train_feed(loader).steps(1), loader, strict=True):
+    for step, wanted in zip(TrainFeed(loader).steps(1), loader, strict=True):
         assert same(step.batches[0], wanted)
 
 
@@ -289,7 +289,7 @@ def test_the_twin_has_all_arguments_and_the_users_loader_is_as_before() -> None:
         persistent_workers=True,
     )
     before = dict(loader.__dict__)
-    twin = train_feed(loader, rank=1, world_size=2, seed=SEED).loader
+    twin = TrainFeed(loader, rank=1, world_size=2, seed=SEED).loader
     assert type(twin) is TaggedLoader
     changed = {name for name, value in before.items() if twin.__dict__[name] is not value}
     assert changed == {"sampler", "batch_sampler"}
@@ -304,7 +304,7 @@ def test_the_twin_of_a_distributed_loader_keeps_its_sampler() -> None:
     dataset = Rows()
     sampler: Any = DistributedSampler(dataset, num_replicas=2, rank=0, seed=9)
     feeds = [
-        train_feed(DataLoader(dataset, 4, sampler=sampler), rank=rank, world_size=2, seed=SEED) for rank in range(2)
+        TrainFeed(DataLoader(dataset, 4, sampler=sampler), rank=rank, world_size=2, seed=SEED) for rank in range(2)
     ]
     for rank, feed in enumerate(feeds):
         assert feed.loader.sampler is sampler
@@ -320,7 +320,7 @@ def test_the_twin_of_a_distributed_loader_keeps_its_sampler() -> None:
 
 def test_what_is_known_of_an_epoch() -> None:
     def known(loader: Any, world_size: int = 2) -> tuple[Any, ...]:
-        feed = train_feed(loader, rank=1, world_size=world_size, seed=SEED, exchange_ints=lambda values: [values] * 2)
+        feed = TrainFeed(loader, rank=1, world_size=world_size, seed=SEED, exchange_ints=lambda values: [values] * 2)
         return feed.num_batches, feed.num_samples, feed.global_batch_size
 
     assert known(DataLoader(Rows(), 4, shuffle=True)) == (6, 41, 8)
@@ -340,7 +340,7 @@ def test_a_dataset_of_10_billion_starts_at_once() -> None:
         def __getitem__(self, index: int) -> Any:
             return torch.zeros(1), torch.zeros(1), torch.tensor(index)
 
-    feed = train_feed(DataLoader(Huge(), 4, shuffle=True), rank=1, world_size=2, seed=SEED)
+    feed = TrainFeed(DataLoader(Huge(), 4, shuffle=True), rank=1, world_size=2, seed=SEED)
     first = indices(next(feed.steps(1)).batches[0])
     late = next(feed.steps(1, skip_steps=10**9))
     assert len(set(first)) == len(set(indices(late.batches[0]))) == 4
@@ -386,11 +386,11 @@ class RepeatedLoader(DataLoader[Any]):
 )
 def test_what_cant_be_shared_out_is_an_error_at_once(loader: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        train_feed(loader, rank=0, world_size=2, seed=SEED)
+        TrainFeed(loader, rank=0, world_size=2, seed=SEED)
 
 
 def test_an_iterator_is_empty_the_second_time() -> None:
-    feed = train_feed(iter(batches_of(4)))
+    feed = TrainFeed(iter(batches_of(4)))
     assert len(list(feed.steps(1))) == 11
     feed.set_epoch(1)
     with pytest.raises(
@@ -400,7 +400,7 @@ def test_an_iterator_is_empty_the_second_time() -> None:
 
 
 def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
-    feed = train_feed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
+    feed = TrainFeed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
     with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ yielded a batch without asking its sampler"):
         list(feed.steps(1))
 
@@ -437,16 +437,16 @@ def test_indices_may_be_anything() -> None:
 def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     loader: Any = DataLoader(RankStream(), 4, num_workers=workers)
-    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
-    evaluation = eval_feed(loader, rank=1, world_size=2, seed=SEED)
+    feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    evaluation = EvalFeed(loader, rank=1, world_size=2, seed=SEED)
     message = r"RankStream calls torch.distributed.get_rank\(\) while it is iterated.*RankStream.is_distributed = True"
     for batches in (feed.steps(1), evaluation.batches()):
         with pytest.raises(ConfigurationError, match=message):
             list(batches)
 
     monkeypatch.setattr(RankStream, "is_distributed", True, raising=False)
-    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
     assert [i for step in feed.steps(1) for i in indices(step.batches[0])] == list(range(1, ROWS, 2))
     monkeypatch.setattr(RankStream, "is_distributed", False)
-    feed = train_feed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
     assert len([i for step in feed.steps(1) for batch in step.batches for i in indices(batch)]) == ROWS // 2 // 2

@@ -102,40 +102,14 @@ def test_generators_of_gpus_go_along() -> None:
     assert torch.rand(3, device="cuda").tolist() == expected
 
 
-@pytest.mark.parametrize("drawn_by", [(), ("python",), ("numpy",), ("torch",), ("python", "numpy", "torch")], ids=str)
-def test_a_packed_state_goes_on_exactly(drawn_by: tuple[str, ...], tmp_path: Any) -> None:
-    """In a file too, after an odd number of gaussians; what nobody has drawn from takes no room."""
-    draws = {"python": lambda: random.gauss(0, 1), "numpy": np.random.randn, "torch": lambda: torch.randn(17)}
-    rng.seed_all(2**62 + 5)
-    for name in drawn_by:
-        draws[name]()
-    torch.save(rng.packed(), tmp_path / "state.pt")
-    expected = draw()
-    rng.seed_all(1)
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    rng.restore(state)
-    assert repr(rng.packed()) == repr(state)  # a resumed run's checkpoints are as small
-    assert draw() == expected
-    assert set(state) == {"seed", *drawn_by}
-
-
 def test_states_of_an_earlier_version_are_left_out_with_a_warning() -> None:
     rng.seed_all(3)
     expected = draw()
     rng.seed_all(3)
     with pytest.warns(UserWarning, match="format of an earlier version.*different random numbers"):
         rng.restore({"seed": 1, "packed": torch.zeros(3, dtype=torch.uint8)})
-    assert draw() == expected
-
-
-def test_a_state_of_no_known_seed_is_packed_whole() -> None:
-    rng.seed_all(1)
-    random.seed(7)
-    np.random.seed(8)
-    torch.manual_seed(9)
-    state, expected = rng.packed(), draw()
-    rng.seed_all(2)
-    rng.restore(state)
+    with pytest.warns(UserWarning, match="format of an earlier version"):
+        rng.restore({"seed": 1, "torch": torch.get_rng_state()})
     assert draw() == expected
 
 

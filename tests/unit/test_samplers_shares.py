@@ -1,8 +1,7 @@
-"""A rank's share of an order that is drawn at once: torch's own numbers, and no list of the whole."""
+"""A rank's share of an order that a sampler draws: torch's own numbers."""
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.orders import permutations
 from trainloop.data.randomness import IsolatedRandomState
 from trainloop.data.samplers import ShardSampler
 
@@ -87,29 +85,3 @@ def test_ranks_with_other_weights_are_told_apart() -> None:
         for weights in (torch.ones(59), torch.arange(1.0, 60.0))
     ]
     assert digests[0] != digests[1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: WeightedRandomSampler(torch.ones(1_000_000), 1_000_000),
-        lambda: SubsetRandomSampler(range(1_000_000)),
-        lambda: RandomSampler(range(1_000_000), generator=torch.Generator()),
-        lambda: np.arange(1_000_000),
-    ],
-    ids=["weighted", "subset", "shuffled", "array"],
-)
-def test_no_rank_makes_a_list_of_the_whole(make: Callable[[], Any]) -> None:
-    shard = ShardSampler(make(), None, batch_size=64, rank=1, world_size=8, drop_last=False, seed=0)
-    tracemalloc.start()
-    try:
-        count = sum(len(indices) for indices, _ in shard.batches())
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert count == 125_000
-    assert peak < 1_000_000  # a byte an index; a list takes 36
-
-
-def test_a_shuffle_of_nothing() -> None:
-    assert permutations(0, 0, None).tolist() == list(SubsetRandomSampler([]))

@@ -121,17 +121,6 @@ def test_an_order_stays_what_it_is() -> None:
     ]
 
 
-def test_longer_and_shorter_orders_are_permutations_one_after_another() -> None:
-    order = PermutedOrder(10, key=3, length=25)
-    assert len(order) == 25
-    indices = order.at(np.arange(25))
-    assert sorted(indices[:10]) == sorted(indices[10:20]) == list(range(10))
-    assert len(set(indices[20:])) == 5
-    assert indices[:10].tolist() != indices[10:20].tolist()
-    assert order.at(np.array([24, 3, 11])).tolist() == indices[[24, 3, 11]].tolist()
-    assert len(set(PermutedOrder(10, key=3, length=4).at(np.arange(4)).tolist())) == 4
-
-
 def test_identity_order() -> None:
     assert len(IdentityOrder(5)) == 5
     assert IdentityOrder(5).at(np.array([3, 1])).tolist() == [3, 1]

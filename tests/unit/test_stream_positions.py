@@ -14,7 +14,7 @@ from simulated_ranks import SEED, Exchange
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainloop.checkpoint import plain
-from trainloop.data import eval_feed, train_feed
+from trainloop.data import EvalFeed, TrainFeed
 
 
 class Stream(IterableDataset[Any]):
@@ -76,7 +76,7 @@ def epochs(make: Any, world_size: int, seed: int | None, *, stop: tuple[int, int
     loaders = [make() for _ in range(world_size)]
 
     def of_rank(rank: int) -> tuple[list[Any], Any]:
-        feed = train_feed(
+        feed = TrainFeed(
             loaders[rank], rank=rank, world_size=world_size, seed=seed, exchange_ints=exchange.of_rank(rank)
         )
         first, skip = (0, 0) if saved is None else saved[0]
@@ -249,7 +249,7 @@ def test_an_evaluation_gives_its_batches_only(num_workers: int) -> None:
     batches = {}
     for rank in range(2):
         loader = DataLoader(Stream(asks=num_workers > 0), batch_size=4, num_workers=num_workers)
-        feed = eval_feed(loader, rank=rank, world_size=2, seed=0)
+        feed = EvalFeed(loader, rank=rank, world_size=2, seed=0)
         for index, batch, size in feed.batches():
             assert size == len(batch)
             batches[index] = batch

@@ -19,14 +19,10 @@ __all__ = [
     "capture",
     "derive_seed",
     "isolated",
-    "packed",
     "peek_seed",
     "restore",
     "seed_all",
 ]
-
-# The last seed of the generators. It is only a hint: if a generator still has this state, `packed` stores the seed.
-_last_seed: int | None = None
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -43,8 +39,6 @@ def derive_seed(*parts: int | str) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch (all devices), without initialising CUDA."""
-    global _last_seed
-    _last_seed = seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -131,22 +125,6 @@ def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> di
     }
 
 
-def _as_seeded(seed: int) -> dict[str, Any]:
-    """Return the state that :func:`capture` would return right after :func:`seed_all`, without GPUs."""
-    numpy_state = np.random.RandomState(seed % 2**32).get_state(legacy=False)
-    return _plain(random.Random(seed).getstate(), numpy_state, torch.Generator().manual_seed(seed).get_state())
-
-
-def packed() -> dict[str, Any]:
-    """Return the state of :func:`capture` in a shorter form, which :func:`restore` reads.
-
-    For a generator that was not used since :func:`seed_all`, the seed is enough. Any other takes about 5 KB.
-    """
-    state, seed = capture(), _last_seed
-    seeded = {} if seed is None else _as_seeded(seed)
-    return {"seed": seed, **{name: value for name, value in state.items() if not _same(value, seeded.get(name))}}
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
@@ -160,21 +138,17 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore the state that :func:`capture` or :func:`packed` returned.
+    """Restore the state that :func:`capture` returned.
 
     The current GPU gets the state of the GPU that was current then, even if it is another one. States of missing GPUs
     are ignored.
     """
-    global _last_seed
-    if "seed" in state:
-        _last_seed = state["seed"]
-        if "packed" in state:
-            warn(
-                "The checkpoint has random states in the format of an earlier version of trainloop. They are not "
-                "restored, so the run continues with different random numbers."
-            )
-            return
-        state = {**({} if _last_seed is None else _as_seeded(_last_seed)), **state}
+    if not {"python", "numpy", "torch"} <= state.keys():
+        warn(
+            "The checkpoint has random states in the format of an earlier version of trainloop. They are not "
+            "restored, so the run continues with different random numbers."
+        )
+        return
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     saved = state["numpy"]
@@ -198,8 +172,7 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
     """Isolate random draws in a block from the generators outside; with ``seed``, they are the same each time."""
-    global _last_seed
-    before, seed_before = capture(), _last_seed
+    before = capture()
     first_seed = torch.initial_seed()
     try:
         if seed is not None:
@@ -210,4 +183,3 @@ def isolated(seed: int | None = None) -> Iterator[None]:
         if "cuda" not in before and (seed is not None or torch.cuda.is_initialized()):
             # CUDA was not in use before, and would have started with the seed of the CPU's generator.
             torch.cuda.manual_seed_all(first_seed)
-        _last_seed = seed_before

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -114,16 +114,6 @@ class BatchPlan:
 # -- the global order, by position -------------------------------------------------------------------------------------
 
 
-class Order(Protocol):
-    """A global order of samples that can be read at any position."""
-
-    def __len__(self) -> int: ...
-
-    def at(self, positions: Ints) -> Ints:
-        """Return the indices of the samples at ``positions`` (int64, each in ``[0, len))``."""
-        ...
-
-
 class IdentityOrder:
     """Dataset order."""
 
@@ -143,19 +133,16 @@ class PermutedOrder:
 
     Parameters
     ----------
-    num_indices : int
-        Size of the dataset; indices are in ``[0, num_indices)``.
+    length : int
+        Size of the dataset; indices are in ``[0, length)``.
     key : int
         Any integer: the same key gives the same permutation on every machine and version.
-    length : int, optional
-        Length of the order. Shorter than ``num_indices``: that many samples without repetition. Longer: several
-        permutations in sequence, each with another key, like ``RandomSampler(num_samples=...)``.
 
     Notes
     -----
     Up to ``SORTED_UP_TO`` indices, positions are sorted by the SplitMix64 stream of the key, a uniform shuffle as far
     as the stream is random. Above, a Feistel network of 8 rounds permutes the numbers of the fewest bits that hold
-    ``num_indices``; values outside the range are permuted again until they fall inside (cycle walking; less than 2
+    ``length``; values outside the range are permuted again until they fall inside (cycle walking; less than 2
     passes on average). Networks over few bits are measurably not uniform, hence the threshold.
 
     A block of 4,096 positions takes about a millisecond.
@@ -169,52 +156,25 @@ class PermutedOrder:
     SORTED_UP_TO = 2**14
     ROUNDS = 8
 
-    def __init__(self, num_indices: int, key: int, length: int | None = None) -> None:
-        self.num_indices = num_indices
-        self._key = key
-        self._length = num_indices if length is None else length
-        self._cycles: dict[int, _Permutation] = {}
-
-    def __len__(self) -> int:
-        return self._length
-
-    def at(self, positions: Ints) -> Ints:
-        """Return the indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
-        if self._length <= self.num_indices:
-            return self._cycle(0).at(positions)
-        cycles, places = np.divmod(positions, self.num_indices)
-        indices = np.empty_like(positions)
-        for cycle in np.unique(cycles):
-            here = cycles == cycle
-            indices[here] = self._cycle(int(cycle)).at(places[here])
-        return indices
-
-    def _cycle(self, cycle: int) -> _Permutation:
-        if cycle not in self._cycles:
-            if len(self._cycles) > 1:  # an epoch only goes forward: the older one is not needed again
-                self._cycles.pop(min(self._cycles))
-            self._cycles[cycle] = _Permutation(self.num_indices, _mix(_mix(self._key & _MASK64) ^ cycle))
-        return self._cycles[cycle]
-
-
-class _Permutation:
-    """One permutation of ``range(length)``, read by position."""
-
     def __init__(self, length: int, key: int) -> None:
         self._length = length
-        self._key = key
+        self._key = key = _mix(_mix(key & _MASK64))
         # At least two bits, so that each half of a number has one.
         bits = max(2, (length - 1).bit_length())
         self._low_bits = bits // 2
         self._high_bits = bits - bits // 2
-        self._round_keys = [np.uint64(_mix(key + (i + 1) * _GOLDEN)) for i in range(PermutedOrder.ROUNDS)]
+        self._round_keys = [np.uint64(_mix(key + (i + 1) * _GOLDEN)) for i in range(self.ROUNDS)]
+
+    def __len__(self) -> int:
+        return self._length
 
     @cached_property
     def _sorted(self) -> Ints:
         return np.argsort(_mix_array(np.uint64(self._key) + _GOLDEN_64 * np.arange(self._length, dtype=np.uint64)))
 
     def at(self, positions: Ints) -> Ints:
-        if self._length <= PermutedOrder.SORTED_UP_TO:
+        """Return the indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
+        if self._length <= self.SORTED_UP_TO:
             return self._sorted[positions]
         # Cycle walking keeps it a permutation: each number outside leads back to a number inside that no other uses.
         words = self._encrypt(positions.astype(np.uint64))
@@ -250,6 +210,10 @@ def _mix_array(words: _Words) -> _Words:
 
 def _mix(word: int) -> int:
     return int(_mix_array(np.array([word & _MASK64], dtype=np.uint64))[0])
+
+
+Order = IdentityOrder | PermutedOrder
+"""A global order of samples that can be read at any position."""
 
 
 # -- blocks of a rank's indices ----------------------------------------------------------------------------------------

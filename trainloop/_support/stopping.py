@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trainloop._support.platform import process_exists
 
@@ -48,16 +48,6 @@ CHECKPOINT = 8
 
 _REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT)
 _BITS = 8  # bits of a vote that hold the reasons seen; the others hold the boundary's number
-
-
-class StopAgreement(Protocol):
-    """The agreement by which a loop stops all ranks at one boundary."""
-
-    def request(self, reason: int) -> None:
-        """Ask all ranks to stop, for ``reason`` (one of the constants). Any rank, any thread, any number of times."""
-
-    def reached(self) -> int:
-        """Return the reasons to stop here, OR-ed; 0 to continue. Collective: every rank calls it at every boundary."""
 
 
 class LocalStop:
@@ -252,3 +242,11 @@ class GroupStop:
         work.wait()
         yes, *by_reason = counts.tolist()
         return yes, sum(reason for reason, count in zip(_REASONS, by_reason, strict=True) if count)
+
+
+StopAgreement = LocalStop | SharedStop | GroupStop
+"""The agreement by which a loop stops all ranks at one boundary.
+
+``request(reason)`` asks all ranks to stop, for one of the constants: any rank, any thread, any number of times.
+``reached()`` returns the reasons to stop here, OR-ed, and 0 to continue; every rank calls it at every boundary.
+"""

@@ -5,8 +5,8 @@
 
 from trainloop.data.batches import count_samples, move_to
 from trainloop.data.columns import SplitBatches
-from trainloop.data.evaluation import EvalFeed, eval_feed
+from trainloop.data.evaluation import EvalFeed
 from trainloop.data.steps import StepBatches
-from trainloop.data.train import TrainFeed, train_feed
+from trainloop.data.train import TrainFeed
 
 __all__ = ["SplitBatches"]

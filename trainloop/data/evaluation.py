@@ -20,17 +20,8 @@ from trainloop.data.streams import stream_loader
 from trainloop.data.tensors import TensorRows
 
 
-def eval_feed(
-    loader: Any,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int | None = None,
-    name: str = "loader",
-    exchange_ints: ExchangeInts | None = None,
-    device: torch.device | None = None,
-) -> EvalFeed:
-    """Return a loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
+class EvalFeed:
+    """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
 
     Ranks get whole batches, so that operations within a batch (collating, padding to the longest, BatchNorm in training
     mode) are those of one process. Nothing is padded or left out, except by the loader's own ``drop_last``. A
@@ -58,57 +49,31 @@ def eval_feed(
     ConfigurationError
         If the loader can't be iterated.
     """
-    loaders.check_iterable(loader, name)
-    if world_size > 1 and seed is None:
-        seed = 0
-    given = world_size > 1 and loaders.is_distributed(loader)
-    source = _source_of(loader, rank, world_size, seed, name, given)
-    length = None if loaders.is_stream(loader) else length_of(loader)
-    # A distributed loader knows only the length of its shard.
-    num_batches = length * world_size if length is not None and given else length
-    return EvalFeed(source, loader, rank, world_size, seed, num_batches, name, exchange_ints, device)
-
-
-def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
-    """Return the source for a loader of any kind, split by whole batches."""
-    # A different stream of random numbers from training's, so that evaluation does not affect training.
-    if seed is not None:
-        seed = derive_seed(seed, "evaluation")
-    if isinstance(loader, SplitBatches):
-        return Columns(loader, rank, world_size, seed, name)
-    if given:
-        loader = loaders.for_rank(loader, rank, world_size, name)
-    if loaders.is_indexed(loader, given):
-        shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, TensorRows.of(loader))
-    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its copy checks both.
-    shared = world_size > 1 and not given
-    if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
-        loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
-    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=False)
-
-
-class EvalFeed:
-    """One rank's batches of an evaluation; made by :func:`eval_feed`."""
 
     def __init__(
         self,
-        source: Source,
-        users_loader: Any,
-        rank: int,
-        world_size: int,
-        seed: int | None,
-        num_batches: int | None,
-        name: str,
-        exchange_ints: ExchangeInts | None,
-        device: torch.device | None,
+        loader: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+        name: str = "loader",
+        exchange_ints: ExchangeInts | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        loaders.check_iterable(loader, name)
+        if world_size > 1 and seed is None:
+            seed = 0
+        given = world_size > 1 and loaders.is_distributed(loader)
+        self._source = _source_of(loader, rank, world_size, seed, name, given)
+        length = None if loaders.is_stream(loader) else length_of(loader)
+        # A distributed loader knows only the length of its shard.
+        self.num_batches = length * world_size if length is not None and given else length
+        """Batches of a pass over all ranks; None if unknown before reading."""
         self._seed = seed
-        self._source = source
-        self._users_loader = users_loader
+        self._users_loader = loader
         self._rank = rank
         self._world_size = world_size
-        self._num_batches = num_batches
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
@@ -117,11 +82,6 @@ class EvalFeed:
     def loader(self) -> Any:
         """The loader that this rank reads: the user's, or a copy that yields only this rank's batches."""
         return self._source.loader
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches of a pass over all ranks; None if unknown before reading."""
-        return self._num_batches
 
     @property
     def shared(self) -> loaders.Shared:
@@ -133,7 +93,7 @@ class EvalFeed:
         if not source.shares:
             return loaders.Shared(derive_seed(source.rule))
         samples = None if plain is None else length_of(plain.sampler)
-        counts = (samples, self._num_batches, None if plain is None else plain.batch_size)
+        counts = (samples, self.num_batches, None if plain is None else plain.batch_size)
         seed = loaders.seed_in_common(self._seed) if source.draws_order else -1
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
@@ -188,3 +148,22 @@ class EvalFeed:
             each sample exactly once, or there is not one row per sample.
         """
         return self._source.row_order(sizes)
+
+
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
+    """Return the source for a loader of any kind, split by whole batches."""
+    # A different stream of random numbers from training's, so that evaluation does not affect training.
+    if seed is not None:
+        seed = derive_seed(seed, "evaluation")
+    if isinstance(loader, SplitBatches):
+        return Columns(loader, rank, world_size, seed, name)
+    if given:
+        loader = loaders.for_rank(loader, rank, world_size, name)
+    if loaders.is_indexed(loader, given):
+        shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
+        return Indexed(loader, shard, name, TensorRows.of(loader))
+    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its copy checks both.
+    shared = world_size > 1 and not given
+    if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
+        loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
+    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=False)

@@ -19,7 +19,7 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
 from trainloop.data.libraries import cuts_batches, is_split
-from trainloop.data.orders import length_of
+from trainloop.data.orders import length_of, parts_of_loader
 from trainloop.errors import ConfigurationError
 
 
@@ -46,15 +46,7 @@ def is_indexed(loader: Any, given: bool) -> bool:
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
     """Return the sampler that already splits a loader's samples over ranks, if any."""
-    for sampler in (
-        getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        getattr(getattr(loader, "sampler", None), "sampler", None),
-    ):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
+    return next((part for part in parts_of_loader(loader).values() if isinstance(part, DistributedSampler)), None)
 
 
 def is_distributed(loader: Any) -> bool:
@@ -74,13 +66,9 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    sampler, batch_sampler, dataset = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-    inner = (getattr(sampler, "sampler", None), getattr(batch_sampler, "sampler", None))
-    seen: list[Any] = []
-    for part in (loader, sampler, batch_sampler, *inner, dataset, getattr(dataset, "dataset", None)):
-        if callable(getattr(part, "set_epoch", None)) and all(part is not other for other in seen):
-            seen.append(part)
-            yield part
+    dataset = getattr(loader, "dataset", None)
+    parts = (*parts_of_loader(loader).values(), dataset, getattr(dataset, "dataset", None))
+    yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:

@@ -8,9 +8,8 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
@@ -39,10 +38,10 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # With a generator, the user controls the order.
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None and key is not None:
-        return PermutedOrder(len(sampler.data_source), key, len(sampler))
-    return None
+    # With a generator, the user controls the order. Several permutations, or a part of one, are drawn.
+    if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None or key is None:
+        return None
+    return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
 
 
 def digest_of(indices: list[Any]) -> int:
@@ -76,61 +75,20 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
         yield chunk
 
 
+def parts_of_loader(loader: Any) -> dict[str, Any]:
+    """Return a loader, its samplers and theirs, by the attributes that hold them; None for one that it lacks."""
+    parts = {"loader": loader}
+    for name in ("sampler", "batch_sampler"):
+        parts[name] = getattr(loader, name, None)
+        parts[f"{name}.sampler"] = getattr(parts[name], "sampler", None)
+    return parts
+
+
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """Return the generators that the user gave a loader, by the attribute that holds them; each once."""
-    holders = {"loader": loader}
-    for name in ("sampler", "batch_sampler"):
-        holder = getattr(loader, name, None)
-        holders[name] = holder
-        holders[f"{name}.sampler"] = getattr(holder, "sampler", None)
     found: dict[str, torch.Generator] = {}
-    for name, holder in holders.items():
+    for name, holder in parts_of_loader(loader).items():
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
     return found
-
-
-def is_available_upfront(sampler: Any) -> bool:
-    """Return True if a sampler's full order exists, or torch's sampler draws it before yielding the first index."""
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement
-    return type(sampler) in (WeightedRandomSampler, SubsetRandomSampler, list, tuple, range, np.ndarray)
-
-
-def draw_upfront(sampler: Any) -> tuple[Any, Any]:
-    """Draw such a sampler's full order, as its ``__iter__`` does; return it and the elements that it orders.
-
-    A sampler's iterator makes a Python list of it: 36 bytes per index, on every rank.
-    """
-    if type(sampler) is WeightedRandomSampler:
-        weights, count, generator = sampler.weights, sampler.num_samples, sampler.generator
-        return torch.multinomial(weights, count, sampler.replacement, generator=generator).cpu(), None
-    if type(sampler) is SubsetRandomSampler:
-        return permutations(len(sampler.indices), len(sampler.indices), sampler.generator), sampler.indices
-    if type(sampler) is RandomSampler:
-        number = len(sampler.data_source)
-        return permutations(number, sampler.num_samples, sampler.generator, one_more=True), None
-    return sampler, None
-
-
-def permutations(
-    number: int, length: int, generator: torch.Generator | None, *, one_more: bool = False
-) -> torch.Tensor:
-    """Draw permutations of ``number`` indices one after the other.
-
-    The last one is cut; with ``one_more`` it is drawn even if none of it is used.
-    """
-    order = torch.empty(length, dtype=torch.int64)
-    whole = length - length % number if number else 0
-    for start in range(0, whole, number or 1):
-        torch.randperm(number, generator=generator, out=order[start : start + number])
-    if one_more or whole < length:
-        order[whole:] = torch.randperm(number, generator=generator)[: length - whole]
-    return order
-
-
-def listed(order: Any, elements: Any) -> list[Any]:
-    """Return a part of such an order as a list; of ``elements`` if the order contains their positions."""
-    indices = order.tolist() if isinstance(order, torch.Tensor) else list(order)
-    return indices if elements is None else [elements[i] for i in indices]

@@ -11,7 +11,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -72,58 +72,6 @@ def drawn() -> tuple[Any, ...]:
     key, pos = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
     torch_state = torch.default_generator.get_state().numpy().tobytes()
     return random.getstate(), key, pos, numpy_state["has_gauss"], torch_state
-
-
-class Draws:
-    """Tracks draws of a stream from global generators that nothing else uses meanwhile.
-
-    If it draws for each item, its position includes their state. If it draws only at its start (for example an order)
-    or never, it starts again from the epoch's first state, to get the same order.
-    """
-
-    def __init__(self, each: bool) -> None:
-        self._each = each
-        self._at_first: tuple[Any, ...] | None = None
-
-    def begun(self) -> None:
-        """Note that the first item was read."""
-        if not self._each:
-            self._at_first = drawn()
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the generators' current state; None if nothing was drawn since the first item."""
-        self._each = self._each or drawn() != self._at_first
-        return rng.capture(devices=False) if self._each else None
-
-
-class Position(Protocol):
-    """A source's position after the last batch it yielded, from the state of the user's own objects.
-
-    :meth:`now` and :meth:`state` may raise their exceptions.
-    """
-
-    resumes: bool
-    """True if the next items are the rest of an epoch, so that none must be skipped."""
-
-    def now(self) -> Any:
-        """Return a handle of the current position; :meth:`state` may be called with it after further batches."""
-        ...
-
-    def state(self, now: Any) -> dict[str, Any] | None:
-        """Return a position as data; None if there is nothing to store."""
-        ...
-
-    def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Move to a position; return True if that is possible.
-
-        Parameters
-        ----------
-        begins : bool
-            True if the next items begin a new epoch.
-        same_ranks, same_batches : bool
-            True if the number of ranks, or of samples in a global batch, is the same as in the state.
-        """
-        ...
 
 
 class InProcess:
@@ -212,29 +160,37 @@ class InProcess:
 
 
 class Place:
-    """A stream's position in the process that reads it: this one, or a loader's worker."""
+    """A stream's position in the process that reads it: this one, or a loader's worker.
+
+    If the stream draws from global generators for each item, its position includes their state. If it draws only at its
+    start (for example an order) or never, it starts again from the epoch's first state, to get the same order.
+    """
 
     def __init__(self, dataset: Any, worker: Any, at: dict[str, Any] | None) -> None:
         self._dataset = dataset
         self._worker = worker
-        self._draws = Draws(each=at is not None and at["rng"] is not None)
+        self._draws_each = at is not None and at["rng"] is not None
+        self._at_first: tuple[Any, ...] | None = None
         self.begun = self.ended = False
 
     def begin(self) -> None:
         """Note that the first sample was read."""
         self.begun = True
-        self._draws.begun()
+        if not self._draws_each:
+            self._at_first = drawn()
 
     def saved(self, group: int) -> tuple[int, bytes]:
         """Return the worker, and its state for resuming at the global batch ``group``.
 
         Pickled, since a dataset may keep changing what it returns, and the loader would send tensors through files.
         """
+        reads = self.begun and not self.ended
+        self._draws_each = self._draws_each or (reads and drawn() != self._at_first)
         place: dict[str, Any] = {
             "group": group,
             "asked": self._worker is not None and self._worker.asked,
             "ended": self.ended,
-            "rng": self._draws.state() if self.begun and not self.ended else None,
+            "rng": rng.capture(devices=False) if reads and self._draws_each else None,
         }
         try:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
@@ -329,6 +285,15 @@ class StreamPlaces:
         self._places = {worker: (at["turns"], pickle.dumps(at)) for worker, at in places.items()}
         self.resumes = True
         return True
+
+
+Position = InProcess | StreamPlaces
+"""A source's position after the last batch it yielded, from the state of the user's own objects.
+
+``resumes`` is True if the next items are the rest of an epoch, so that none must be skipped. ``now()`` returns a handle
+of the current position, from which ``state(now)`` makes data, also after further batches; both may raise the objects'
+exceptions. ``load(state)`` returns True if it has moved to the position.
+"""
 
 
 def retry_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:

@@ -10,40 +10,42 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size
-from trainloop.data.orders import (
-    digest_of,
-    draw_upfront,
-    is_available_upfront,
-    length_of,
-    listed,
-    order_by_position,
-    read_isolated,
-)
-from trainloop.data.randomness import IsolatedRandomState, SeedOnArrival
+from trainloop.data.orders import digest_of, length_of, order_by_position, read_isolated
+from trainloop.data.randomness import SeedOnArrival
 
 RankSizes = tuple[int, ...]
 """Samples of each rank in one global batch; -1 if only that rank can know."""
 
 # Their order is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may depend on
 # the training so far, and is read one global batch at a time.
-_SETTLED = (RandomSampler, SequentialSampler, DistributedSampler)
+_SETTLED = (
+    RandomSampler,
+    SequentialSampler,
+    DistributedSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    list,
+    range,
+    np.ndarray,
+)
 _READ_AHEAD = 4096
 
 
@@ -130,12 +132,10 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         self.drop_last = drop_last
         self.seed = seed
         self.epoch = 0
-        self.shuffle = not isinstance(sampler, SequentialSampler)
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:
             self.num_samples = shard_size(self.plan.num_taken, rank, world_size)
-            self.total_size = self.plan.num_taken
 
     @property
     def order(self) -> Order | None:
@@ -144,9 +144,8 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     @property
     def rule(self) -> str:
-        """By position, drawn as a whole, or iterated."""
-        drawn = "at once" if self.plan is not None and is_available_upfront(self.base) else "one by one"
-        return drawn if self.plan is None or self.order is None else "by position"
+        """By position, or iterated."""
+        return "iterated" if self.order is None else "by position"
 
     def __len__(self) -> int:
         if self.plan is None:
@@ -161,10 +160,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         """Yield this rank's indices of each global batch from ``first_batch`` on (maybe none); each rank's samples."""
         order, plan = self.order, self.plan
         if order is None or plan is None:
-            if plan is not None and is_available_upfront(self.base):
-                yield from self._sliced_batches(plan, first_batch)
-            else:
-                yield from self._iterated_batches(first_batch)
+            yield from self._iterated_batches(first_batch)
             return
         size = self.batch_size
         full = (size,) * self.num_replicas
@@ -176,25 +172,6 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
                 batch_index += 1
         if batch_index < plan.num_batches:
             yield [], plan.shares(batch_index)
-
-    def _sliced_batches(self, plan: BatchPlan, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
-        """Yield batches of an order that exists, or is drawn, as a whole: a rank lists only its own part."""
-        with IsolatedRandomState(derive_seed(self.seed, "sampler", self.epoch)):
-            order, elements = draw_upfront(self.base)
-        # Ranks may have other weights, or other numbers.
-        self.digest = digest_of(listed(order[: plan.global_batch_size], elements))
-        start, stop, step = plan.positions(self.rank, first_batch, plan.num_batches - first_batch)
-        own = order[start:stop:step]
-        if isinstance(order, Tensor):
-            # A checksum of the whole is cheap here. And a view would keep the whole alive.
-            self.digest = derive_seed(self.digest, zlib.crc32(order.numpy().data))
-            own = own.clone()
-        del order
-        size, full = self.batch_size, (self.batch_size,) * self.num_replicas
-        for batch_index in range(first_batch, plan.num_batches):
-            place = (batch_index - first_batch) * size
-            shares = full if batch_index < plan.num_full else plan.shares(batch_index)
-            yield listed(own[place : place + size], elements), shares
 
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import default_collate
-
-from trainloop.data.orders import permutations
 
 _BATCHES_AT_ONCE = 256
 
@@ -127,16 +124,17 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
     batches_of_indices = iter(batch_sampler)  # first, like torch: a user's sampler may draw here
     draw_base_seed(loader)
     if type(batch_sampler) is BatchSampler:
-        sampler, size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
+        sampler: Any = batch_sampler.sampler
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         if type(sampler) is SequentialSampler:
             length = len(sampler)
             stop = length - length % size if drop_last else length
             for start in range(0, stop, size):
                 yield rows.slice(start, min(start + size, stop))
             return
-        # Several permutations from a user's generator are drawn in the course of the epoch: left to the sampler.
-        several = sampler.num_samples != len(sampler.data_source) if type(sampler) is RandomSampler else True
-        if type(sampler) is RandomSampler and not sampler.replacement and not (several and sampler.generator):
+        # Several permutations, or a part of one, are left to the sampler.
+        one = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
+        if one and not sampler.replacement:
             yield from _shuffled(rows, sampler, size, drop_last)
             return
     for indices in batches_of_indices:
@@ -149,16 +147,12 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
         generator = torch.Generator()
         generator.manual_seed(seed)
-    num_indices, length = len(sampler.data_source), sampler.num_samples
-    if length != num_indices:  # several permutations, or a part of one
-        indices = permutations(num_indices, length, generator, one_more=True)
-        yield from islice(rows.take(indices, size), length // size if drop_last else None)
-        return
-    order = torch.randperm(num_indices, generator=generator)
+    length = sampler.num_samples
+    order = torch.randperm(length, generator=generator)
     stop = length - length % size
     yield from rows.take(order[:stop], size)
     # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.
     if sampler.generator is not None:
-        torch.randperm(num_indices, generator=generator)
+        torch.randperm(length, generator=generator)
     if stop < length and not drop_last:
         yield from rows.take(order[stop:], size)

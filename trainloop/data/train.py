@@ -26,20 +26,11 @@ from trainloop.errors import ConfigurationError
 _LIVE = object()  # represents the source's current position
 
 
-def train_feed(
-    loader: Any,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    seed: int | None = None,
-    name: str = "train_loader",
-    exchange_ints: ExchangeInts | None = None,
-    device: torch.device | None = None,
-) -> TrainFeed:
-    """Return a loader's epochs as the optimizer steps of one rank.
+class TrainFeed:
+    """A loader's epochs as the optimizer steps of one rank.
 
-    Before :meth:`TrainFeed.steps`, nothing is read from the loader and no random number is drawn; a call whose result
-    is dropped only checks the loader.
+    Before :meth:`steps`, nothing is read from the loader and no random number is drawn; a feed that is
+    dropped has only checked the loader.
 
     Parameters
     ----------
@@ -62,62 +53,42 @@ def train_feed(
     ConfigurationError
         If the loader can't be split over ranks correctly, or has nothing to train on.
     """
-    loaders.check_trains(loader, world_size, name)
-    # If ranks drew their own orders, they would repeat some samples and miss others.
-    if world_size > 1 and seed is None:
-        seed = 0
-    source = _source_of(loader, rank, world_size, seed, name)
-    if not source.sizes_known and world_size > 1 and exchange_ints is None:
-        raise ConfigurationError(
-            f"{name}: {world_size} ranks must exchange how many samples they have, but exchange_ints=None "
-            f"was given. Pass trainloop.distributed.exchange_ints."
-        )
-    return TrainFeed(source, loader, rank, world_size, seed, name, exchange_ints, device)
-
-
-def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
-    """Return the source for a loader of any kind, with each rank's part of every global batch."""
-    if isinstance(loader, SplitBatches):
-        return Columns(loader, rank, world_size, seed, name)
-    given = loaders.is_distributed(loader)
-    if given:
-        loader = loaders.for_rank(loader, rank, world_size, name)
-    rows = TensorRows.of(loader)
-    if seed is None:
-        return UserLoader(loader, name) if rows is None else Tensors(loader, rows)
-    if loaders.is_indexed(loader, given):
-        shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
-        return Indexed(loader, shard, name, rows)
-    if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
-        return Stream(loader, rank, world_size, seed, name, given)
-    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)
-
-
-class TrainFeed:
-    """One rank's optimizer steps, epoch by epoch; made by :func:`train_feed`."""
 
     def __init__(
         self,
-        source: Source,
-        users_loader: Any,
-        rank: int,
-        world_size: int,
-        seed: int | None,
-        name: str,
-        exchange_ints: ExchangeInts | None,
-        device: torch.device | None,
+        loader: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int | None = None,
+        name: str = "train_loader",
+        exchange_ints: ExchangeInts | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self._source = source
+        loaders.check_trains(loader, world_size, name)
+        # If ranks drew their own orders, they would repeat some samples and miss others.
+        if world_size > 1 and seed is None:
+            seed = 0
+        self._source = _source_of(loader, rank, world_size, seed, name)
+        if not self._source.sizes_known and world_size > 1 and exchange_ints is None:
+            raise ConfigurationError(
+                f"{name}: {world_size} ranks must exchange how many samples they have, but exchange_ints=None "
+                f"was given. Pass trainloop.distributed.exchange_ints."
+            )
+        self.num_batches = self._source.num_batches
+        """Micro-batches of an epoch, the maximum over ranks; None if unknown before reading."""
+        self.num_samples = self._source.num_samples
+        """Samples of an epoch over all ranks; None if unknown before reading."""
+        self.global_batch_size = self._source.global_batch_size
+        """Samples of a full micro-batch, over all ranks; None if undefined."""
         self._rank = rank
         self._world_size = world_size
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
         self._epoch = 0
-        if isinstance(users_loader, SplitBatches):
-            users_loader = users_loader.loader
-        self._users_loader = users_loader
-        self._generators = generators_of(users_loader)
+        self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
+        self._generators = generators_of(self._users_loader)
         self._seed, self._draws_globally = seed, seed is None
         self._at_epoch_begin: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None  # position to start from
@@ -129,21 +100,6 @@ class TrainFeed:
     def loader(self) -> Any:
         """The loader that this rank reads: the user's, or its copy with this rank's sampler."""
         return self._source.loader
-
-    @property
-    def num_batches(self) -> int | None:
-        """Micro-batches of an epoch, the maximum over ranks; None if unknown before reading."""
-        return self._source.num_batches
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples of an epoch over all ranks; None if unknown before reading."""
-        return self._source.num_samples
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples of a full micro-batch, over all ranks; None if undefined."""
-        return self._source.global_batch_size
 
     @property
     def shared(self) -> loaders.Shared:
@@ -209,7 +165,7 @@ class TrainFeed:
         elif self._world_size == 1:
             steps = steps_of_known((((max(1, size),), batch) for size, batch in items), grad_accumulation, 0)
         else:
-            assert self._exchange_ints is not None  # train_feed has checked it
+            assert self._exchange_ints is not None  # __init__ has checked it
             steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)
         any_step = skip_steps > 0
         for step in steps:
@@ -365,3 +321,21 @@ class TrainFeed:
             "global": rng.capture() if self._draws_globally else None,
             "workers": self._replaces_workers or persistent_workers(self.loader) is not None,
         }
+
+
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:
+    """Return the source for a loader of any kind, with each rank's part of every global batch."""
+    if isinstance(loader, SplitBatches):
+        return Columns(loader, rank, world_size, seed, name)
+    given = loaders.is_distributed(loader)
+    if given:
+        loader = loaders.for_rank(loader, rank, world_size, name)
+    rows = TensorRows.of(loader)
+    if seed is None:
+        return UserLoader(loader, name) if rows is None else Tensors(loader, rows)
+    if loaders.is_indexed(loader, given):
+        shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
+        return Indexed(loader, shard, name, rows)
+    if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
+        return Stream(loader, rank, world_size, seed, name, given)
+    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)

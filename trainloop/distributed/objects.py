@@ -50,9 +50,15 @@ def session_here() -> Session:
     return session
 
 
-def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[Message, memoryview]]:
-    """Return every rank's message, on every rank; returns once all ranks have called it, so it is also a barrier."""
+def _gather_bytes(
+    call: str, form: int, body: bytes | bytearray, dst: int | None = None
+) -> list[tuple[Message, memoryview | None]]:
+    """Return every rank's message; returns once all ranks have called it, so it is also a barrier.
+
+    With ``dst``, only that rank gets the bodies that need a second exchange; on other ranks they are None.
+    """
     world_size, group, session = dist.get_world_size(), cpu_group(), session_here()
+    receives = dst is None or dist.get_rank() == dst
     first = session.pack(call, form, body)
     firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
     dist.all_gather(list(firsts), torch.frombuffer(first, dtype=torch.uint8), group=group)
@@ -60,16 +66,19 @@ def _gather_bytes(call: str, form: int, body: bytes | bytearray) -> list[tuple[M
     messages = [session.unpack(rank, block, call) for rank, block in enumerate(blocks)]
     # Gloo gathers equal lengths only.
     longest = max(0 if message.body is not None else message.size for message in messages)
-    bodies = torch.empty(world_size if longest else 0, longest, dtype=torch.uint8)
+    bodies = list(torch.empty(world_size if longest and receives else 0, longest, dtype=torch.uint8))
     if longest:  # the same on every rank
         mine = torch.zeros(longest, dtype=torch.uint8)
         if len(body) > SHORT:
             mine.numpy()[: len(body)] = np.frombuffer(body, dtype=np.uint8)
-        dist.all_gather(list(bodies), mine, group=group)
+        if dst is None:
+            dist.all_gather(bodies, mine, group=group)
+        else:
+            dist.gather(mine, bodies or None, dst=dst, group=group)
     gathered = []
     for rank, message in enumerate(messages):
         content = message.body
-        if content is None:
+        if content is None and receives:
             content = bodies[rank].numpy().data[: message.size]
             session.check_body(message, blocks[rank], content)
         gathered.append((message, content))
@@ -193,38 +202,14 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
         raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank, 0 to {world_size - 1}.")
     if not has_group():
         return [obj]
-    session, group, receives = session_here(), cpu_group(), dist.get_rank() == dst
-    form, body = encoded(obj, session)
-    sizes = exchange_ints([len(body), form == Form.REFUSED])
-    longest, refused = (max(column) for column in zip(*sizes))
-    if refused:  # an error of any rank is raised on all of them
-        mine = form == Form.REFUSED
-        for message, came in _gather_bytes("gather_to", form if mine else Form.RAW, body if mine else b""):
-            if message.form == Form.REFUSED:
-                decoded(message, came, session)
-    own = torch.zeros(BLOCK + (longest if longest > SHORT else 0), dtype=torch.uint8)
-    data = own.numpy()
-    data[:BLOCK] = np.frombuffer(session.pack("gather_to", form, body), np.uint8)
-    if len(body) > SHORT:
-        data[BLOCK : BLOCK + len(body)] = np.frombuffer(body, np.uint8)
-    rows = list(torch.empty(world_size, len(own), dtype=torch.uint8)) if receives else None
-    dist.gather(own, rows, dst=dst, group=group)
-    found = None if rows is None else [_decode_row(session, rank, row.numpy().data) for rank, row in enumerate(rows)]
-    session.next()
-    if found is not None:
-        found[dst] = obj
-    return found
-
-
-def _decode_row(session: Session, rank: int, data: memoryview) -> Any:
-    """Decode a rank's object from its first block and the rest of its body."""
-    block = data[:BLOCK]
-    message = session.unpack(rank, block, "gather_to")
-    body = message.body
-    if body is None:
-        body = data[BLOCK : BLOCK + message.size]
-        session.check_body(message, block, body)
-    return decoded(message, body, session)
+    session = session_here()
+    gathered = _gather_bytes("gather_to", *encoded(obj, session), dst)
+    for message, body in gathered:
+        if message.form == Form.REFUSED:  # an error of any rank is raised on all of them
+            decoded(message, body, session)
+    if dist.get_rank() != dst:
+        return None
+    return [obj if rank == dst else decoded(*entry, session) for rank, entry in enumerate(gathered)]
 
 
 def exchange_ints(values: Sequence[int]) -> list[list[int]]:
@@ -250,7 +235,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
         return [[int(value) for value in values]]
     data = np.asarray(values, dtype=np.int64).tobytes()
     gathered = _gather_bytes("exchange_ints", Form.RAW, data)
-    return [np.frombuffer(body, np.int64).tolist() if message.size else [] for message, body in gathered]
+    return [np.frombuffer(body, np.int64).tolist() if body else [] for _, body in gathered]
 
 
 def barrier() -> None:

@@ -187,7 +187,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one exchange of all tensors for each type of device.
+    It takes one small exchange of the shapes, then one for each tensor.
 
     If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. For this,
     every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the
@@ -216,41 +216,29 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
         return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
     rank = dist.get_rank()
     agreed = _agreed(call, tensors, sources, rows_may_differ=concat)
-    for direct, paths in _by_route(agreed).items():
-        for path, parts in _exchanged(tensors, agreed, paths, direct).items():
-            gathered[path] = torch.cat(parts) if concat else torch.stack(parts)
-            gathered[path] = gathered[path].to(tensors[path].device)
-            if path in sources:
-                rows = [shape[0] if concat else 1 for shape in agreed[path].shapes]
-                where = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-                gathered[path] = _Flow.apply(sources[path], [gathered[path]], where, direct)
+    for path, (dtype, direct, shapes) in agreed.items():
+        parts = _exchanged(_routed(tensors[path], direct).to(dtype), shapes, direct)
+        gathered[path] = (torch.cat(parts) if concat else torch.stack(parts)).to(tensors[path].device)
+        if path in sources:
+            rows = [shape[0] if concat else 1 for shape in shapes]
+            where = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+            gathered[path] = _Flow.apply(sources[path], [gathered[path]], where, direct)
     return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
 
 
-def _exchanged(
-    tensors: dict[str, Tensor], agreed: dict[str, _Agreed], paths: list[str], direct: bool
-) -> dict[str, list[Tensor]]:
-    """Return each rank's tensor of each path. They are exchanged together as bytes, so that any dtype works."""
-    flat = [_routed(tensors[path], direct).to(agreed[path].dtype).reshape(-1).view(torch.uint8) for path in paths]
-    world_size = dist.get_world_size()
-    lengths = [
-        [math.prod(agreed[path].shapes[rank]) * agreed[path].dtype.itemsize for path in paths]
-        for rank in range(world_size)
-    ]
-    own = torch.cat(flat)
-    padded = own.new_zeros(max(map(sum, lengths)))  # Gloo and NCCL gather equal shapes only
-    padded[: own.numel()] = own
-    rows = padded.new_empty(world_size, padded.numel())
+def _exchanged(own: Tensor, shapes: list[tuple[int, ...]], direct: bool) -> list[Tensor]:
+    """Return each rank's tensor. They are exchanged as bytes, so that any dtype works."""
+    flat = own.reshape(-1).view(torch.uint8)
+    lengths = [math.prod(shape) * own.dtype.itemsize for shape in shapes]
+    padded = flat.new_zeros(max(lengths))  # Gloo and NCCL gather equal shapes only
+    padded[: flat.numel()] = flat
+    rows = padded.new_empty(len(shapes), padded.numel())
     dist.all_gather(list(rows), padded, group=None if direct else cpu_group())
-    found: dict[str, list[Tensor]] = {path: [] for path in paths}
-    for rank, row in enumerate(rows):
-        begin = 0
-        for path, length in zip(paths, lengths[rank], strict=True):
-            # The clone is aligned for any dtype; a slice of bytes may not be.
-            part = row[begin : begin + length].clone().view(agreed[path].dtype)
-            found[path].append(part.reshape(agreed[path].shapes[rank]))
-            begin += length
-    return found
+    # The clone is aligned for any dtype; a slice of bytes may not be.
+    return [
+        row[:length].clone().view(own.dtype).reshape(shape)
+        for row, length, shape in zip(rows, lengths, shapes, strict=True)
+    ]
 
 
 def _with_gradient(value: Any) -> dict[str, Tensor]:
@@ -314,7 +302,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one for each dtype. 16-bit floats are summed in float32.
+    It takes one small exchange of the shapes, then one for each tensor. 16-bit floats are summed in float32.
 
     Examples
     --------
@@ -334,17 +322,12 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         if dtype.is_complex and reduce in ("min", "max"):
             raise TypeError(f"{call}: value{path} is complex; complex numbers have no order.")
     reduced: dict[str, Tensor] = {}
-    batches: dict[tuple[bool, torch.dtype], list[str]] = {}
     for path, (dtype, direct, _) in agreed.items():
-        batches.setdefault((direct, _accumulation_dtype(dtype, reduce)), []).append(path)
-    for (direct, accumulated_as), paths in batches.items():
-        flat = torch.cat([_routed(tensors[path], direct).to(accumulated_as).reshape(-1) for path in paths])
+        own = _routed(tensors[path], direct).to(_accumulation_dtype(dtype, reduce))
+        total = own.clone(memory_format=torch.contiguous_format)
         if has_group():
-            dist.all_reduce(flat, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else cpu_group())
-        if reduce == "mean":
-            flat /= get_world_size()
-        for path, part in zip(paths, flat.split([tensors[path].numel() for path in paths]), strict=True):
-            reduced[path] = part.reshape(tensors[path].shape)
+            dist.all_reduce(total, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else cpu_group())
+        reduced[path] = total / get_world_size() if reduce == "mean" else total
     paths_in_order = iter([path for path, _ in leaves])
 
     def like(item: Any, _path: str) -> Any:
@@ -372,13 +355,6 @@ def _result_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:
     if reduce == "mean":
         return torch.get_default_dtype()
     return torch.int64 if dtype == torch.bool and reduce == "sum" else dtype
-
-
-def _by_route(agreed: dict[str, _Agreed]) -> dict[bool, list[str]]:
-    batches: dict[bool, list[str]] = {}
-    for path, (_, direct, _) in agreed.items():
-        batches.setdefault(direct, []).append(path)
-    return batches
 
 
 def _routed(tensor: Tensor, direct: bool) -> Tensor:

@@ -72,7 +72,7 @@ class Message:
 
 
 def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
-    """Return the form and bytes of an object; if it can't be sent, those of the reason.
+    """Return the form and bytes of an object; if it can't be sent, those of the reason, cut to ``SHORT`` bytes.
 
     It never raises: a rank that raised here would leave the others waiting in the exchange.
     """
@@ -92,11 +92,12 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
             f"can't be pickled ({type(obj).__name__}: {type(error).__name__}: {error}). Exchange plain data (numbers, "
             "strings, tensors, dicts of these) instead"
         )
-        return Form.REFUSED, reason.encode("utf-8", "replace")
+        return Form.REFUSED, reason.encode("utf-8", "replace")[:SHORT]
 
 
-def decoded(message: Message, body: memoryview, session: Session) -> Any:
+def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
     """Return the object of a message whose tags were verified."""
+    assert body is not None  # another rank's own affair
     if message.form == Form.REFUSED:
         reason = bytes(body).decode("utf-8", "replace")
         raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")

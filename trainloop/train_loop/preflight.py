@@ -21,7 +21,7 @@ from trainloop._support.nested import parts_of
 from trainloop._support.reduction import sum_rule
 from trainloop._support.sharding import shard_size
 from trainloop._transfer import pack
-from trainloop.data import SplitBatches, train_feed
+from trainloop.data import SplitBatches, TrainFeed
 from trainloop.data.orders import length_of
 from trainloop.devices import has_ranks
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
@@ -284,7 +284,7 @@ def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
 
 def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     feeds = [
-        train_feed(
+        TrainFeed(
             loop.train_loader,
             rank=rank,
             world_size=ranks,
@@ -338,7 +338,7 @@ def _smallest_batch(loop: TrainLoop[Any]) -> str:
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
     """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if epochs differ in samples."""
     single, many = (
-        train_feed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
+        TrainFeed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
         for size in (1, ranks)
     )
     if single is None or many is None:

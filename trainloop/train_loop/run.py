@@ -26,7 +26,7 @@ from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable, overrides
-from trainloop.data import eval_feed
+from trainloop.data import EvalFeed
 from trainloop.data.loader_copies import with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.devices import has_ranks
@@ -123,7 +123,7 @@ class Run:
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
         if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
-            self._eval_feeds[id(loader)] = feed = self.feed_of(eval_feed, loader, name)
+            self._eval_feeds[id(loader)] = feed = self.feed_of(EvalFeed, loader, name)
             self.undo.callback(feed.close)
             if self.parallel and id(loader) not in self._compared:
                 check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
@@ -133,7 +133,7 @@ class Run:
         """Return the properties of a loader that must be equal on all ranks; they compare it in another exchange."""
         self._compared[id(loader)] = loader
         loop = self.loop
-        return eval_feed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
+        return EvalFeed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
 

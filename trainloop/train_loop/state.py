@@ -68,8 +68,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
     mine = {
         # A rank without a batch in its first step after a resume shows callbacks the loss of the step before.
         "last_loss": None if last is None else [last.item(), last.dtype],
-        # There may be thousands of ranks: each one's part is small, and common parts are stored once.
-        "rng": rng.packed(),
+        "rng": rng.capture(),
         "feed": run.feed.state_dict(plain),
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(loop.model),

@@ -33,7 +33,7 @@ from trainloop._support.signals import status_of
 from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver
-from trainloop.data import StepBatches, train_feed
+from trainloop.data import StepBatches, TrainFeed
 from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import check_loader
@@ -186,7 +186,7 @@ class Training(Run):
             self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
         with share_refusals(enabled=self.parallel):
             check_loader(loop.train_loader, "train_loader", optional=False)
-            self.feed = self.feed_of(train_feed, loop.train_loader, "train_loader")
+            self.feed = self.feed_of(TrainFeed, loop.train_loader, "train_loader")
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else []
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import MessageService
-from trainloop.data import train_feed
+from trainloop.data import TrainFeed
 from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
@@ -200,7 +200,7 @@ class LoopView:
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = self.world_size if self.running is not None else self.site.num_ranks
         # From a feed that is never read.
-        feed = train_feed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
+        feed = TrainFeed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None
         rest = 0
