@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
-from trainloop.errors import ConfigurationError
 from trainloop.optim import parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
@@ -32,9 +30,8 @@ from trainloop.train_loop.placement import Placement, move_state
 
 if TYPE_CHECKING:
     from trainloop._transfer.result import ResultFile
-    from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["LeftBehind", "ShardedPlacement", "check_has_values", "noting_values", "sharded"]
+__all__ = ["ShardedPlacement", "sharded"]
 
 _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocator may still hold
 
@@ -314,62 +311,3 @@ def _move(
             if target is not p and isinstance(own, dict):  # kept, since users may hold a reference to it
                 own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
             optimizer.state[target] = own
-
-
-class LeftBehind:
-    """Parameters of a model that ``fit(gather=False)`` left unchanged, until values are loaded into them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._note(model.parameters())
-
-    def _note(self, parameters: Iterable[nn.Parameter]) -> None:
-        # load_state_dict() writes in place, which increments the version, or replaces them with assign=True.
-        self._seen = [(weakref.ref(p), p._version) for p in parameters]
-
-    def _left(self) -> list[nn.Parameter]:
-        return [p for ref, version in self._seen if (p := ref()) is not None and p._version == version]
-
-    def __getstate__(self) -> dict[str, Any]:  # for a loop that is copied or pickled with its model
-        return {"left": self._left()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._note(state["left"])
-
-    def any_in(self, model: nn.Module) -> bool:
-        """Return True if the model still has such a parameter, or one on the meta device."""
-        left = set(map(id, self._left()))
-        return any(p.is_meta or id(p) in left for p in model.parameters())
-
-
-@contextmanager
-def noting_values(loop: TrainLoop[Any], *, gather: bool) -> Iterator[None]:
-    """Record, at the end of a training, if the loop's model has the trained values; a context manager."""
-    before, step = loop.left_behind, loop.global_step
-    loop.left_behind = None  # ranks don't need it
-    try:
-        yield
-    except BaseException:  # under a launcher, the loop may be ahead of its model
-        loop.left_behind = before if gather or loop.global_step == step else LeftBehind(loop.model)
-        raise
-    if not gather:
-        loop.left_behind = LeftBehind(loop.model)
-
-
-def check_has_values(loop: TrainLoop[Any], who: str) -> None:
-    """Raise an error if the loop's history is of a training whose values the model does not have.
-
-    Raises
-    ------
-    ConfigurationError
-        If so; the message says where the values are, and how to load them.
-    """
-    if loop.left_behind is None:
-        return
-    if not loop.left_behind.any_in(loop.model):
-        loop.left_behind = None
-        return
-    raise ConfigurationError(
-        f"{who}: the model still has its initial values. The trained values are only in the checkpoint, because fit "
-        "was called with gather=False. Continue with fit(resume_from='last'), or load the checkpoint: "
-        "loop.model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
-    )

@@ -56,7 +56,6 @@ from trainloop.train_loop.argument_types import (
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
 from trainloop.train_loop.fsdp_checks import check_shardable
-from trainloop.train_loop.fsdp_placement import check_has_values, noting_values
 from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
@@ -279,7 +278,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         gather : bool
             Pass ``False`` in ``fsdp`` if the model does not fit into the memory of one host. The trained weights are
             then only in the checkpoints of a ``ModelCheckpoint``, and the returned model is unchanged. Training,
-            evaluation and prediction raise an error until you resume from a checkpoint, or load one into the model.
+            evaluation and prediction raise an error until you resume from a checkpoint. You can also load one into a
+            model, and make another loop with it.
         in_process_data_load : AbstractCallback or list of them, optional
             Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
         backend : str, optional
@@ -365,7 +365,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             resume, nothing_left = run_state.resume_point(self, resume_from)
             job = FitJob(gather=gather, resume=resume, restarts=restarts)
             if resume is None:
-                check_has_values(self, "fit")
+                self._check_has_values("fit")
             self.restarts = []
             self.early_stop = False
             HookTable((), model=self.model)  # raises an error for an invalid hook of the model before ranks start
@@ -374,10 +374,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 self.register_callback(callback)
             if resume is not None and nothing_left:
                 run_state.take_up_finished(self, resume, nothing_left)
+                self.left_behind = False
                 return self.model
-            with noting_values(self, gather=gather):
-                self.wrapper_args = wrapper_args
-                received.note(execute(self, Training.train, job=job))
+            self.wrapper_args = wrapper_args
+            received.note(execute(self, Training.train, job=job))
+            self.left_behind = not gather
         received.raise_if_any()
         return self.model
 
@@ -473,11 +474,21 @@ class TrainLoop(LoopView, Generic[ModelT]):
         """Do the work in the current run; without one, in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
-        check_has_values(self, "evaluate_*" if work is Run.evaluate else "predict_*")
+        self._check_has_values("evaluate_*" if work is Run.evaluate else "predict_*")
         with signals(at_once=True) as received:  # there is no state yet to save
             result = execute(self, work, *args)
         received.raise_if_any()
         return result
+
+    def _check_has_values(self, who: str) -> None:
+        """Raise an error if the model does not have the values of the training whose history the loop has."""
+        if self.left_behind:
+            raise ConfigurationError(
+                f"{who}: the model still has its initial values. The trained values are only in the checkpoint, "
+                "because fit was called with gather=False. Continue with fit(resume_from='last'), or make another "
+                "TrainLoop with a model that has loaded the checkpoint: "
+                "model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
+            )
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from trainloop.train_loop.site import Site
 from trainloop.train_loop.timings import StepClock, Timings
 
 if TYPE_CHECKING:
-    from trainloop.train_loop.fsdp_placement import LeftBehind
     from trainloop.train_loop.restarts import Restart
     from trainloop.train_loop.run import Run
 
@@ -74,8 +73,8 @@ class LoopView:
         self.timings_of_last_fit = Timings()
         self.wrapper_args: dict[str, Any] = {}
         """Arguments of the last ``fit`` for the mode's wrapper; evaluation outside of ``fit`` uses the same ones."""
-        self.left_behind: LeftBehind | None = None
-        """Parameters without trained values, after ``fit(gather=False)``."""
+        self.left_behind = False
+        """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.running: Run | None = None
         """Current run, while this process trains or evaluates."""
 
