@@ -19,7 +19,6 @@ from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
 
 __all__ = [
-    "ONE_SAMPLE",
     "Yielded",
     "explain_batch_of_one",
     "explain_backward",
@@ -108,10 +107,10 @@ def explain_no_criterion(error: TypeError) -> None:
 def explain_batch_of_one(error: ValueError) -> None:
     """Add a remedy to torch's error about a BatchNorm that got one sample."""
     if "Expected more than 1 value per channel when training" in str(error):
-        error.args = (f"{error}. {ONE_SAMPLE}",)
+        error.args = (f"{error}. {_ONE_SAMPLE}",)
 
 
-ONE_SAMPLE = (
+_ONE_SAMPLE = (
     "In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an epoch may be "
     "this small, or the part of it that a rank or replica gets. DataLoader(drop_last=True) leaves that batch out; "
     "TrainLoop(sync_batchnorm=True) computes the statistics over all ranks."

@@ -19,13 +19,8 @@ from torch import Tensor, nn
 from trainloop._support import rng
 from trainloop._support.nested import parts_of
 from trainloop._support.reduction import sum_rule
-from trainloop._support.sharding import shard_size
 from trainloop._transfer import pack
 from trainloop.data import SplitBatches, TrainFeed
-from trainloop.data.orders import length_of
-from trainloop.devices import has_ranks
-from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
-from trainloop.distributed.peers import owners_are_known
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.parallel import TTFullyShardedDataParallel
@@ -36,7 +31,7 @@ from trainloop.train_loop.argument_types import GpuMode
 from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import ONE_SAMPLE, run_through, split_loss, split_yielded
+from trainloop.train_loop.losses import run_through, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 
@@ -47,7 +42,6 @@ TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -126,11 +120,9 @@ def preflight(
     checks: dict[str, Callable[[], str]] = {
         **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
-        "authentication of ranks": lambda: _protection(loop),
         "one batch": lambda: _one_batch(loop),
         "gradients": lambda: _gradients(loop),
         "batches on all ranks": lambda: _batches(loop, steps, ranks),
-        **({"smallest batch": lambda: _smallest_batch(loop)} if _has_batchnorm(loop.model) else {}),
         f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
             loop, steps, ranks, sharding
         ),
@@ -154,16 +146,6 @@ def preflight(
 
 class _Found(Exception):
     """A check's finding."""
-
-
-def _protection(loop: TrainLoop[Any]) -> str:
-    """List the protections of SECURITY.md that a run of this loop has; a missing one is not a failure."""
-    if not has_ranks(loop.gpu_mode):
-        return f"{loop.gpu_mode}: no sockets between processes"
-    has_key = loop.num_nodes == 1 or key_from_environment() is not None
-    objects = "messages are signed with the run's key" if has_key else f"messages are data only, without {KEY_VARIABLE}"
-    looked_up = "their owners are checked" if owners_are_known() else "their owners can't be found out"
-    return f"{objects}; connections on this host: {looked_up} (SECURITY.md)"
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
@@ -307,32 +289,6 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
                 )
         seen += 1
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
-
-
-def _has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(part, _BATCHNORMS) and part.training for part in model.modules())
-
-
-def _smallest_batch(loop: TrainLoop[Any]) -> str:
-    """Try the model with one sample, if an epoch's last batch leaves a rank or a replica with one."""
-    loader = loop.train_loader
-    samples, size = length_of(getattr(loader, "dataset", None)), getattr(loader, "batch_size", None)
-    if samples is None or size is None or loader.drop_last or loop.sync_batchnorm:
-        return "no batch of a single sample is known"
-    if loop.gpu_mode == "dp":
-        shares = chunk_sizes(samples % size, len(loop.site.devices))
-    else:
-        ranks = loop.site.num_ranks
-        shares = [shard_size(samples % (size * ranks), rank, ranks) for rank in range(ranks)]
-    if 1 not in shares:
-        return "no batch of a single sample"
-    model, _, criterion = copies(loop, CPU)
-    batch = first_batch(loader)
-    try:
-        _loss_of(model.train(), scatter(batch, batch_length(batch) or 1)[0], criterion)
-    except ValueError as error:
-        raise _Found(f"{samples} samples leave a last batch of one. {ONE_SAMPLE}") from error
-    return "the last batch has a single sample, which the model can train on"
 
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:

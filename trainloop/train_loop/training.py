@@ -187,7 +187,7 @@ class Training(Run):
         with share_refusals(enabled=self.parallel):
             check_loader(loop.train_loader, "train_loader", optional=False)
             self.feed = self.feed_of(TrainFeed, loop.train_loader, "train_loader")
-            mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else []
+            mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
