@@ -111,9 +111,6 @@ class RankSide:
         self._loop, self._sends = loop, sends
         self.callbacks = list(loop.callbacks)
         """Callbacks that were sent, even if hooks change the loop's list."""
-        self._stateful = [
-            (i, name) for i, callback in enumerate(loop.callbacks) for name in _stateful_attributes(callback)
-        ]
         # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         if not sends:
@@ -134,7 +131,6 @@ class RankSide:
         """Return the loop's current state with its tensors' live memory, and ``result``, for :class:`CallerSide`."""
         loop = self._loop
         callbacks = [_callback_state(callback) for callback in self.callbacks]
-        stateful = [getattr(self.callbacks[i], name).state_dict() for i, name in self._stateful]
         if not self._sends:
             return None
         modules = _modules(loop)
@@ -162,7 +158,6 @@ class RankSide:
             "messages": loop.message_service.__dict__,
             "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
             "list of callbacks": self._changed_list(),
-            "stateful": dict(zip(self._stateful, stateful, strict=True)),
             "result": result,
         }
         return pack_state(state, self.known)
@@ -225,8 +220,6 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
     for name, value in state["counters"].items():
         setattr(loop, name, value)
     loop.message_service.__dict__.update(state["messages"])
-    for (i, name), saved in state["stateful"].items():
-        getattr(callbacks[i], name).load_state_dict(saved)
     for callback, saved in zip(callbacks, state["callbacks"], strict=True):
         _put_callback_state(callback, saved)
     if state["list of callbacks"] is not None:
@@ -287,19 +280,6 @@ def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tens
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor
-
-
-def _stateful_attributes(callback: Any) -> dict[str, Any]:
-    """Return a callback's schedulers, metrics and the like, which load state and remain the caller's objects."""
-    return {
-        name: value
-        for name, value in vars(callback).items()
-        if name != "train_loop_obj"
-        and not isinstance(value, type)
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-        and not isinstance(value, (Mapping, nn.Module, torch.optim.Optimizer))  # their parts are sent back
-    }
 
 
 def _callback_state(callback: Any) -> Any:
