@@ -38,9 +38,7 @@ def check_model(model: Any) -> Any:
             "wraps it."
         )
     if not isinstance(model, nn.Module):
-        if isinstance(model, (DataLoader, Dataset, torch.optim.Optimizer, MultiOptimizer)):
-            raise ConfigurationError(f"model is {_described(model)}. {_ORDER}")
-        raise ConfigurationError(f"model={short(model)}: must be a TTModel.")
+        raise ConfigurationError(f"model={short(model)}: must be a TTModel. {_ORDER}")
     missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(model, name, None))]
     if missing:
         raise ConfigurationError(
@@ -63,9 +61,6 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     """Return the loader; raise an error for one that can be iterated only once."""
     if loader is None and optional:
         return None
-    if _belongs_elsewhere(loader):
-        way_out = "Pass a torch DataLoader." if name == "data_loader" else _ORDER
-        raise ConfigurationError(f"{name} is {_described(loader)}. {way_out}")
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
@@ -78,9 +73,10 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         )
     if loader is None and name != "data_loader":
         raise ConfigurationError(f"{name}=None: the loop has no {name}. Pass one to TrainLoop({name}=...).")
-    if isinstance(loader, (str, bytes, dict, type)) or not isinstance(loader, Iterable):
+    if isinstance(loader, (str, bytes, dict, type, nn.Module, MultiOptimizer)) or not isinstance(loader, Iterable):
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
-        raise ConfigurationError(f"{name}={short(loader)}: must be {kinds}.")
+        order = "" if name == "data_loader" else f" {_ORDER}"
+        raise ConfigurationError(f"{name}={short(loader)}: must be {kinds}.{order}")
     if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
         raise ConfigurationError(f"{name} is a {type(loader).__name__}, which has no batches. Pass a torch DataLoader.")
     return loader
@@ -90,13 +86,6 @@ _ORDER = (
     "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth argument is test_loader. "
     "Pass optimizer=..., criterion=... by name."
 )
-
-
-def _belongs_elsewhere(loader: Any) -> bool:
-    """Return True for an optimizer, a model or a loss; some of them can be iterated, but they yield no batches."""
-    if isinstance(loader, (torch.optim.Optimizer, MultiOptimizer, TTModel, nn.Sequential, nn.ModuleList)):
-        return True
-    return not isinstance(loader, (Iterable, type, Dataset)) and callable(loader)
 
 
 def check_criterion(criterion: Any) -> Any:
@@ -148,34 +137,18 @@ def check_amp(use_amp: Any) -> AmpOptions:
             raise ConfigurationError(
                 f"use_amp={use_amp!r}: GradScaler has no argument {unknown[0]!r}. Its arguments are {', '.join(known)}."
             )
-        why = _why_not_scaling(use_amp)
-        if why:
+        check_positive(use_amp.get("init_scale", 1), "use_amp: init_scale", optional=False)
+        check_count(use_amp.get("growth_interval", 1), "use_amp: growth_interval", 1)
+        try:
+            torch.amp.GradScaler("cpu", **use_amp)
+        except (AssertionError, TypeError) as error:  # of torch's own checks
             raise ConfigurationError(
-                f"use_amp={short(use_amp)}: a GradScaler with these arguments takes no step ({why}). Use "
-                "init_scale > 0, growth_factor > 1, backoff_factor < 1 and growth_interval >= 1, or leave them out."
-            )
+                f"use_amp={short(use_amp)}: GradScaler can't use these arguments: {error}"
+            ) from error
         return AmpOptions(torch.float16, dict(use_amp))
     raise ConfigurationError(
         f"use_amp={short(use_amp)}: must be False, True, 'bf16', 'fp16' or a dict of GradScaler arguments."
     )
-
-
-def _why_not_scaling(scaler_args: dict[str, Any]) -> str:
-    """Return the reason why a ``GradScaler`` with these arguments can't take a step; empty if it can.
-
-    It reads most arguments only in a step, so a step is tried, with one number on the CPU.
-    """
-    p = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
-    try:
-        scaler = torch.amp.GradScaler("cpu", **scaler_args)
-        optimizer = torch.optim.SGD([p], lr=1.0)
-        p.grad = scaler.scale(torch.ones(1, dtype=torch.float32, device="cpu"))
-        scaler.step(optimizer)
-        scaler.update()
-    except Exception as error:  # torch raises assertions and other errors for invalid arguments
-        return " ".join(str(error).split()) or type(error).__name__
-    # Not exactly equal: scales that are not powers of two round.
-    return "" if math.isclose(p.item(), -1.0, rel_tol=1e-3) else "the scaled gradient is not finite"
 
 
 def check_auto_eval(end_auto_eval: Any) -> int:
@@ -442,16 +415,6 @@ def short(value: Any) -> str:
     if isinstance(value, (nn.Module, torch.optim.Optimizer, MultiOptimizer)):
         return f"{type(value).__name__}(...)"
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _described(value: Any) -> str:
-    """Return a value passed for the wrong argument as text: its kind and class, or a function's name."""
-    name = getattr(value, "__name__", type(value).__name__)
-    if isinstance(value, (torch.optim.Optimizer, MultiOptimizer)):
-        return f"an optimizer ({name})"
-    if isinstance(value, nn.Module):
-        return f"a module ({name})"
-    return f"a {name}" if isinstance(value, (DataLoader, Dataset)) else f"a function ({name})"
 
 
 def loader_length(loader: Any) -> int | None:

@@ -11,7 +11,6 @@ import torch
 from torch.torch_version import TorchVersion
 
 from trainloop._launch import rank_from_launcher
-from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
 from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
 from trainloop.distributed import Rank
@@ -20,7 +19,7 @@ from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
 
-__all__ = ["Site", "about_one_rank", "site_under_launcher", "check_backend", "check_rendezvous_point", "settled"]
+__all__ = ["Site", "site_under_launcher", "check_backend", "check_rendezvous_point", "settled"]
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,6 @@ def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
     if site.devices[0].type == "cpu":
         return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
     return site
-
-
-def about_one_rank(site: Site, asked: Any) -> str:
-    """Return an addition to the run's first line if ``devices='auto'`` has chosen one rank on the CPU."""
-
-    alone = has_ranks(site.mode) and len(site.devices) == site.num_nodes == 1 and site.devices[0].type == "cpu"
-    # Only the launcher can change its number of ranks.
-    return ": 1 rank; devices=2 for two" if alone and _are_all(asked) and started_by_launch() else ""
 
 
 def _are_all(asked: Any) -> bool:

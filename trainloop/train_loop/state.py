@@ -203,8 +203,6 @@ def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str
 
 def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:
     """Return the state that ``fit(resume_from=...)`` names, checked against the model; ``None`` for a fresh start."""
-    if resume_from is None:
-        return None
     if (
         not isinstance(resume_from, (str, os.PathLike))
         or not isinstance(os.fspath(resume_from), str)
@@ -278,7 +276,9 @@ def described_differences(
     wrong = [f"{key} is missing in the {of}" for key in own if key not in saved and key not in (left_out or {})]
     wrong += [f"{key} is not in the model" for key in saved if key not in own]
     for key, value in own.items():
-        if key in saved and isinstance(value, torch.Tensor) and not _is_lazy(value) and value.shape != saved[key].shape:
+        if key not in saved or not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
+            continue
+        if value.shape != saved[key].shape:
             wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the {of}")
     more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
     return "; ".join(wrong[:5]) + more
@@ -444,7 +444,3 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
         warn(f"the checkpoint has state of callbacks that this fit does not have: {', '.join(lost)}. It is ignored.")
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return torch.nn.parameter.is_lazy(tensor)

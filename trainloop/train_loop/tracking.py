@@ -40,35 +40,18 @@ class _TrackingLoop(TrainLoop[ModelT]):
         self.experiment = Experiment(
             project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
         )
+        self.project_name, self.experiment_name = project_name, experiment_name
+        self.local_model_result_folder_path = self.experiment.local_model_result_folder_path
+        self.hyperparams: dict[str, Any] = self.experiment.hyperparams
         self._brought: list[AbstractCallback] = [ExperimentRecord(self.experiment)]
 
     def own_callbacks(self) -> list[AbstractCallback]:
         return self._brought
 
     @property
-    def project_name(self) -> str:
-        """Folder of the project."""
-        return self.experiment.project_name
-
-    @property
-    def experiment_name(self) -> str:
-        """Folder of the experiment, without its time stamp."""
-        return self.experiment.experiment_name
-
-    @property
-    def local_model_result_folder_path(self) -> str:
-        """The folder of projects."""
-        return self.experiment.local_model_result_folder_path
-
-    @property
     def experiment_timestamp(self) -> str:
         """Time stamp of the experiment's start."""
         return self.experiment.timestamp
-
-    @property
-    def hyperparams(self) -> dict[str, Any]:
-        """The hyperparameters, as given."""
-        return self.experiment.hyperparams
 
 
 class TrainLoopCheckpoint(_TrackingLoop[ModelT]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -86,7 +87,7 @@ class TrainedParameters:
         digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
         if any(digest != digests[0] for digest in digests):
             _raise_unequal(distributed.gather_object(names))
-        same = len(named) == len(self._parameters) and all(map(_is, named.values(), self._parameters))
+        same = len(named) == len(self._parameters) and all(map(operator.is_, named.values(), self._parameters))
         return not same or self.changed()
 
     def meet(self) -> None:
@@ -167,10 +168,6 @@ class TrainedParameters:
             "losses in get_loss, change parameters on every rank in the same way, and use no optimizer that draws "
             "random numbers."
         )
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _raise_unequal(everyone: list[list[str]]) -> None:

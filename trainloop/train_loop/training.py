@@ -44,7 +44,6 @@ from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
-from trainloop.train_loop.site import about_one_rank
 from trainloop.train_loop.timings import StepClock, Timings
 from trainloop.train_loop.trained import (
     about_eval_mode,
@@ -198,7 +197,7 @@ class Training(Run):
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
-            self.progress.write(f"{loop!r}{about_one_rank(loop.site, loop.options.devices)}")
+            self.progress.write(repr(loop))
         for hook in self.hooks.on_train_begin:
             hook()
         self.savers = [callback for callback in loop.callbacks if isinstance(callback, Saver)]
