@@ -217,11 +217,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "callbacks holds a class": (lambda: fit(callbacks=[AbstractCallback]), ["callbacks", "AbstractCallback"]),
     "callbacks holds a scheduler": (
         lambda: fit(callbacks=[optim.lr_scheduler.StepLR(optim.SGD(Net().parameters()), 1)]),
-        ["callbacks[0]=", "trainloop.callbacks.LRScheduler(StepLR(...))"],
-    ),
-    "callbacks holds a scheduler's class": (
-        lambda: fit(callbacks=[optim.lr_scheduler.ReduceLROnPlateau]),
-        ["callbacks[0]=", "trainloop.callbacks.LRScheduler(ReduceLROnPlateau, ...)"],
+        ["callbacks[0]=", "trainloop.callbacks.LRScheduler(scheduler)"],
     ),
     "optim": (lambda: make(optim=None), ["Did you mean optimizer=, with a MultiOptimizer([...]) for"]),
     "callbacks holds text": (lambda: fit(callbacks=["early stopping"]), ["callbacks", "early stopping"]),

@@ -228,7 +228,6 @@ FOREIGN: dict[str, str] = {
     "_support/platform.py": "_config",
     "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/gradients.py": "_per_optimizer_states",
-    "train_loop/run.py": "_compiled_call_impl",
     "train_loop/trained.py": "_get_default_store",
     "train_loop/whole_step.py": "_dynamo _opt_called _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop._support.keywords import hint, keywords_of
@@ -226,20 +225,12 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
     for i, callback in enumerate(callbacks):
         if not isinstance(callback, AbstractCallback):
             raise ConfigurationError(
-                f"{name}[{i}]={short(callback)}: must be an AbstractCallback.{_callback_hint(callback)}"
+                f"{name}[{i}]={short(callback)}: must be an instance of AbstractCallback. For a scheduler of torch use "
+                "trainloop.callbacks.LRScheduler(scheduler)."
             )
         if any(callback is other for other in callbacks[:i]):
             raise ConfigurationError(f"{name}[{i}]={short(callback)} is in the list twice. Remove one.")
     return list(callbacks)
-
-
-def _callback_hint(given: Any) -> str:
-    """Return advice for an object that is not a callback; empty if there is none."""
-    kind = given if isinstance(given, type) else type(given)
-    if issubclass(kind, (LRScheduler, ReduceLROnPlateau)):  # the second is not a subclass of the first in old torch
-        rest = ", ..." if isinstance(given, type) else "(...)"
-        return f" Use trainloop.callbacks.LRScheduler({kind.__name__}{rest}), which steps a scheduler."
-    return " It is a class: pass an instance." if isinstance(given, type) else ""
 
 
 def check_quota(resources: Any) -> Any:
@@ -308,15 +299,10 @@ def check_restarts(
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
     """Return both as ints; exactly one of them is positive and sets the length of the training."""
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
-        held = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(item, AbstractCallback) for item in held):
-            raise ConfigurationError(
-                f"{name}={short(value)}: must be an int. Pass callbacks by keyword: fit(..., callbacks=[...])."
-            )
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(
                 f"{name}={short(value)}: must be an int. One of num_epochs and num_iterations must be positive, and "
-                "the other 0."
+                "the other 0. Pass callbacks by keyword: fit(..., callbacks=[...])."
             )
     num_epochs, num_iterations = int(num_epochs), int(num_iterations)
     if (num_epochs > 0) == (num_iterations > 0):

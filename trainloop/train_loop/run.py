@@ -10,6 +10,7 @@ exchanged before the next one is called, which finds them in the history.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -296,7 +297,8 @@ class Run:
         # Through __dict__: nn.Module.__setattr__ first looks through parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
         # Compiled code breaks its graph at a log: if traced, the growing lists of logs would recompile it each step.
-        sink = torch.compiler.disable(recorder.log) if _has_compiled_parts(model) else recorder.log
+        # Nothing can be compiled before torch._dynamo is imported, which takes a second.
+        sink = torch.compiler.disable(recorder.log) if "torch._dynamo" in sys.modules else recorder.log
         own_before, self.sink = self.sink, sink
         for part in parts:
             part.__dict__["_log_sink"] = sink
@@ -375,10 +377,6 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
     recorder.batch_size = 1
     for hook in hooks.on_evaluation_end:
         hook(info)
-
-
-def _has_compiled_parts(model: nn.Module) -> bool:
-    return any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in model.modules())
 
 
 @contextmanager
