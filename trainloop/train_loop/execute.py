@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.restarts import RestartFolder
 
-__all__ = ["execute", "sent_parts"]
+__all__ = ["CallersRandomness", "execute", "sent_parts"]
 
 
 def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
@@ -212,24 +212,7 @@ def _as_rank(
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Make a run in this process, for training (``job``) or only evaluation; in the block it is ``loop.running``."""
-    # Only dp uses several devices in one process.
-    devices = loop.site.devices if loop.gpu_mode == "dp" else [loop.site.devices[loop.process.local_rank]]
-    over_ranks = job is not None and loop.sync_batchnorm and has_ranks(loop.gpu_mode) and loop.world_size > 1
-    place_of_model = placed(
-        loop.model,
-        loop.criterion,
-        optimizers_of(loop.optimizer),
-        mode=loop.gpu_mode,
-        devices=devices,
-        amp=loop.options.amp,
-        wrapper_args=loop.wrapper_args if job is not None or loop.gpu_mode != "ddp" else None,
-        sync_batchnorm_over_ranks=over_ranks,
-        compile_args=loop.options.compile_args,
-        checkpoint_modules=loop.options.checkpoint_modules if job is not None else None,
-        trains=job is not None,
-        values_to="none" if job is None or not job.gather else "all" if joined else "host",
-    )
-    with nullcontext() if job is None else _own_randomness(loop), place_of_model as place:
+    with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         try:
             with run.undo:
@@ -238,7 +221,7 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
             explain_batch_of_one(error)
             raise
         except RuntimeError as error:
-            explain_device(error, loop.model, loop.criterion, devices[0])
+            explain_device(error, loop.model, loop.criterion, place.device)
             explain_shared_memory(error)
             raise
         finally:

@@ -12,7 +12,6 @@ from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import stays_whole
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import check_dtypes, units_of
-from trainloop.train_loop.options import RestartOptions
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
@@ -28,9 +27,7 @@ _HOOKS = {
 _FUSED = ("Adam", "AdamW")  # their kernel supports DTensor
 
 
-def check_shardable(
-    loop: TrainLoop[Any], *, gather: bool, restarts: RestartOptions | None, wrapper_args: dict[str, Any]
-) -> None:
+def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[str, Any]) -> None:
     """Raise an error if ``fsdp`` can't work, before any process starts.
 
     Raises

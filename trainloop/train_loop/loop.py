@@ -357,7 +357,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
                 "fsdp": check.check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel),
             }.get(self.gpu_mode, {})
             if self.gpu_mode == "fsdp":
-                check_shardable(self, gather=gather, restarts=restarts, wrapper_args=wrapper_args)
+                check_shardable(self, gather=gather, wrapper_args=wrapper_args)
             elif not gather:
                 raise ConfigurationError(
                     f"gather=False with gpu_mode={self.gpu_mode!r}: only 'fsdp' supports it. Leave gather out."

@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from trainloop._support.nested import parts_of, paths_of
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
-from trainloop.train_loop.options import AmpOptions
+from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.recompute import recomputing
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["Placement", "check_values", "explain_device", "move_state", "placed"]
 
@@ -102,48 +107,25 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
-def placed(
-    model: nn.Module,
-    criterion: Any,
-    optimizers: list[torch.optim.Optimizer],
-    *,
-    mode: str,
-    devices: list[torch.device],
-    amp: AmpOptions,
-    wrapper_args: dict[str, Any] | None = None,
-    sync_batchnorm_over_ranks: bool = False,
-    compile_args: dict[str, Any] | None = None,
-    checkpoint_modules: Any = None,
-    trains: bool = False,
-    values_to: str = "none",
-) -> Iterator[Placement]:
-    """Put the model on its device and into its wrapper; afterwards undo all changes except the device.
+def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterator[Placement]:
+    """Put a loop's model on its device and into its wrapper; afterwards undo all changes except the device.
 
     Parameters
     ----------
-    model : nn.Module
-    criterion : object
-        Moved too if it is a module.
-    optimizers : list of torch.optim.Optimizer
-        Optimizers, whose state is moved too.
-    mode : {'single', 'dp', 'ddp', 'fsdp'}
-        With the last two, this process is a rank of an initialised process group.
-    devices : list of torch.device
-        Devices of this process: one, or in ``dp`` those of all replicas.
-    amp : AmpOptions
-    wrapper_args : dict, optional
-        Further arguments of the wrapper's constructor. ``None`` in ``ddp`` for no wrapper, for evaluation only.
-    sync_batchnorm_over_ranks : bool
-    compile_args : dict, optional
-        Arguments of ``torch.compile``; ``None`` for no compilation.
-    checkpoint_modules : optional
-        Argument of :func:`~trainloop.train_loop.recompute.chosen_modules`.
-    trains : bool
-        In ``fsdp``, True if optimizers will step the shards.
-    values_to : {'all', 'host', 'none'}
-        In ``fsdp``, the models that get the trained values: all ranks', one per host, or none.
+    loop : TrainLoop
+        In ``ddp`` and ``fsdp``, this process is a rank of an initialised process group.
+    job : FitJob or None
+        Work of a training; None for evaluation only, which needs no wrapper in ``ddp``.
+    joined : bool
+        True if a launcher started this rank: in ``fsdp`` each rank then needs the trained values, else one per host.
     """
+    model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
+    optimizers = optimizers_of(loop.optimizer)
+    # Only dp uses several devices in one process.
+    devices = loop.site.devices if mode == "dp" else [loop.site.devices[loop.process.local_rank]]
     device = devices[0]
+    wrapper_args = loop.wrapper_args if job is not None or mode != "ddp" else None
+    syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
     with ExitStack() as undo:
         if device.type == "cuda":
             # Also for code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
@@ -157,15 +139,15 @@ def placed(
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
         # The GPU is known only here, and has a context for querying its capabilities.
-        amp = amp.on(device)
-        if sync_batchnorm_over_ranks:
+        amp = options.amp.on(device)
+        if syncs_batchnorm:
             sync_batchnorm.convert(model)
             undo.callback(sync_batchnorm.revert, model)
-        if checkpoint_modules is not None:
-            undo.enter_context(recomputing(model, checkpoint_modules))
-        if compile_args is not None:
+        if job is not None and options.checkpoint_modules is not None:
+            undo.enter_context(recomputing(model, options.checkpoint_modules))
+        if options.compile_args is not None:
             # In place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
-            model.compile(**compile_args)
+            model.compile(**options.compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement
         wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
@@ -173,7 +155,8 @@ def placed(
             from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # it builds on this module
 
             kind = ShardedPlacement
-            stepped = optimizers if trains else []
+            stepped = optimizers if job is not None else []
+            values_to = "none" if job is None or not job.gather else "all" if joined else "host"
             wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, values_to=values_to))
         else:
             wrapper = wrap()
@@ -183,7 +166,7 @@ def placed(
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             kind.scaler_type(device.type, enabled=amp.scales, **amp.scaler),
-            sync_batchnorm_over_ranks,
+            syncs_batchnorm,
             wrap,
         )
         undo.callback(place.release)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainloop._support import rng
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
+from trainloop.train_loop.execute import CallersRandomness
 from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["copies", "first_batch", "require_training_parts", "trial_of", "untouched"]
@@ -86,14 +87,10 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
 
 @contextmanager
 def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Restore the global generators and those of the loader at the end."""
-    loader = loop.train_loader
-    parts = (loader, getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    generators = {id(g): g for part in parts if isinstance(g := getattr(part, "generator", None), torch.Generator)}
-    before = [(generator, generator.get_state()) for generator in generators.values()]
+    """Restore the global generators and those of the loaders at the end."""
+    before = CallersRandomness.of(loop)
     try:
         with rng.isolated():
             yield
     finally:
-        for generator, state in before:
-            generator.set_state(state)
+        before.put_into(loop)
