@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 from collections.abc import Iterable, Iterator
@@ -129,17 +128,10 @@ def check_amp(use_amp: Any) -> AmpOptions:
     if use_amp == "fp16":
         return AmpOptions(torch.float16)
     if isinstance(use_amp, dict):
-        # The loop sets these two itself.
-        known = [p for p in inspect.signature(torch.amp.GradScaler).parameters if p not in ("device", "enabled")]
-        unknown = [key for key in use_amp if key not in known]
-        if unknown:
-            raise ConfigurationError(
-                f"use_amp={use_amp!r}: GradScaler has no argument {unknown[0]!r}. Its arguments are {', '.join(known)}."
-            )
         check_positive(use_amp.get("init_scale", 1), "use_amp: init_scale", optional=False)
         check_count(use_amp.get("growth_interval", 1), "use_amp: growth_interval", 1)
         try:
-            torch.amp.GradScaler("cpu", **use_amp)
+            torch.amp.GradScaler("cpu", enabled=True, **use_amp)
         except (AssertionError, TypeError) as error:  # of torch's own checks
             raise ConfigurationError(
                 f"use_amp={short(use_amp)}: GradScaler can't use these arguments: {error}"

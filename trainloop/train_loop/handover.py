@@ -56,8 +56,7 @@ def known_objects(loop: TrainLoop[Any]) -> list[object]:
     add([loop.optimizer, *optimizers_of(loop.optimizer), loop.criterion])
     for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
         add([loader, getattr(loader, "dataset", None)])
-    for callback in loop.callbacks:
-        add([callback])
+    add(loop.callbacks)
     return list(found.values())
 
 
@@ -148,7 +147,11 @@ class RankSide:
             elif mark != self._attributes.get(key):
                 changed[key] = value
         state = {
-            "modules": {key: modules[key] for key in added if self._can_send(key, modules[key])},
+            "modules": {
+                key: modules[key]
+                for key in added
+                if self._can_send(modules[key], f"module {key[1]!r}, added in training, can't be pickled")
+            },
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
             "parts": changed_parts(self.parts, self._arrived, self.known),
@@ -162,10 +165,11 @@ class RankSide:
         }
         return pack_state(state, self.known)
 
-    def _can_send(self, key: tuple[int, str], module: nn.Module) -> bool:
-        can = fingerprint(module, self.known) is not None
+    def _can_send(self, value: Any, problem: str) -> bool:
+        """Return True if a value can be pickled; otherwise warn."""
+        can = fingerprint(value, self.known) is not None
         if not can:
-            warn(f"{key[1]}, a module added in training, can't be pickled, so your model does not get it.")
+            warn(f"{problem}, so your process does not get it.")
         return can
 
     def _changed_list(self) -> list[Any] | None:
@@ -176,21 +180,13 @@ class RankSide:
         now = self._loop.callbacks
         if len(now) == len(self.callbacks) and all(map(operator.is_, now, self.callbacks)):
             return None
-        lost = [callback for callback in now if fingerprint(callback, self.known) is None]
-        for callback in lost:
-            warn(
-                f"callback {callback.callback_name!r}, added in training, can't be pickled, so your list does not "
-                "get it."
-            )
-        return [callback for callback in now if all(callback is not other for other in lost)]
+        added = "added in training, can't be pickled"
+        return [one for one in now if self._can_send(one, f"callback {one.callback_name!r}, {added}")]
 
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
-        if not isinstance(state, dict) or fingerprint(state, self.known) is not None:
+        if not isinstance(state, dict):
             return state
-        can = {name: value for name, value in state.items() if fingerprint(value, self.known) is not None}
-        lost = ", ".join(str(name) for name in state if name not in can)
-        warn(f"{callback!r}: {lost} can no longer be pickled, so your process keeps the old value.")
-        return can
+        return {k: v for k, v in state.items() if self._can_send(v, f"{callback!r}: {k} can no longer be pickled")}
 
 
 def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
