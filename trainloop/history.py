@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -133,7 +134,13 @@ class History(Mapping[str, list[float]]):
 
     def row(self, epoch: int) -> dict[str, float]:
         """Return the row of one epoch, counted from 0, as in :meth:`rows`."""
-        return next((row for row in self.rows() if row["epoch"] == epoch + 1), {"epoch": epoch + 1})
+        found: dict[str, float] = {"epoch": epoch + 1}
+        for name, epochs in self._epochs.items():
+            i = bisect_right(epochs, epoch) - 1
+            if i >= 0 and epochs[i] == epoch:
+                found[name] = self._values[name][i]
+        found["epoch"] = epoch + 1
+        return found
 
     def __repr__(self) -> str:
         return format_table(self.rows()) if self._values else "History(empty)"

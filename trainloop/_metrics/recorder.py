@@ -78,7 +78,12 @@ class _Series:
         weights: list[Any] = list(map(numbers.get, map(id, kept_weights), kept_weights))
         self.latest = values[-1]
         if self.options.on_step:
-            self._settle_steps(steps, values, weights)
+            if min(steps) > 0:
+                self.steps.extend(steps)
+                self.values.extend(values)
+                self.weights.extend(weights)
+            else:
+                self._settle_outside(steps, values, weights)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
                 if not all(weights):  # a value without weight does not count, not even NaN, the mean over no samples
@@ -89,8 +94,8 @@ class _Series:
             self.total = reduced(self.options.reduce, [*self.total, *values])
             self.count += len(pending)
 
-    def _settle_steps(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Process step values; one logged between steps is a step value only if ``on_step`` was requested."""
+    def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
+        """Process step values, some logged between steps: those are step values only if ``on_step`` was requested."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:
@@ -171,7 +176,7 @@ class Recorder:
             series = self._register(name, value, LogCall(*asked))
         if isinstance(value, Tensor):
             try:
-                value = self._kept(value)
+                value = (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
             except RuntimeError as error:
                 if value.numel() == 1:
                     raise

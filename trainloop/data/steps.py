@@ -47,6 +47,15 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
     rank : int
         This rank's index in ``sizes``.
     """
+    if grad_accumulation == 1:
+        # One micro-batch per step, nearly always with the same sizes as the previous one.
+        known: RankSizes | None = None
+        for rank_sizes, batch in items:
+            if rank_sizes != known:
+                known = rank_sizes
+                sizes, scales, total, ragged = _weigh([rank_sizes], rank)
+            yield StepBatches([batch] if sizes else [], sizes, scales, total, ragged)
+        return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
         # Nearly all steps have the same weights: compared before anything is computed.

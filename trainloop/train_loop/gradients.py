@@ -76,6 +76,7 @@ class Gradients:
         self._multi_optimizer = loop.optimizer
         self.sums = sum_rule(loop.model, loop.criterion)
         self.ranks = loop.world_size if training.parallel else 1
+        self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.reduced_later = self.ragged = False
         self.given: list[bool] = []
         # Sums over the step's micro-batches so far.
@@ -190,7 +191,15 @@ class Gradients:
 
     def _numbers(self, weight: Any, uneven: float) -> Tensor:
         """Return the two numbers that ranks average, on the device."""
-        return torch.stack([self._zero() + weight, self._zero() + uneven])
+        if isinstance(weight, Tensor):
+            return torch.stack([weight, torch.full_like(weight, uneven)])
+        known = self._known_numbers.get((weight, uneven))
+        if known is None:
+            if len(self._known_numbers) > 64:  # in case weights never repeat
+                self._known_numbers.clear()
+            known = torch.stack([self._zero() + weight, self._zero() + uneven])
+            self._known_numbers[weight, uneven] = known
+        return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
         """Scale each loss of a ``MultiLoss`` by its own weight, since a single factor after backward can't do it.
@@ -347,7 +356,7 @@ class Gradients:
         if not weighted and (averages is None or not averages.is_cpu):
             return 1.0, 0.0
         if averages is None:
-            averages = distributed.all_reduce(self._numbers(weight, uneven), "mean")
+            averages = distributed.all_reduce(self._zero() + self._numbers(weight, uneven), "mean")
         if averages.is_cpu:
             weight, uneven = averages.tolist()
             return weight, uneven
