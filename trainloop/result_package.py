@@ -474,8 +474,8 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
     Notes
     -----
-    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2).
-    Then the second score is used.
+    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2), of
+    which the second is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:

@@ -430,7 +430,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process, in bytes: the sum of these sizes, without kernels' workspaces."""
+        """Memory of a training step of one process, in bytes: the sum of the sizes above, without kernel workspaces."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:

@@ -135,12 +135,12 @@ def plan(
     Parameters
     ----------
     total : ResourceQuota or Resources
-        Resources of the run. CPUs must be a number (``resources.available()`` has them); GPUs default to none, since
-        nothing is read from the machine.
+        Resources of the run. CPUs must be a number (``resources.available()`` has them); the number of GPUs defaults to
+        0, because nothing is read from the machine.
     num_trials : int
         Number of trials, 1 or more.
     num_bag_folds : int
-        Folds of each trial; 0 and 1 mean one model without bagging: ``per_bag`` is then ignored, with a warning.
+        Folds of each trial. 0 and 1 mean one model without bagging; ``per_bag`` is then ignored, with a warning.
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model. Values that are ``'auto'`` are derived.
     parallel_folds : bool
@@ -149,7 +149,7 @@ def plan(
     Raises
     ------
     ResourceError
-        If a figure exceeds the nearest given one above it, or is invalid.
+        If a value is invalid, or exceeds the value given at the nearest level above it.
 
     Examples
     --------
