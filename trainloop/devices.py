@@ -1,6 +1,6 @@
 """Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
 
-Indices always refer to ``CUDA_VISIBLE_DEVICES``, like torch's.
+As in torch, indices always count the devices in ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations

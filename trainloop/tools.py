@@ -301,7 +301,7 @@ def find_batch_size(
             if tried[size] is None:
                 break
             if most is not None and size >= most:
-                limit = "largest" if most == largest else "each process's share of the dataset"
+                limit = "largest" if most == largest else "each process's shard of the dataset"
             size = min(2 * size, most) if most is not None else 2 * size
         if tried[min(tried)] is None:  # the first size was too large: try smaller ones
             while size > 1 and tried[size] is None:

@@ -113,7 +113,7 @@ class ConfusionMatrix(AbstractCallback):
     def draw(self) -> Any:
         """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the fraction of each true class."""
         if self.matrix is None:
-            raise ConfigurationError("ConfusionMatrix.draw: nothing was predicted yet. Call fit first.")
+            raise ConfigurationError("ConfusionMatrix.draw: nothing has been predicted yet. Call fit first.")
         counts = self.matrix
         number = len(counts)
         names = [*(self.class_names or []), *map(str, range(len(self.class_names or []), number))]

@@ -206,8 +206,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 if optimizer is given:
                     return optimizer
             raise ConfigurationError(
-                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. Make the scheduler "
-                f"for the optimizer that is passed to TrainLoop, or pass its class and arguments."
+                f"LRScheduler: the given {type(given).__name__} is not one of the loop's optimizers. Make the scheduler "
+                f"for an optimizer that is passed to TrainLoop, or pass the scheduler's class and arguments."
             )
         if index is None:
             if len(optimizers) > 1:
