@@ -196,7 +196,7 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
     assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
     assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
-    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': the metrics of a binary problem are accuracy, .*roc_auc"):
+    with pytest.raises(ConfigurationError, match=r"'r2': the metrics of a binary problem are accuracy, .*roc_auc"):
         find_metric("r2", "binary")
 
 

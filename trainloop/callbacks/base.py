@@ -307,7 +307,7 @@ class HookTable:
     rank : int
         Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
-        Model whose own hooks, see :class:`trainloop.TTModel`, are called before those of callbacks.
+        Model whose own hooks, see :class:`trainloop.TTModel`, are called before the hooks of callbacks.
 
     Raises
     ------

@@ -49,7 +49,7 @@ class ModelCheckpoint(Saver):
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at the end of epochs are ranked. Whenever the metric improves, a
-        checkpoint is written, in addition to those of ``every_n_*``.
+        checkpoint is written, in addition to the checkpoints of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
@@ -68,7 +68,7 @@ class ModelCheckpoint(Saver):
     exclude : str or sequence of str
         Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
         the script must load them before ``fit``. A resumed run compares their values (in ``fsdp``, only their shapes)
-        with those in the first run.
+        with the values in the first run.
 
     Attributes
     ----------

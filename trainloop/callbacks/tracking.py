@@ -52,7 +52,7 @@ class Experiment:
     local_model_result_folder_path : str or path
         Folder of all projects, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
     hyperparams : dict, optional
-        Any values; those that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
+        Any values. Values that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
         the script, if it is not the file that made the loop.
     source_dirs : sequence of str or path
         Additional folders of source code, copied as a zip file.
