@@ -427,7 +427,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         ``'single'``, ``'dp'``, ``'ddp'``, ``'fsdp'``, ``'auto'`` (``single`` for one device and node, else ``ddp``), or
         one of Lightning's names for ``ddp`` in processes: ``'ddp_spawn'``, ``'ddp_notebook'``, ``'ddp_fork'``.
     num_devices, num_nodes : int
-        Devices on each node, and nodes.
+        Number of devices on each node, and number of nodes.
     kind : str, optional
         Type of the devices (``torch.device.type``), if known: ``mps`` supports ``single`` only.
 
