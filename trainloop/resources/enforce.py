@@ -199,7 +199,7 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` without one."""
+    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or a similar variable; ``None`` without one."""
     # OpenMP takes a list, one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])

@@ -96,9 +96,9 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        """Number of models that run one after the other: the waves of trials, times the waves of folds in a trial.
+        """Number of rounds (waves) of models: the rounds of trials, times the rounds of folds in a trial.
 
-        ``tune`` may need fewer waves, because it gives the slot of a finished trial to the folds of the next one.
+        ``tune`` may need fewer rounds, because it gives the slot of a finished trial to the folds of the next one.
         """
         trials = math.ceil(self.num_trials / self.trials_in_parallel)
         return trials * math.ceil(self.num_folds / self.folds_in_parallel)

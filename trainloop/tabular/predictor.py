@@ -121,7 +121,7 @@ class TabularPredictor:
         num_bag_folds : int
             With 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
-            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, also in a bag.
+            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, even in a bag.
         ag_args_ensemble : mapping, optional
             ``{'ag_args_fit': ...}`` with the resources of each bag. ``'fold_fitting_strategy': 'sequential_local'``
             trains the models of a bag one after the other.
