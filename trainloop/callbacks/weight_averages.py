@@ -28,7 +28,7 @@ class WeightAverage(AbstractCallback):
     Parameters
     ----------
     apply_on_train_end : bool
-        If True, the model's weights are replaced by the average at the end.
+        If True, the average replaces the model's weights at the end.
 
     Examples
     --------

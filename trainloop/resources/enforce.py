@@ -136,7 +136,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
+    """Return disjoint CPUs for each rank, divided as equally as possible; the first ranks may have one more.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ def applied(
     ranks : int
         Number of processes that train on this node.
     device : torch.device, optional
-        Device that this process trains on; a fraction of a GPU limits torch's allocator there.
+        Device that this process trains on. A quota of a fraction of a GPU limits torch's allocator on this device.
     loader_workers : int
         Number of ``DataLoader`` workers. This process uses that many threads fewer.
 

@@ -272,7 +272,7 @@ def _user(uid: int | None) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
-    """Let only one process of this user at a time run the block, for a choice of several steps.
+    """Let only one process of this user run the block at a time, for a choice that takes several steps.
 
     If there is no folder for locks, or after waiting for a minute, the block runs anyway.
     """

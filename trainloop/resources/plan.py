@@ -339,7 +339,7 @@ def _quota(figures: WholeQuota) -> ResourceQuota:
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request: a fraction uses a part of one device, a whole number that many devices.
+    """Return the devices of each request: a fraction uses part of one device, a whole number uses that many devices.
 
     Parameters
     ----------
