@@ -1,4 +1,4 @@
-"""Automatic mixed precision: bfloat16 on the CPU and on GPUs that have it, else float16 with a gradient scaler.
+"""Automatic mixed precision: bfloat16 on the CPU and on GPUs that support it, else float16 with a gradient scaler.
 
 python examples/amp_training.py --epochs 10
 """

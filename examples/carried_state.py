@@ -1,10 +1,10 @@
-"""A recurrent model trained on one long text, its state carried from chunk to chunk, on any number of ranks.
+"""Train a recurrent model on one long text, and carry its state from chunk to chunk, on any number of ranks.
 
     python examples/carried_state.py --epochs 10
 
-The text is cut into columns that lie side by side; a batch is the next chunk of each. ``SplitBatches`` gives every rank
-the same columns of each batch, so that the state after one chunk is the beginning of the next (truncated
-backpropagation through time). Two ranks do what one process does.
+The text is cut into columns of equal length. Each batch is the next chunk of all columns. ``SplitBatches`` gives every
+rank the same columns of each batch, so that each chunk starts with the state after the previous one (truncated
+backpropagation through time). Two ranks train like one process.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A callback of one's own: it times each epoch, and keeps its times in checkpoints and across ranks.
+"""Write your own callback: it times each epoch, keeps the times in checkpoints, and works with several ranks.
 
 python examples/custom_callback.py --epochs 5
 """
@@ -28,7 +28,7 @@ class EpochTimes(AbstractCallback):
         self.train_loop_obj.insert_metric_result_into_history("seconds", self.seconds[-1])
 
     def on_train_end(self) -> None:
-        if self.train_loop_obj.is_main_process():  # every rank has its own copy; one is to speak
+        if self.train_loop_obj.is_main_process():  # every rank has its own copy; only one prints
             print(f"fastest epoch: {min(self.seconds):.2f} s, slowest: {max(self.seconds):.2f} s")
 
     def state_dict(self) -> dict:

@@ -1,8 +1,8 @@
-"""A sampler of one's own under ``ddp``: the ranks share its order, and each takes its part of it.
+"""Use your own sampler in ``ddp``: each rank takes its shard of the sampler's order.
 
     python examples/custom_sampler.py --epochs 8
 
-Here the sampler begins with the digits that are easy to tell apart, and brings in the others epoch by epoch.
+The sampler begins with digits that are easy to distinguish, and adds the others epoch by epoch.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from trainloop.callbacks import TensorBoard
 
 
 class Curriculum(Sampler[int]):
-    """Indices of the first ``classes`` classes in random order; one class more each epoch."""
+    """Indices of the first ``classes`` classes in random order, with one more class in each epoch."""
 
     def __init__(self, labels: Tensor, order: list[int], begin_with: int) -> None:
         self.labels, self.order, self.begin_with = labels, torch.tensor(order), begin_with

@@ -2,7 +2,7 @@
 
     python examples/ddp_training.py --epochs 10
 
-Beside ``single_training.py``: ``gpu_mode``, ``devices``, and a checkpoint after each epoch.
+Added to ``single_training.py``: ``gpu_mode``, ``devices``, and a checkpoint after each epoch.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a spawned loader worker imports this file, and mus
     args = arguments(__doc__, epochs=12)
     torch.manual_seed(0)
     model = DigitsCNN()
-    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # a rank's; with two ranks a step takes 32
+    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # per rank; two ranks: 32 in each step
 
     tl = TrainLoop(
         model,

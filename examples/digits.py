@@ -1,4 +1,4 @@
-"""Shared by the examples, in place of your own: data, a model, and a way to score it.
+"""Code that the examples share: data, a model, and a function that scores the model. Replace it with your own.
 
 The data are scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, shipped with the package.
 """
@@ -17,7 +17,7 @@ from trainloop.distributed import is_global_zero
 
 
 class DigitsCNN(TTModel):
-    """Two convolutions and two linear layers; about 98 % right after ten epochs."""
+    """Two convolutions and two linear layers; about 98 % accuracy after ten epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class DigitsCNN(TTModel):
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-    """1,257 images to train on, 180 to watch while training, 360 held out to the end."""
-    # Imported here: ranks get the data sent, and need not spend a second or two on importing scikit-learn.
+    """1,257 images for training, 180 for validation, and 360 for the test."""
+    # Imported here: ranks receive the data, so they don't spend a second or two on importing scikit-learn.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -70,16 +70,16 @@ def loaders(batch_size: int = 32) -> tuple[DataLoader[Any], DataLoader[Any], Dat
 
 
 def report(tl: Any) -> float:
-    """Print, and return, the share of the held-out images that the loop's model reads right."""
+    """Print and return the accuracy of the loop's model on the test images."""
     y_pred, y_true, _ = tl.predict_on_test_set()
     accuracy = (torch.as_tensor(y_pred) == torch.as_tensor(y_true)).double().mean().item()
-    if is_global_zero():  # under torchrun every process runs this; one is to speak
+    if is_global_zero():  # under torchrun every process runs this; only one prints
         print(f"test accuracy: {accuracy:.2%} of {len(y_true)} held-out images")
     return accuracy
 
 
 def arguments(description: str | None, epochs: int = 10) -> argparse.Namespace:
-    """``--epochs``, which every example takes."""
+    """Parse ``--epochs``, which every example accepts."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=epochs, help=f"passes over the training images ({epochs})")
     return parser.parse_args()

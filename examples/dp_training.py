@@ -24,7 +24,7 @@ if __name__ == "__main__":
         optim.Adam(model.parameters(), lr=1e-3),
         nn.CrossEntropyLoss(),
         gpu_mode="dp",
-        devices=torch.cuda.device_count() or 2,  # replicas; the numbers are those of `single`
+        devices=torch.cuda.device_count() or 2,  # replicas; same results as in `single`
     )
     model = tl.fit(num_epochs=args.epochs, callbacks=[TensorBoard("runs/dp")])
 

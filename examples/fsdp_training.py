@@ -1,9 +1,10 @@
-"""Digits by a small vision transformer whose parameters, gradients and optimizer state are sharded over the ranks.
+"""Train a small vision transformer whose parameters, gradients and optimizer state are sharded over the ranks.
 
     python examples/fsdp_training.py --epochs 10
 
-The model is as for one device; ``gpu_mode='fsdp'`` is what is different. Its blocks are units: whole only while they
-run. Each rank writes its part of a checkpoint, and any number of ranks, or one process, can resume from it.
+Only ``gpu_mode='fsdp'`` differs from training on one device. The blocks of the model are units, whose parameters are
+gathered only while they run. Each rank writes its shards of a checkpoint, from which any number of ranks, or one
+process, can resume.
 """
 
 import torch
@@ -16,7 +17,7 @@ from trainloop.distributed import is_global_zero
 
 
 class Transformer(TTModel):
-    """Each row of a picture is a word of eight pixels."""
+    """Each row of a picture is a token of eight pixels."""
 
     def __init__(self, width: int = 48, blocks: int = 3) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ if __name__ == "__main__":  # a spawned loader worker imports this file, and mus
     args = arguments(__doc__)
     torch.manual_seed(0)
     model = Transformer()
-    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # a rank's; with two ranks a step takes 32
+    train_loader, validation_loader, test_loader = loaders(batch_size=16)  # per rank; two ranks: 32 in each step
 
     tl = TrainLoop(
         model,
@@ -61,7 +62,7 @@ if __name__ == "__main__":  # a spawned loader worker imports this file, and mus
         seed=0,
     )
     checkpoint = ModelCheckpoint("checkpoints/fsdp", monitor="val_loss", keep=1)
-    # The blocks of a ModuleList are units by themselves; shard= is for models whose blocks stand elsewhere.
+    # The blocks of a ModuleList are units by default; shard= is for models whose blocks are elsewhere.
     model = tl.fit(
         num_epochs=args.epochs, callbacks=[checkpoint], fsdp_model_args={"shard": [nn.TransformerEncoderLayer]}
     )

@@ -2,8 +2,8 @@
 
     python examples/gan.py --epochs 20
 
-``get_loss`` yields its losses: the discriminator steps, then the generator against the new one. Each loss reaches only
-the parameters of its own optimizer.
+``get_loss`` yields its losses: first the discriminator steps, and then the generator steps against the updated
+discriminator. Each loss gives gradients only to the parameters of its own optimizer.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""A module in the style of Hugging Face, untouched: it takes keywords and returns an object with a loss in it.
+"""Train a module in the style of Hugging Face unchanged: it takes keywords and returns an object with a loss.
 
     python examples/huggingface_style.py --epochs 8
 
-``ModelWrap`` trains it, with a feed definition that says what a batch means. A model of ``transformers`` is wrapped in
-the same way.
+``ModelWrap`` combines the module with a feed definition, which computes the loss and the predictions of a batch. You
+can wrap a model of ``transformers`` in the same way.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ClassifierOutput:
 
 
 class ForImageClassification(nn.Module):
-    """Somebody else's module, which knows nothing of this library."""
+    """A module from elsewhere, which does not use this library."""
 
     def __init__(self, labels: int = 10) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The training of ``single_training.py`` without the library, to compare.
+"""The same training as in ``single_training.py``, but without the library, for comparison.
 
     python examples/plain_pytorch.py --epochs 10
 
-What TrainLoop adds to these lines is not the loop itself: other devices, ranks, checkpoints and logs by one argument.
+To this loop, TrainLoop adds other devices, ranks, checkpoints and logs, each with one argument.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A run that is killed in mid-epoch and started again ends with the same bits as one that nobody disturbed.
+"""Kill a run in the middle of an epoch and start it again: the weights are bit-identical to an uninterrupted run's.
 
 python examples/resume_after_kill.py
 """
@@ -19,7 +19,7 @@ from trainloop.callbacks import LRScheduler, ModelCheckpoint
 
 
 def train(folder: str, epochs: int) -> None:
-    """The script of a job that may be killed: nothing in it knows whether it was."""
+    """The script of a job that may be killed. It is the same for the first start and for a resume."""
     torch.manual_seed(0)
     model = DigitsCNN()
     train_loader, validation_loader, _ = loaders(batch_size=32)

@@ -1,4 +1,4 @@
-"""One process, one device: the plain example. Each of the others adds one thing to it.
+"""One process, one device: the basic example. Each of the other examples adds one feature.
 
 python examples/single_training.py --epochs 10
 """

@@ -15,7 +15,7 @@ from trainloop.callbacks import EarlyStopping, LRScheduler, TensorBoard
 
 
 class Regression(TTBasicModel):
-    """Batches are (row, target), so that ``forward`` is all there is to write."""
+    """Batches are (row, target), so only ``forward`` has to be written."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

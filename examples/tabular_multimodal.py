@@ -1,7 +1,8 @@
-"""A table with a column of texts and one of pictures: scikit-learn's digits as PNG files, and a remark on each.
+"""Train on a text column and a picture column: scikit-learn's digits as PNG files, and a remark on each digit.
 
-The text alone leaves three or four digits open, the picture some others; the ensemble has both. No weights are fetched:
-the network for the pictures is made here. A pretrained one is ``{"AG_IMAGE_NN": {"model": "<name, or a folder>"}}``.
+The text alone can't distinguish three or four digits, and the picture alone confuses some others. The ensemble uses
+both. No weights are downloaded, because the network for the pictures is defined here. For a pretrained network, pass
+``{"AG_IMAGE_NN": {"model": "<name, or a folder>"}}``.
 
 python examples/tabular_multimodal.py
 """

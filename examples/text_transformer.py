@@ -1,8 +1,9 @@
-"""A small transformer that learns to spell, from the texts that describe scikit-learn's data sets.
+"""Train a small transformer to spell, on the texts that describe scikit-learn's data sets.
 
     python examples/text_transformer.py --epochs 10
 
-Sequences differ in length, so the loss is a mean over characters: ``get_loss`` returns it with their number.
+Sequences differ in length, so the loss is a mean over characters: ``get_loss`` returns the loss and the number of
+characters.
 """
 
 import torch

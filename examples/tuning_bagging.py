@@ -1,7 +1,8 @@
 """Trials of bagged models under resource quotas: a TTModel and LightGBM side by side, 2 trials of 2 folds.
 
-AutoGluon's documented example, on scikit-learn's breast-cancer data: of 32 CPUs and 4 GPUs each trial gets 10 and 2,
-each model 4 and 0.5. Here the same shares of whatever this machine has.
+AutoGluon's documented example, on scikit-learn's breast-cancer data: of 32 CPUs and 4 GPUs, each trial gets 10 CPUs and
+2 GPUs, and each model gets 4 CPUs and 0.5 GPUs. Here, trials and models get the same fractions of this machine's
+resources.
 
 python examples/tuning_bagging.py
 """
@@ -30,7 +31,7 @@ x_train, x_test = scaler.transform(x_train), scaler.transform(x_test)
 
 
 class Net(TTBasicModel):
-    """Two layers; predicts the chances of both classes."""
+    """Two layers that predict the probabilities of both classes."""
 
     def __init__(self, width):
         super().__init__()
@@ -77,7 +78,7 @@ def boosted_trees():
 
 
 def fit_trees(trees, x, y, num_epochs=None):
-    """On the GPU where LightGBM was built for one, else on the CPU, with one warning."""
+    """Train on the GPU if LightGBM was built for one, else on the CPU, with one warning."""
     if torch.cuda.is_available() and "device" in trees.get_params():
         return gpu_or_cpu(
             lambda: trees.set_params(device="gpu").fit(x, y), lambda: trees.set_params(device="cpu").fit(x, y)
@@ -86,7 +87,7 @@ def fit_trees(trees, x, y, num_epochs=None):
 
 
 def scaled_to(machine):
-    """The documented shares of 32 CPUs and 4 GPUs, of this machine's."""
+    """The documented fractions of 32 CPUs and 4 GPUs, applied to this machine."""
     cpus, gpus = machine.num_cpus, machine.num_gpus
     bag = ResourceQuota(max(1, 10 * cpus // 32), 2 * gpus / 4)
     return {"per_bag": bag, "per_model": ResourceQuota(max(1, 4 * cpus // 32), min(1, 0.5 * gpus / 4))}

@@ -3,7 +3,7 @@
     MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 python examples/two_hosts.py --node-rank 0     # on the first host
     MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 python examples/two_hosts.py --node-rank 1     # on the second
 
-Each host starts its own ranks only; the batch of a step is four times that of a loader.
+Each host starts only its own ranks. A step has four times as many samples as a loader's batch.
 """
 
 import argparse
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     model = tl.fit(num_epochs=args.epochs, callbacks=[TensorBoard("runs/hosts")], num_nodes=2, node_rank=args.node_rank)
     checksum = sum(parameter.double().sum().item() for parameter in model.parameters())
     print(f"node {args.node_rank}: trained, checksum of the weights {checksum:.10f}")
-    if args.node_rank == 0:  # alone from here on: evaluation on one host
+    if args.node_rank == 0:  # evaluate on one host only
         alone = TrainLoop(model, None, None, loaders()[2], criterion=nn.CrossEntropyLoss())
         report(alone)
         print("TensorBoard logs: runs/hosts   (tensorboard --logdir runs)")

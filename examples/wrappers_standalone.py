@@ -1,9 +1,10 @@
-"""The two wrappers in a training loop of one's own, without a TrainLoop.
+"""Two wrappers in a hand-written training loop, without a TrainLoop.
 
     python examples/wrappers_standalone.py --epochs 10
 
-First ``TTDataParallel``, two replicas in this process; then ``TTDistributedDataParallel``, two processes. The loop is
-the same: it calls ``get_loss`` and ``get_predictions`` on the wrapper, and writes the model's attributes through it.
+The first part runs ``TTDataParallel`` with two replicas in this process, the second ``TTDistributedDataParallel`` with
+two processes. Both use the same loop: it calls ``get_loss`` and ``get_predictions`` on the wrapper, and sets attributes
+of the model through the wrapper.
 """
 
 import os
@@ -23,7 +24,7 @@ from trainloop.distributed import all_reduce, is_global_zero
 
 
 class CountingCNN(DigitsCNN):
-    """The digits' CNN, with an attribute of its own that the loop writes."""
+    """The CNN for digits, with an additional attribute that the loop sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class CountingCNN(DigitsCNN):
 
 
 def train(wrapper: nn.Module, loader: DataLoader, device: torch.device, epochs: int, log_dir: str) -> None:
-    """A hand-written loop; nothing in it depends on which wrapper it is."""
+    """A hand-written loop that works with either wrapper."""
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.Adam(wrapper.parameters(), lr=2e-3)
     writer = SummaryWriter(log_dir) if is_global_zero() else None
@@ -47,7 +48,7 @@ def train(wrapper: nn.Module, loader: DataLoader, device: torch.device, epochs: 
             optimizer.step()
             losses.append(loss.detach())
         wrapper.epochs_trained += 1  # an attribute of the model
-        mean_loss = all_reduce(torch.stack(losses).mean(), "mean").item()  # over ranks; one process is fine too
+        mean_loss = all_reduce(torch.stack(losses).mean(), "mean").item()  # over ranks; also works in one process
         if writer is not None:
             writer.add_scalar("loss", mean_loss, epoch)
             print(f"  epoch {epoch + 1:2d}  loss {mean_loss:.4f}")
@@ -56,7 +57,7 @@ def train(wrapper: nn.Module, loader: DataLoader, device: torch.device, epochs: 
 
 
 def report(name: str, wrapper: nn.Module, device: torch.device, log_dir: str) -> None:
-    """Accuracy on held-out images; each rank sees all of them, as this needs no exchange."""
+    """Accuracy on the test images. Each rank reads all of them, so no exchange is needed."""
     wrapper.eval()
     right = total = 0
     with torch.no_grad():
@@ -79,12 +80,12 @@ def data_parallel(epochs: int) -> None:
 
 
 def rank_main(rank: int, world_size: int, folder: str, epochs: int) -> None:
-    """The function that each process runs; they meet at a file in a folder."""
+    """The function that each process runs. The processes find each other through a file in a folder."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))  # or else every rank takes all cores
+    torch.set_num_threads(max((os.cpu_count() or 1) // world_size, 1))  # otherwise every rank would use all cores
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{folder}/meet",

@@ -1,6 +1,6 @@
 """Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
 
-Indices always refer to ``CUDA_VISIBLE_DEVICES``, like torch's.
+As in torch, indices always count the devices in ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def parse_devices(devices: object, count: int) -> list[int]:
     Parameters
     ----------
     devices : int, str or sequence of int
-        A number (``3`` or ``'3'`` for the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices (``[1,
-        3]``, ``'1,3'``, ``'3,'``). A string without a comma is a number, never an index.
+        A number (``3`` or ``'3'`` for the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices
+        (``[1, 3]``, ``'1,3'``, ``'3,'``). A string without a comma is a number of devices, never an index.
     count : int
         Visible devices of the chosen accelerator.
 
@@ -349,10 +349,10 @@ def _interactive() -> bool:
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Find GPUs that no other run uses, lease them to this process, and return their indices.
 
-    This is for several runs on one machine, especially in 'exclusive process' mode. The function tries GPUs in index
-    order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough GPUs are
-    found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this process
-    ends. A second call in the same process may return the same GPUs.
+    Use it if several runs share a machine, especially if its GPUs are in 'exclusive process' mode. The function tries
+    GPUs in index order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough
+    GPUs are found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this
+    process ends. A second call in the same process may return the same GPUs.
 
     Parameters
     ----------
@@ -427,7 +427,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         ``'single'``, ``'dp'``, ``'ddp'``, ``'fsdp'``, ``'auto'`` (``single`` for one device and node, else ``ddp``), or
         one of Lightning's names for ``ddp`` in processes: ``'ddp_spawn'``, ``'ddp_notebook'``, ``'ddp_fork'``.
     num_devices, num_nodes : int
-        Devices on each node, and nodes.
+        Number of devices on each node, and number of nodes.
     kind : str, optional
         Type of the devices (``torch.device.type``), if known: ``mps`` supports ``single`` only.
 

@@ -149,7 +149,7 @@ def _number(value: Any, name: str) -> float:
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise ConfigurationError(
             f"metric {name!r} returned a {type(value).__name__}{shape}, but must return one number, or a dict of "
-            "numbers. Average it, or give each part a name."
+            "numbers. Average the values, or give each of them a name."
         ) from error
 
 
@@ -234,7 +234,7 @@ def scikit_learn() -> Any:
 
 def no_scikit_learn() -> ConfigurationError:
     return ConfigurationError(
-        "Metrics of classes and scores, and r2, need scikit-learn, which is not installed: "
+        "Classification metrics and r2 need scikit-learn, which is not installed: "
         f"{pip_install('metrics')}, or score with a function of (y_pred, y_true, metadata)."
     )
 
@@ -474,8 +474,8 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
     Notes
     -----
-    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2).
-    Then the second score is used.
+    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2), of
+    which the second is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:

@@ -301,7 +301,7 @@ def find_batch_size(
             if tried[size] is None:
                 break
             if most is not None and size >= most:
-                limit = "largest" if most == largest else "each process's share of the dataset"
+                limit = "largest" if most == largest else "each process's shard of the dataset"
             size = min(2 * size, most) if most is not None else 2 * size
         if tried[min(tried)] is None:  # the first size was too large: try smaller ones
             while size > 1 and tried[size] is None:
@@ -430,7 +430,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process, in bytes: the sum of these sizes, without kernels' workspaces."""
+        """Memory of a training step of one process, in bytes: the sum of the sizes above, without kernel workspaces."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
-"""The loop as Ray Train's workers: Ray starts the processes and their group, ``fit`` joins it.
+"""Train under Ray Train: Ray starts the workers and their process group, and ``fit`` joins the group.
 
     pip install 'ray[train]'
     python examples/launchers/on_ray_train.py --workers 2
     RAY_ADDRESS=head:6379 TRAINLOOP_KEY=... python examples/launchers/on_ray_train.py --workers 16 --storage /shared
 
-Ray places the workers, restarts them when a node is lost, and reports; the training is that of ``gpu_mode='ddp'``.
-Workers on several nodes need a common key, and storage that all of them can access.
+Ray places the workers, restarts them when a node is lost, and reports metrics. The training is the same as in
+``gpu_mode='ddp'``. Workers on several nodes need a common key, and storage that all of them can access.
 """
 
 from __future__ import annotations

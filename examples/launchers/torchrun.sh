@@ -1,6 +1,6 @@
 #!/bin/bash
-# Run the same line on each node. HEAD is node 0's address, NODES the number of nodes, RESTARTS (default 3) how often all
-# ranks start again when one fails:
+# Run the same command on each node. HEAD is node 0's address, NODES is the number of nodes, and RESTARTS (default 3) is
+# the maximum number of restarts after failures:
 #   HEAD=10.0.0.1 NODES=2 bash torchrun.sh train.py
 # Needs fit(resume_from='last') and a ModelCheckpoint in a folder that all nodes can access: a restart resumes from the
 # newest checkpoint.

@@ -93,7 +93,7 @@ def test_arguments_that_cannot_work(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ConfusionMatrix(every_n_epochs=0)
     with pytest.raises(ConfigurationError, match="the loop has no test_loader"):
         make_loop().fit(num_epochs=1, callbacks=[ConfusionMatrix("test")])
-    with pytest.raises(ConfigurationError, match="nothing was predicted yet"):
+    with pytest.raises(ConfigurationError, match="nothing has been predicted yet"):
         ConfusionMatrix().draw()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"pip install '\.\[plot\]'"):

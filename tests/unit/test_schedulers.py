@@ -209,7 +209,7 @@ def test_which_optimizer_must_be_told(index: int | None) -> None:
 
 def test_another_optimizer_s_scheduler() -> None:
     foreign = lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=0.1), 1)
-    with pytest.raises(ConfigurationError, match="its SGD is not one of the loop's optimizers"):
+    with pytest.raises(ConfigurationError, match="the given SGD is not one of the loop's optimizers"):
         make_loop().fit(num_epochs=1, callbacks=[LRScheduler(foreign)])
     loop = make_loop()
     loop.optimizer = None

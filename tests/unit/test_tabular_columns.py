@@ -196,7 +196,7 @@ def test_scores_are_those_of_scikit_learn_and_greater_is_better() -> None:
     assert find_metric("rmse", "regression")(y, found) == -sk.root_mean_squared_error(y, found)
     assert find_metric("r2", "regression")(y, found) == sk.r2_score(y, found)
     assert find_metric(lambda truth, found: float(len(truth)), "regression")(y, found) == 50
-    with pytest.raises(ConfigurationError, match=r"eval_metric='r2': a binary problem has accuracy, .*roc_auc"):
+    with pytest.raises(ConfigurationError, match=r"'r2': the metrics of a binary problem are accuracy, .*roc_auc"):
         find_metric("r2", "binary")
 
 
@@ -280,7 +280,7 @@ TUNED = {"num_trials": 2}
         ({"presets": {"folds": 2}}, "presets=.*'folds'.*takes hyperparameters and num_bag_folds"),
         ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: takes searcher"),
         ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
-        ({"eval_metric": "r2"}, "a binary problem has accuracy"),
+        ({"eval_metric": "r2"}, "the metrics of a binary problem are accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
         ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),

@@ -66,8 +66,9 @@ class AbstractCallback:
     Attributes
     ----------
     train_loop_obj : TrainLoop
-        The loop; available from ``on_train_loop_registration`` on. message_service :
-        trainloop.callbacks.messages.MessageService Messages that the callbacks of one loop exchange.
+        The loop; available from ``on_train_loop_registration`` on.
+    message_service : trainloop.callbacks.messages.MessageService
+        Messages that the callbacks of one loop exchange.
 
     Examples
     --------
@@ -147,13 +148,13 @@ class AbstractCallback:
         """Record a metric from a hook, by default reduced over all ranks, with the arguments of :meth:`.TTModel.log`.
 
         The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
-        the interrupted one in ``on_exception`` (only this rank's value). If a hook logs at the end of an epoch or of
-        the training, callbacks that run later find the value in the history, on all ranks. In the hooks of an
-        evaluation the name gets the evaluation's prefix.
+        the interrupted one in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
+        epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the hooks of
+        an evaluation the name gets the evaluation's prefix.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, even if several ranks or the model log
-        them. In a resumed run, a metric that is in the checkpoint gets no further value from ``on_train_begin``.
+        them. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the checkpoint.
 
         Raises
         ------
@@ -185,7 +186,7 @@ class AbstractCallback:
         self.train_loop_obj.end_training(self, reason)
 
     def ends_again(self, state: dict[str, Any]) -> bool:
-        """Return True if the callback, with its current arguments, would again end the run that it ended (the default).
+        """Return True if the callback, with its current arguments, would end the same run again. Default: True.
 
         Parameters
         ----------
@@ -306,7 +307,7 @@ class HookTable:
     rank : int
         Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
-        Model whose own hooks, see :class:`trainloop.TTModel`, are called before those of callbacks.
+        Model whose own hooks, see :class:`trainloop.TTModel`, are called before the hooks of callbacks.
 
     Raises
     ------
@@ -432,7 +433,7 @@ _warned: WeakSet[type] = WeakSet()
 
 
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
-    """Warn, once for each class, of methods that were meant as hooks.
+    """Warn once per class about methods that look like hooks but are never called.
 
     A method that a base class of another library defines is that library's hook: there is no warning.
 

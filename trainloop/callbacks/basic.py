@@ -98,9 +98,9 @@ def _same(prediction: Any, value: Any) -> bool:
 class DataSubsetTestRun(AbstractCallback):
     """Train on only the first few batches, to test that a script runs to its end.
 
-    The loop's loaders are replaced with short ones, which stay after ``fit``. The loaders that you passed to the loop
-    are not changed. The first batches are chosen once, so every epoch has the same batches. In ``ddp`` they are split
-    over the ranks.
+    The loop's loaders are replaced with shorter ones, and stay replaced after ``fit``. The loaders that you passed to
+    the loop are not changed. The first batches are chosen once, so every epoch has the same batches. In ``ddp`` they
+    are split over the ranks.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ class InMultiProcessDataLoad(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If an argument is not callable, and a subclass does not implement the method either.
+        If an argument is not callable, and the subclass does not override its ``build_*`` method.
 
     Examples
     --------

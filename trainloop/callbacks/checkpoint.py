@@ -34,8 +34,8 @@ _OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an excepti
 class ModelCheckpoint(Saver):
     """Write checkpoints by epoch, by optimizer step, by time, or when a metric improves. Keep the newest and the best.
 
-    ``fit(resume_from='last')`` resumes from the newest complete checkpoint. If the state has changed since then,
-    another checkpoint is written at the end of training, and at SIGTERM, SIGHUP or SIGUSR1.
+    ``fit(resume_from='last')`` resumes from the newest complete checkpoint. At the end of training, and at SIGTERM,
+    SIGHUP or SIGUSR1, another checkpoint is written if the state has changed since the last one.
 
     Parameters
     ----------
@@ -49,25 +49,26 @@ class ModelCheckpoint(Saver):
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at the end of epochs are ranked. Whenever the metric improves, a
-        checkpoint is written, in addition to those of ``every_n_*``.
+        checkpoint is written, in addition to the checkpoints of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
-        The newest is always kept in addition. Only files of this run are deleted, including those from before a resume.
+        The newest is always kept in addition. Only this run's files are deleted, including files that it wrote before
+        it was resumed.
     async_save : bool
         If True, the loop waits only while the state is copied to host memory, and a thread writes the copy. If a
         checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
-        at most the steps since the checkpoint before the one that was being written.
+        at most the steps since the last complete checkpoint.
     every_n_minutes : float or None
         Write a checkpoint at the first step that ends this many minutes after the last checkpoint, by rank 0's clock.
     safetensors : bool
         Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
         Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
-        the script must load them before ``fit``. When a run resumes, they are compared with those of the first run (in
-        ``fsdp``, only by shape).
+        the script must load them before ``fit``. A resumed run compares their values (in ``fsdp``, only their shapes)
+        with the values in the first run.
 
     Attributes
     ----------
@@ -235,9 +236,8 @@ class ModelCheckpoint(Saver):
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
 
-        Collective: all ranks call it, between two steps. It returns on all ranks only when the file is complete,
-        because the run then ends, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first
-        has ended.
+        Collective: all ranks call it, between two steps. No rank returns before the file is complete: the run ends
+        afterwards, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first one exits.
         """
         self._finish_writing()
         # Only rank 0 knows if its write succeeded.

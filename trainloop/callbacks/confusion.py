@@ -20,7 +20,7 @@ __all__ = ["ConfusionMatrix"]
 
 
 class ConfusionMatrix(AbstractCallback):
-    """Count predicted against true classes over a whole dataset; each sample counts once over all ranks.
+    """Count predicted versus true classes over a whole dataset. Each sample is counted once across all ranks.
 
     If :class:`~trainloop.callbacks.TensorBoard` is in ``callbacks``, it shows the matrix as an image.
 
@@ -29,7 +29,7 @@ class ConfusionMatrix(AbstractCallback):
     dataset : {'validation', 'test'}
         ``'validation'`` for the validation set at the end of epochs, ``'test'`` for the test set after training.
     every_n_epochs : int
-        The matrix of the validation set is computed once in this many epochs.
+        Epochs between two matrices of the validation set.
     class_names : sequence of str, optional
         Names of the classes in the picture. Default: their numbers.
     path : str or path, optional
@@ -113,7 +113,7 @@ class ConfusionMatrix(AbstractCallback):
     def draw(self) -> Any:
         """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the fraction of each true class."""
         if self.matrix is None:
-            raise ConfigurationError("ConfusionMatrix.draw: nothing was predicted yet. Call fit first.")
+            raise ConfigurationError("ConfusionMatrix.draw: nothing has been predicted yet. Call fit first.")
         counts = self.matrix
         number = len(counts)
         names = [*(self.class_names or []), *map(str, range(len(self.class_names or []), number))]

@@ -169,8 +169,9 @@ class TimeLimit(AbstractCallback):
     """Stop after a given time, at the end of the current step.
 
     Each rank has its own clock. The first rank past the limit ends training on all ranks at the same step. If a run is
-    resumed, the earlier time counts too; a second ``fit`` starts from zero. To end a job of a cluster before its time
-    limit and resume it in the next job, use the cluster's signal instead, since each job may take the whole time.
+    resumed, the earlier time counts too; a second ``fit`` starts from zero. To end a cluster job before its time limit
+    and resume in the next job, use the cluster's signal instead: each job has its full time limit, but this callback
+    also counts the time of earlier jobs.
 
     Parameters
     ----------

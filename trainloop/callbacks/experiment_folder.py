@@ -148,8 +148,8 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
     file_format : str
         Suffix of the file.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of the loop, if it is a
-        ``TrainLoopCheckpoint`` or similar.
+        Names and location of the experiment's folder. Default: taken from the loop, if it is a ``TrainLoopCheckpoint``
+        or similar.
 
     Examples
     --------
@@ -226,8 +226,8 @@ class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
         ``epoch_end``: write after each epoch. ``train_end``: write at the end of training. At least one must be True.
     file_format : {'png', 'pdf'}
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of the loop, if it is a
-        ``TrainLoopCheckpoint`` or similar.
+        Names and location of the experiment's folder. Default: taken from the loop, if it is a ``TrainLoopCheckpoint``
+        or similar.
 
     Examples
     --------
@@ -266,8 +266,8 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
     file_format : {'txt', 'tsv', 'csv'}
         ``'txt'`` is an aligned table for people; ``'tsv'`` and ``'csv'`` are for programs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and location of the experiment's folder. Default: those of the loop, if it is a
-        ``TrainLoopCheckpoint`` or similar.
+        Names and location of the experiment's folder. Default: taken from the loop, if it is a ``TrainLoopCheckpoint``
+        or similar.
 
     Examples
     --------
@@ -310,8 +310,8 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
     epoch_num : int, optional
         Index of the epoch whose newest checkpoint is loaded. Default: the newest checkpoint of all epochs.
     project_name, experiment_name, local_model_result_folder_path : str, optional
-        Names and folder of the earlier experiment. Default: those of the loop, if it is a ``TrainLoopCheckpoint``
-        or similar.
+        Names and folder of the earlier experiment. Default: taken from the loop, if it is a ``TrainLoopCheckpoint`` or
+        similar.
 
     Raises
     ------

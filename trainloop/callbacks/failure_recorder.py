@@ -90,17 +90,17 @@ class FailureRecorder(AbstractCallback):
 
     A replay can't restore or compare everything:
 
-    * The record has the weights at the time of the failure. If an optimizer had already changed the weights of the
-      forward, the replay reports this. If ``get_loss`` yields its losses, the replay repeats the losses before the
-      failing one without their optimizer steps.
-    * Python's and numpy's random states are read only before every 100th forward, once they have not changed for 100
-      forwards. If a program uses these generators rarely, the replay reports that its numbers may differ.
+    * The record has the weights at the time of the failure. If an optimizer has changed the weights since the forward,
+      the replay reports this. If ``get_loss`` yields its losses, the replay repeats the losses before the failing one
+      without their optimizer steps.
+    * Once Python's and numpy's random states have not changed for 100 forwards, they are read only before every 100th
+      forward. If a program uses these generators rarely, the replay reports that its numbers may differ.
     * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in total.
       Larger buffers have the values after the failing forward, and the record names them. Other state of the model also
       has the values after the failing forward, except ``carried_state``.
     * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
-      exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in earlier micro-batches
-      of a step, and if ``get_loss`` yields its losses.
+      exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in micro-batches before
+      the last one of a step, and in steps whose ``get_loss`` yields its losses.
 
     Examples
     --------

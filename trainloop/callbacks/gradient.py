@@ -23,13 +23,14 @@ __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 
 
 class GradientCallbackBase(AbstractCallback):
-    """Base of callbacks that read or change gradients. :meth:`parameters` returns the parameters that a call is about.
+    """Base of callbacks that read or change gradients. :meth:`parameters` returns the parameters to process.
 
     Parameters
     ----------
     callback_name : str
     execution_order : int
-        Order of the callback. Statistics have -1 and clipping has 0, so that statistics see the unclipped gradients.
+        As in :class:`AbstractCallback`. :class:`GradientStats` has -1 and :class:`GradientClipping` has 0, so that
+        statistics are taken before clipping.
 
     Examples
     --------
@@ -50,7 +51,7 @@ class GradientCallbackBase(AbstractCallback):
         return list(loop.model.parameters())
 
     def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
-        """Return those of :meth:`parameters` that belong to the model, by their names in it."""
+        """Return the :meth:`parameters` that belong to the model, by their names in the model."""
         own = {id(parameter) for parameter in self.parameters(optimizer_idx)}
         return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in own]
 
@@ -63,7 +64,7 @@ class GradientClipping(GradientCallbackBase):
     Parameters
     ----------
     max_norm : float, optional
-        Maximum total norm of the gradients; with several optimizers, of the gradients of each optimizer.
+        Maximum total norm of the gradients. With several optimizers, the limit applies to each optimizer separately.
     max_value : float, optional
         Maximum absolute value of an element.
     norm_type : float

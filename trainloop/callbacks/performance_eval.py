@@ -218,7 +218,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         Parameters
         ----------
         prefix : str
-            Prefix of each metric's name, if the history has that name.
+            Prefix of each metric's name; used if the history has the name with the prefix.
         """
         history = self.train_loop_obj.history
         if self.list_tracked_metrics:
@@ -309,7 +309,7 @@ class TrainHistoryFormatter(AbstractCallback):
         Raises
         ------
         ConfigurationError
-            If it has not, and ``strict_metric_extract`` is True. (If it is False, a line is printed.)
+            If a value is missing and ``strict_metric_extract`` is True. (If it is False, a line is printed.)
         """
         expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
         found = len(self.input_metric_getter(self.read_history()))

@@ -147,7 +147,8 @@ _PEAKS = {
 class ThroughputMonitor(AbstractCallback):
     """Log samples per second over all ranks, the wait for data, and, if they are known, tokens, FLOPs and MFU.
 
-    These are logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an epoch:
+    These values are logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an
+    epoch:
 
     * ``throughput/samples_per_s``, and ``throughput/units_per_s`` if ``units`` is given
     * ``throughput/step_s``, the seconds per step, and ``throughput/waiting``, the fraction of this time spent waiting

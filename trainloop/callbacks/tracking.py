@@ -52,15 +52,15 @@ class Experiment:
     local_model_result_folder_path : str or path
         Folder of all projects, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
     hyperparams : dict, optional
-        Any values; those that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
+        Any values. Values that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
         the script, if it is not the file that made the loop.
     source_dirs : sequence of str or path
-        Folders of source code to copy too, as a zip file.
+        Additional folders of source code, copied as a zip file.
 
     Attributes
     ----------
     timestamp : str
-        Time of its start, ``2026-01-31_23-59-59``; if a run is resumed, that of the earlier run.
+        Start time, such as ``2026-01-31_23-59-59``. A resumed run keeps the time stamp of the earlier run.
     folder : trainloop.checkpoint.Folder
 
     Raises
@@ -172,8 +172,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     ----------
     experiment : Experiment
     rm_subopt_local_models : bool or str
-        Keep only the best: ``True`` by ``loss``, a metric's name by that metric (the name must show if lower or higher
-        is better). Default: keep all.
+        ``True`` keeps only the best checkpoints by ``loss``. A metric's name keeps the best by that metric; the name
+        must show whether lower or higher is better. Default: keep all.
     num_best_checkpoints_kept : int
         Number of best checkpoints to keep.
     iteration_save_freq : int

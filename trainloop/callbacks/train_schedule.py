@@ -183,8 +183,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         warn(
             f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
             f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
-            "returns the "
-            "optimizer steps of a training run). If further calls of fit will continue the schedule, ignore this."
+            "returns the number of optimizer steps). If further calls of fit will continue the schedule, ignore this."
         )
 
     def _check_plateau(self) -> None:
@@ -206,8 +205,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 if optimizer is given:
                     return optimizer
             raise ConfigurationError(
-                f"LRScheduler: its {type(given).__name__} is not one of the loop's optimizers. Make the scheduler "
-                f"for the optimizer that is passed to TrainLoop, or pass its class and arguments."
+                f"LRScheduler: the given {type(given).__name__} is not one of the loop's optimizers. Make the "
+                "scheduler for an optimizer that is passed to TrainLoop, or pass the scheduler's class and arguments."
             )
         if index is None:
             if len(optimizers) > 1:

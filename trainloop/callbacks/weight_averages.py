@@ -28,7 +28,7 @@ class WeightAverage(AbstractCallback):
     Parameters
     ----------
     apply_on_train_end : bool
-        If True, the model's weights are replaced by the average at the end.
+        If True, the average replaces the model's weights at the end.
 
     Examples
     --------
@@ -230,8 +230,8 @@ class StochasticWeightAveraging(WeightAverage):
     Parameters
     ----------
     swa_lr : float, optional
-        Learning rate, the same for all parameter groups. With a number, use no other scheduler from ``start`` on.
-        ``None`` leaves the rate to the optimizer and its schedulers.
+        Learning rate, the same for all parameter groups. If you pass a number, use no other scheduler from epoch
+        ``start`` on. ``None`` leaves the rate to the optimizer and its schedulers.
     start : int or float
         Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
     anneal_epochs : int

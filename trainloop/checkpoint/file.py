@@ -200,7 +200,7 @@ def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *, run: str = "") -> None:
-    """Write a model's ``state_dict()`` atomically in the safetensors format. Extra ``safetensors``.
+    """Write a model's ``state_dict()`` atomically in the safetensors format (extra ``safetensors``).
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return weights from :func:`save_weights`, on the CPU, for ``model.load_state_dict``. Extra ``safetensors``."""
+    """Return weights from :func:`save_weights`, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
     where, name = split_file(path)
     with where.open(name) as file:
         weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())

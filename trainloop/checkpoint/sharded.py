@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def stored_tensors(state: dict[str, Any], path: str) -> dict[str, Any]:
-    """Replace each reference in the content of a ``state.pt`` by a :class:`StoredTensor`."""
+    """Replace each reference in the content of a ``state.pt`` with a :class:`StoredTensor`."""
     table = state["shards"]["tensors"]
 
     def walk(value: Any) -> Any:
@@ -107,7 +107,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
 
 
 def whole_of(value: Any) -> Any:
-    """Replace each :class:`StoredTensor` in a state by the full tensor, read onto the CPU."""
+    """Replace each :class:`StoredTensor` in a state with the full tensor, read onto the CPU."""
     if isinstance(value, StoredTensor):
         full = torch.empty(value.shape, dtype=value.dtype)
         for (offsets, sizes), part in parts_of(value):

@@ -35,7 +35,7 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """What to do; empty if nothing."""
+    """What to do; empty if nothing is needed."""
 
 
 def check_distribution(r: Readings) -> Iterator[Check]:

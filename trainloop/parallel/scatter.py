@@ -120,7 +120,7 @@ def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
 
 
 def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = False) -> Any:
-    """Combine the losses of a batch's parts into that of the whole batch.
+    """Combine the losses of a batch's parts into the loss of the whole batch.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
 
 
 def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
-    """Join the predictions of a batch's parts into those of the whole batch.
+    """Join the predictions of a batch's parts into the predictions of the whole batch.
 
     Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry; a tuple of
     plain items is rows, too. Scalars, strings and other objects are taken from the first part.

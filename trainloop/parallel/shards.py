@@ -222,7 +222,7 @@ def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]
 def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
-    """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, also if some are sharded and some are not."""
+    """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, even if only some are sharded."""
     parameters, norm_type = list(parameters), float(norm_type)  # torch takes 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))

@@ -28,14 +28,15 @@ _CLASS_BEFORE = "_class_before_sync"
 def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Let every BatchNorm layer in a module normalise over the samples of all ranks, in training.
 
-    Every rank converts, before it wraps the module in ``DistributedDataParallel``, with the module on its final device.
+    Every rank must call this with the module on its final device, before it wraps the module in
+    ``DistributedDataParallel``.
 
     Parameters
     ----------
     module : nn.Module
         Changed in place. Layers on a GPU become ``torch.nn.SyncBatchNorm``, others :class:`CpuSyncBatchNorm`; each also
-        stays an instance of the class it had, so a subclass keeps what it does around normalising. InstanceNorm and
-        layers that synchronise already are left alone.
+        stays an instance of its former class, so the other behaviour of a subclass is kept. InstanceNorm and layers
+        that already synchronise are not changed.
     process_group : ProcessGroup, optional
         Default: all ranks.
 
@@ -86,9 +87,8 @@ def revert(module: nn.Module) -> nn.Module:
 def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     """Make a module's synchronised layers normalise over some ranks only, within a context.
 
-    For a step in which other ranks have no batch left: they run no forward that could take part. Collective: **every**
-    rank calls it with the same ``ranks``, also ranks not among them, which run nothing inside. Use it around forward
-    **and** backward.
+    Use it around the forward **and** the backward of a step in which some ranks have no batch left. Collective:
+    **every** rank calls it with the same ``ranks``. Ranks that are not in ``ranks`` run nothing inside.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     Notes
     -----
     The first call with these ranks creates a process group of them, in which every rank must participate (torch can
-    create one among its members alone, but fails if some of them have created more groups before, as here). It is
-    kept as long as the default group exists.
+    create one among its members alone, but fails if some of them have created more groups before, as here). The group
+    is kept as long as the default group exists.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -134,8 +134,8 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
 class CpuSyncBatchNorm(BatchNorm):
     """BatchNorm over the samples of all ranks, with operations that every device has.
 
-    Equal to a BatchNorm layer that is given the batches of all ranks as one, forward and backward, also where ranks
-    hold unequal numbers of samples or none. In evaluation, and in one process, it is plain BatchNorm. Made by
+    In the forward and the backward, it equals a BatchNorm layer that gets the batches of all ranks as one batch, even
+    if ranks have unequal numbers of samples, or none. In evaluation, and in one process, it is plain BatchNorm. Made by
     :func:`convert`.
 
     Notes

@@ -25,9 +25,9 @@ class SharedName:
     """A name that torch's wrapper uses and a model may use, too.
 
     ``DistributedDataParallel`` keeps some thirty public attributes (``device``, ``dim``, ``logger``, ``reducer``, ...)
-    that its own methods read from ``self`` at every step. The model must not lose its own of such a name, and torch
-    must not find the model's. The calling code decides: torch's gets torch's value, all other code the model's, if it
-    has one.
+    that its own methods read from ``self`` at every step. The model must keep its own attribute of such a name, and
+    torch must not find it. The calling code decides: torch's code gets torch's value, and all other code gets the
+    model's attribute, if there is one.
 
     Parameters
     ----------
@@ -65,13 +65,13 @@ class Transparent(nn.Module):
     """
 
     get_loss: Callable[..., Any]
-    """The model's, run as the wrapper runs ``forward``."""
+    """The model's method, run as the wrapper runs ``forward``."""
 
     get_loss_eval: Callable[..., Any]
-    """The model's, run as the wrapper runs ``forward``."""
+    """The model's method, run as the wrapper runs ``forward``."""
 
     get_predictions: Callable[..., Any]
-    """The model's, run as the wrapper runs ``forward``."""
+    """The model's method, run as the wrapper runs ``forward``."""
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the model's method through the wrapper's forward."""

@@ -1,8 +1,8 @@
 """Resources of a machine, and quotas, which are the resources that a run may use.
 
 ``available`` reads the resources of the machine. A ``ResourceQuota`` is a part of them; ``TrainLoop(resources=quota)``
-enforces it. ``plan`` and ``place`` divide resources among trials and folds; they only compute. ``gpu_or_cpu`` trains on
-the CPU if a GPU build is missing.
+enforces it. ``plan`` and ``place`` compute how to divide resources among trials and folds, but reserve nothing.
+``gpu_or_cpu`` trains on the CPU if a GPU build is missing.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     Raises
     ------
     ResourceError
-        If it asks for more than is available (reducing it would hide that), for fewer CPUs than ranks, or for a
-        fraction of GPUs that one model can't have.
+        If the quota exceeds what is available (it is never reduced silently), has fewer CPUs than ranks, or has a
+        number of GPUs that one model can't use, such as 1.5.
     """
     if not isinstance(quota, ResourceQuota):
         raise ResourceError(
@@ -136,7 +136,7 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the CPUs of each rank: disjoint and as equal as possible, the first ranks with one more.
+    """Return disjoint CPUs for each rank, divided as equally as possible; the first ranks may have one more.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` without one."""
+    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or a similar variable; ``None`` without one."""
     # OpenMP takes a list, one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])
@@ -214,12 +214,12 @@ def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str
 
 
 def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
-    """Return a ``DataLoader``'s workers under a quota: with the main process they use no more than its CPUs.
+    """Return how many workers a ``DataLoader`` may have so that they and the main process fit into the quota's CPUs.
 
     Parameters
     ----------
     num_workers : int or 'auto'
-        The loader's number; ``'auto'`` for all CPUs except that of the main process.
+        The loader's number of workers; ``'auto'`` for one worker per CPU, except the main process's CPU.
     quota : ResourceQuota or None
         Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number is unchanged.
     ranks : int
@@ -269,19 +269,19 @@ def applied(
         Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine; a single process changes
         nothing.
     local_rank : int or None
-        Rank whose share to apply; None for the process that starts ``ranks`` others and only waits: it gets the CPUs
-        of all of them, which they inherit and divide.
+        Rank whose share to apply. None for a process that starts ``ranks`` others and only waits; it gets the CPUs of
+        all ranks, which inherit and divide them.
     ranks : int
         Number of processes that train on this node.
     device : torch.device, optional
-        Device that this process trains on; a fraction of a GPU limits torch's allocator there.
+        Device that this process trains on. A quota of a fraction of a GPU limits torch's allocator on this device.
     loader_workers : int
-        Number of ``DataLoader`` workers beside this process, which then has fewer threads by that number.
+        Number of ``DataLoader`` workers. This process uses that many threads fewer.
 
     Raises
     ------
     ResourceError
-        If the machine can't meet the quota, or the process already uses more memory than it allows.
+        If the machine can't meet the quota, or the process already uses more memory than the quota allows.
 
     Notes
     -----

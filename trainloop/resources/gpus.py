@@ -88,7 +88,8 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
     Returns
     -------
     str
-        Composed with the parent's: under ``4,5,7``, device 1 is ``5``. Empty if the child gets no device.
+        The child's mask, composed with the parent's: under ``4,5,7``, device 1 is ``5``. Empty if the child gets no
+        device.
 
     Raises
     ------

@@ -103,7 +103,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     requests : mapping of str to Request
         Requests by kind, such as ``cpu`` and ``gpu``; granted together.
     timeout_s : float, optional
-        Seconds to wait; with 0 they must be free now; a day by default.
+        Seconds to wait; with 0 the devices must be free now. Default: a day.
     where : Path, optional
         The folder to use in place of :func:`folder`.
 
@@ -111,7 +111,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     ------
     ResourceError
         At once if a pool is smaller than its request, or if another user created this user's folder; otherwise after
-        the time-out. It names the processes that hold the devices.
+        the time-out. The error names the processes that hold the devices.
     """
     for kind, request in requests.items():
         # At once: waiting would not help.
@@ -272,7 +272,7 @@ def _user(uid: int | None) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
-    """Let only one process of this user at a time run the block, for a choice of several steps.
+    """Let only one process of this user run the block at a time, for a choice that takes several steps.
 
     If there is no folder for locks, or after waiting for a minute, the block runs anyway.
     """

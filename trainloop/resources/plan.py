@@ -96,9 +96,9 @@ class Plan:
 
     @property
     def waves(self) -> int:
-        """Number of models that run one after the other: the waves of trials, times the waves of folds in a trial.
+        """Number of rounds (waves) of models: the rounds of trials, times the rounds of folds in a trial.
 
-        ``tune`` may need fewer waves, because it gives the slot of a finished trial to the folds of the next one.
+        ``tune`` may need fewer rounds, because it gives the slot of a finished trial to the folds of the next one.
         """
         trials = math.ceil(self.num_trials / self.trials_in_parallel)
         return trials * math.ceil(self.num_folds / self.folds_in_parallel)
@@ -135,12 +135,12 @@ def plan(
     Parameters
     ----------
     total : ResourceQuota or Resources
-        Resources of the run. CPUs must be a number (``resources.available()`` has them); GPUs default to none, since
-        nothing is read from the machine.
+        Resources of the run. CPUs must be a number (``resources.available()`` has them); the number of GPUs defaults to
+        0, because nothing is read from the machine.
     num_trials : int
         Number of trials, 1 or more.
     num_bag_folds : int
-        Folds of each trial; 0 and 1 mean one model without bagging: ``per_bag`` is then ignored, with a warning.
+        Folds of each trial. 0 and 1 mean one model without bagging; ``per_bag`` is then ignored, with a warning.
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model. Values that are ``'auto'`` are derived.
     parallel_folds : bool
@@ -149,7 +149,7 @@ def plan(
     Raises
     ------
     ResourceError
-        If a figure exceeds the nearest given one above it, or is invalid.
+        If a value is invalid, or exceeds the value given at the nearest level above it.
 
     Examples
     --------
@@ -339,7 +339,7 @@ def _quota(figures: WholeQuota) -> ResourceQuota:
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request: a fraction uses a part of one device, a whole number that many devices.
+    """Return the devices of each request: a fraction uses part of one device, a whole number uses that many devices.
 
     Parameters
     ----------

@@ -135,7 +135,7 @@ def exact(num_gpus: object) -> Fraction:
     Returns
     -------
     Fraction
-        ``0.1`` and ``1 - 0.9`` are 1/10, ``1 / 3`` is 1/3, also in single precision; ``0.334`` is 334/1000.
+        ``0.1`` and ``1 - 0.9`` are 1/10, ``1 / 3`` is 1/3, even in single precision; ``0.334`` is 334/1000.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """Schedules that start with a linear warm-up, from 0 to the optimizer's learning rate.
 
-The curves are the same as those of Hugging Face Transformers' ``get_*_schedule_with_warmup``. All schedules count
+The curves equal those of Hugging Face Transformers' ``get_*_schedule_with_warmup`` functions. All schedules count
 optimizer steps.
 """
 

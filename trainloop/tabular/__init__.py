@@ -1,8 +1,8 @@
 """Train on tables, text and pictures under one quota: a predictor like AutoGluon's ``TabularPredictor``.
 
 :class:`TabularPredictor` trains several models with :func:`trainloop.tuning.tune`, each in a separate process, and
-combines them into a weighted ensemble. It first prints how it divides the resources. It needs the extra ``tabular``;
-text and pictures need ``multimodal``.
+combines them into a weighted ensemble. It first prints how it divides the resources. It needs the extra ``tabular``.
+Text and pictures also need ``multimodal``.
 """
 
 from __future__ import annotations

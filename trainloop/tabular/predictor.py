@@ -121,7 +121,7 @@ class TabularPredictor:
         num_bag_folds : int
             With 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
-            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, also in a bag.
+            ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, even in a bag.
         ag_args_ensemble : mapping, optional
             ``{'ag_args_fit': ...}`` with the resources of each bag. ``'fold_fitting_strategy': 'sequential_local'``
             trains the models of a bag one after the other.
@@ -202,9 +202,9 @@ class TabularPredictor:
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
         """Return a table of all models, the best first, with their scores and the resources that each used.
 
-        ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``.
-        ``fit_time`` is the sum of the seconds of all models of a bag, and ``cpu_seconds`` their CPU time. ``cpus`` and
-        ``gpus`` were available to each of these models. The row of the ensemble has the sums over the models in it.
+        ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``. For a
+        bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU time.
+        ``cpus`` and ``gpus`` were available to each of these models. The ensemble's row has the sums over its models.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 

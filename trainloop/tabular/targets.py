@@ -110,8 +110,8 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
     if name not in known:
         raise ConfigurationError(
-            f"eval_metric={metric!r}: a {problem} problem has {', '.join(known)}; or pass a function "
-            "metric(y_true, y_pred) for which greater is better."
+            f"eval_metric={metric!r}: the metrics of a {problem} problem are {', '.join(known)}. Pass one, or "
+            "a function metric(y_true, y_pred) for which greater is better."
         )
     return scorer(known[name], name)
 

@@ -44,7 +44,7 @@ class Trial:
     """Sum of the seconds that the trial's folds took."""
     state: State
     """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
-    search ended."""
+    search ended first."""
     errors: dict[int, str] = field(default_factory=dict)
     """For each fold that failed, its traceback, or the way in which its process ended."""
     cpus: int = 0
@@ -81,9 +81,9 @@ def short(error: str) -> str:
 
 
 class TuneResult:
-    """Trials of a search, the best of them, and its models.
+    """The trials of a search, the best trial, and the models of that trial.
 
-    Made by :func:`~trainloop.tuning.tune`. ``print`` it for the table.
+    Made by :func:`~trainloop.tuning.tune`. ``print`` shows its table.
     """
 
     def __init__(
@@ -336,8 +336,9 @@ class BaggedPredictor:
     Parameters
     ----------
     models : sequence of object, or callable
-        ``TTModel`` s, or estimators with ``predict``, all of one kind; or a callable that returns them. It is called
-        when the models are first needed, because models may be large and their libraries may take seconds to import.
+        ``TTModel`` s, or estimators with ``predict``, all of one kind; or a callable that returns them. The callable is
+        called when the models are first needed, because models may be large and their libraries may take seconds to
+        import.
     """
 
     def __init__(self, models: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:

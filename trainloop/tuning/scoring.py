@@ -104,10 +104,10 @@ def ensemble_weights(
 ) -> list[float]:
     """Compute weights for averaging the predictions of models, by bagged greedy selection.
 
-    Each round adds the model that improves the average most; a model can be added several times. The weights are those
-    after the best round (Caruana et al., *Ensemble selection from libraries of models*, 2004). With a few hundred rows,
-    it depends partly on chance which model is best. Therefore the selection is repeated on samples of the rows, drawn
-    with replacement (each class keeps its number of rows), and the weights are averaged.
+    Each round adds the model that improves the average most; a model can be added several times. The result is the
+    weights after the best round (Caruana et al., *Ensemble selection from libraries of models*, 2004). With only a few
+    hundred rows, chance partly decides which model is best. Therefore the selection is repeated on samples of the rows,
+    drawn with replacement (each class keeps its number of rows), and the weights are averaged.
 
     Parameters
     ----------

@@ -107,8 +107,8 @@ def tune(
         again. The folder contains pickles, which can execute arbitrary code when they are read. Therefore you or root
         must own it, and other users must not be able to write to it.
     fit_args : mapping, optional
-        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. Without them,
-        ``num_epochs`` is the parameter with that name, or 10.
+        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default,
+        ``num_epochs`` is the search parameter with that name or, if there is none, 10.
     data : (x, y), optional
         Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional

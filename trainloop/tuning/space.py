@@ -148,7 +148,7 @@ class Searcher(Protocol):
         ...
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
-        """Receive a trial's score, or None if it failed; also for trials of an earlier run that is resumed."""
+        """Receive a trial's score, or None if it failed. When a search is resumed, earlier trials are included."""
         ...
 
 

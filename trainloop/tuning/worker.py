@@ -62,8 +62,8 @@ class Job:
 def train_fold(job: Job) -> None:
     """Train the fold of ``job``, then end the process. This is its main function.
 
-    The process has its own session: a Ctrl-C in the terminal reaches the search only, which then ends all processes
-    of the fold. The output goes into the file ``log.txt`` of the fold's folder.
+    The process has its own session: a Ctrl-C in the terminal reaches only the search, which then ends all processes of
+    the fold. The output goes into the file ``log.txt`` of the fold's folder.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -99,8 +99,8 @@ def seconds_left() -> float | None:
     """Return the seconds that the model in this process may still take, for models that can end early.
 
     With ``tune(..., time_limit_s=...)``, the time that is left when a model begins is divided equally among the
-    remaining models. Time that a model does not use is available to later models. A tenth is reserved for predictions
-    and files.
+    remaining models. Time that a model does not use is available to later models. A tenth of the time is reserved for
+    predictions and files.
 
     Returns
     -------
