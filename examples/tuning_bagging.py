@@ -1,8 +1,7 @@
 """Trials of bagged models under resource quotas: a TTModel and LightGBM side by side, 2 trials of 2 folds.
 
 AutoGluon's documented example, on scikit-learn's breast-cancer data: of 32 CPUs and 4 GPUs, each trial gets 10 CPUs and
-2 GPUs, and each model gets 4 CPUs and 0.5 GPUs. Here, trials and models get the same fractions of this machine's
-resources.
+2 GPUs, and each model gets 4 CPUs and 0.5 GPUs. Here they get the same fractions of this machine's resources.
 
 python examples/tuning_bagging.py
 """

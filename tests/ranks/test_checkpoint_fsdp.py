@@ -165,7 +165,8 @@ def test_every_mode_reads_what_every_mode_wrote(writer: str, tmp_path: Path) -> 
 def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_path: Path) -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         expected = {epochs: fitted("single", 1, epochs=epochs) for epochs in (2, 3)}
-        loop = fitted("fsdp", 2, tmp_path, epochs=2, gather=False)
+        loop = fitted("fsdp", 2, tmp_path, epochs=2, gather=False, checkpoint_args={"monitor": "loss"})
+        keeper = next(callback for callback in loop.callbacks if isinstance(callback, ModelCheckpoint))
         assert loop.history["loss"] == pytest.approx(expected[2].history["loss"])
         assert distance(loop.model.state_dict(), Tower().state_dict()) == 0  # the scalar one, too
         for it in (loop, copy.deepcopy(loop)):
@@ -181,6 +182,9 @@ def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_pa
         loaded = TrainLoop(loop.model, loop.train_loader, criterion=loop.criterion, gpu_mode="fsdp", devices=2)
         found = loaded.evaluate_loss_on_train_set()
         assert found == pytest.approx(expected[2].evaluate_loss_on_train_set())
+        keeper.load_best()
+        assert loop.evaluate_loss_on_train_set() > 0
+        assert distance(loop.model.state_dict(), load(keeper.best_path)["model"]) == 0
         callbacks = [ModelCheckpoint(tmp_path), ExponentialMovingAverage(0.9)]
         loop.fit(num_epochs=3, callbacks=callbacks, resume_from="last")
         assert distance(state_of(loop), state_of(expected[3])) < 1e-9

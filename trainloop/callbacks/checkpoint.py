@@ -207,7 +207,10 @@ class ModelCheckpoint(Saver):
                 "with a NaN."
             )
         state = checkpoint.load(path)
-        load_model(model or self.train_loop_obj.model, state)
+        loop = self.train_loop_obj
+        load_model(model or loop.model, state)
+        if model in (None, loop.model):
+            loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
         return state
 
     # -- what the loop asks --------------------------------------------------------------------------------------------
