@@ -52,10 +52,10 @@ def test_another_user_who_connects_is_named(host: str) -> None:
         with only_trusted_peers():
             undo.enter_context(connected(listener(), os.geteuid()))  # a rank
             undo.enter_context(connected(server, 65534))  # one's own server, from before, takes whom it likes
-        text = r"user nobody \(uid 65534\) connected to this run's process group .*Nothing was exchanged"
+        text = r"user nobody \(uid 65534\) connected to this run's process group .*No data was exchanged"
         with pytest.raises(ConnectionError, match=text), only_trusted_peers():
             undo.enter_context(connected(listener(), 65534))
-        then = rf"{text}. It then failed: Gloo's own error. Start"
+        then = rf"{text}. Creating the group then failed: Gloo's own error. Start"
         with pytest.raises(ConnectionError, match=then) as caught, only_trusted_peers():
             undo.enter_context(connected(listener(), 65534))
             raise RuntimeError("Gloo's own error.")

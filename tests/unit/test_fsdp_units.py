@@ -71,7 +71,9 @@ def test_a_block_that_shares_a_parameter_goes_to_the_unit_that_holds_both() -> N
 
 
 def test_what_matches_nothing_or_has_no_forward_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"shard=Conv2d matches no module of Tower. It has modules of Embed"):
+    with pytest.raises(
+        ConfigurationError, match=r"shard=Conv2d matches no module of Tower. The classes of its submodules are Embed"
+    ):
         units_of(Tower(), nn.Conv2d)
     with pytest.raises(ConfigurationError, match="matches lists, a ModuleList, which has no forward"):
         units_of(Nested(), [nn.ModuleList])

@@ -71,12 +71,12 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
     uids = _untrusted_users(_own_sockets() - before)
     if uids:
         users = " and ".join(sorted({_user(uid) for uid in uids}))
-        then = "" if cause is None else f" It then failed: {cause}"
+        then = "" if cause is None else f" Creating the group then failed: {str(cause).rstrip('.')}."
         # Without the cause, which would look like the loss of another rank.
         raise kind(
             f"{users} connected to this run's process group while it was created, but only its ranks may (seen by the "
-            f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). Nothing was exchanged.{then} Start the "
-            "run again; if somebody does this on purpose, start it in a container with its own network. See "
+            f"run's own process {os.getpid()}, at {time.strftime('%H:%M:%S')}). No data was exchanged.{then} Start the "
+            "run again; if somebody connects on purpose, start it in a container with its own network. See "
             "SECURITY.md."
         ) from None
 

@@ -62,8 +62,8 @@ class TTDataParallel(Transparent, DataParallel):
 
     Notes
     -----
-    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 2 replicas get 4 and 3 of 7 samples; of
-    8 replicas, one is idle.
+    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: of a batch of 7 samples, 2 replicas get
+    4 and 3. With 8 replicas, 7 get one sample each and one is idle.
 
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost.
     In-place changes of buffers are kept only from the first replica, so BatchNorm has the statistics of the first part.

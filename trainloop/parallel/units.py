@@ -95,7 +95,8 @@ def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
     if not found:
         classes = ", ".join(dict.fromkeys(type(part).__name__ for name, part in module.named_modules() if name))
         raise ConfigurationError(
-            f"shard={_shown(shard)} matches no module of {type(module).__name__}. It has modules of {classes}."
+            f"shard={_shown(shard)} matches no module of {type(module).__name__}. The classes of its submodules are "
+            f"{classes}."
         )
     for name, part in found:
         if not _has_forward(part):

@@ -104,7 +104,8 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
         if not 0 <= index < len(visible):
             raise DeviceError(
                 f"device {index} was chosen for a child process, but {len(visible)} are visible here "
-                f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose among these, counted from 0."
+                f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose by position in this list, "
+                f"from 0 to {len(visible) - 1}."
             )
     names = [visible[index] for index in indices]
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):

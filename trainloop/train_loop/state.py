@@ -217,7 +217,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
         keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
         if not keepers:
             raise ConfigurationError(
-                "resume_from='last' needs a ModelCheckpoint in callbacks, which has the folder of checkpoints. "
+                "resume_from='last' needs a ModelCheckpoint in callbacks, to know which folder to search. "
                 "Add the ModelCheckpoint of the first run, or pass a checkpoint's path."
             )
         state = keepers[0].last_state(whole=whole)

@@ -192,10 +192,12 @@ class LoopView:
         if not epochs and not iterations:
             epochs, iterations = self.num_epochs, self.num_iterations
         if self.train_loader is None or not (epochs or iterations):
-            missing = "train_loader is None" if self.train_loader is None else "there was no fit yet"
-            raise ConfigurationError(
-                f"num_optimizer_steps: {missing}. Pass train_loader to TrainLoop, and num_epochs or num_iterations."
+            missing = (
+                "train_loader is None. Pass TrainLoop(train_loader=...)"
+                if self.train_loader is None
+                else "the length of the training is not known. Pass num_epochs or num_iterations"
             )
+            raise ConfigurationError(f"num_optimizer_steps: {missing}.")
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = self.world_size if self.running is not None else self.site.num_ranks
         # From a feed that is never read.
