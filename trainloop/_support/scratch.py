@@ -27,13 +27,14 @@ from trainloop._support.platform import fcntl, process_config, user_id
 
 __all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
 
-# Short: the path of a socket in it has 107 characters at most.
 PREFIX = "trainloop-mp-"
 _TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"
 SHARED_MEMORY = "/dev/shm"
 """Folder in memory where Linux keeps semaphores, too."""
 _SEMAPHORES = "mp-"
+_LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; on Linux, 107
+_SOCKET = f"/{PREFIX}12345678/pymp-12345678/listener-12345678"  # by which loader workers send tensors
 _FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -55,13 +56,20 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
         Token of the launch; semaphores that :func:`name_semaphores` has named by it are removed as well.
     """
     remove_dead()
-    scratch = _make()
+    scratch = _make(parent=_parent_of_sockets())
     try:
         with open(os.path.join(scratch.path, _TOKEN + token), "x"):
             pass
         yield scratch
     finally:
         _remove(scratch, own=True)
+
+
+def _parent_of_sockets() -> str:
+    """Return the temporary folder, or ``/tmp`` if the path of a socket in it would be too long."""
+    parent = tempfile.gettempdir()
+    too_long = len(os.fsencode(parent) + _SOCKET.encode()) > _LONGEST_SOCKET
+    return "/tmp" if too_long and os.access("/tmp", os.W_OK) else parent
 
 
 def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scratch:
@@ -161,7 +169,7 @@ def remove_dead() -> None:
     """Remove folders and semaphores of this user's launches that have no living process."""
     if sys.platform == "win32":
         return
-    for parent in {tempfile.gettempdir(), SHARED_MEMORY}:
+    for parent in {tempfile.gettempdir(), _parent_of_sockets(), SHARED_MEMORY}:
         with contextlib.suppress(OSError), os.scandir(parent) as entries:
             for entry in entries:
                 if entry.name.startswith((PREFIX, _TEMPORARY)) and _is_own_folder(entry):
