@@ -44,6 +44,13 @@ class MadePairs(Net):
         return tuple(part for part in (self(x), y))
 
 
+class Calls(Net):
+    """Calls the criterion itself."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self(batch_data[0]), batch_data[1])
+
+
 class Short(Net):
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         y_pred, y_true, metadata = super().get_predictions(batch_data, device)
@@ -106,6 +113,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optimizer is a class": (lambda: make(optimizer=optim.SGD), ["optimizer", "SGD"]),
     "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
     "criterion is a class": (lambda: make(criterion=nn.CrossEntropyLoss), ["criterion", "CrossEntropyLoss()"]),
+    "no criterion": (lambda: fit({"criterion": None}), ["Net.get_loss", "TrainLoop(criterion="]),
     "a loss of each sample": (
         lambda: fit({"criterion": nn.CrossEntropyLoss(reduction="none")}),
         ["get_loss", "(16,)", ".mean()"],
@@ -321,6 +329,28 @@ def test_wrong_arguments_are_configuration_errors(case: str, no_process: None) -
     missing = [word for word in words if word not in message]
     assert not missing, f"{missing} not in: {message}"
     assert len(message) > 30, message  # long enough to say what to do
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_a_call_of_no_criterion_says_that_there_is_none(mode: str) -> None:
+    devices = {"gpu_mode": mode, "devices": 2} if mode == "dp" else {}
+    loader = DataLoader(make_data(), batch_size=16)
+    loop = make(model=Calls(), criterion=None, **devices)
+    for call in (lambda: loop.fit(1), lambda: loop.evaluate_model_loss(loader)):
+        with pytest.raises(
+            TypeError, match=r"(?s)'NoneType' object is not callable.*criterion=None.*TrainLoop\(criter"
+        ):
+            call()
+
+    class CallsAnother(Calls):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            nothing: Any = None
+            return nothing(batch_data)
+
+    # Other calls of None are not about it.
+    with pytest.raises(TypeError, match="not callable") as caught:
+        fit({"model": CallsAnother()})
+    assert "criterion" not in str(caught.value)
 
 
 def with_methods(**methods: Any) -> type[Net]:

@@ -28,7 +28,7 @@ from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.handover import CallerSide, RankSide
-from trainloop.train_loop.losses import explain_batch_of_one, run_through
+from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
@@ -217,6 +217,10 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
         try:
             with run.undo:
                 yield run
+        except TypeError as error:
+            if loop.criterion is None:
+                explain_no_criterion(error)
+            raise
         except ValueError as error:
             explain_batch_of_one(error)
             raise

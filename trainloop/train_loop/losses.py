@@ -6,6 +6,7 @@ A loss is separated from its weight here, and rejected if it can't be differenti
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ __all__ = [
     "Yielded",
     "explain_batch_of_one",
     "explain_backward",
+    "explain_no_criterion",
     "joined_losses",
     "per_sample",
     "run_through",
@@ -84,6 +86,21 @@ def explain_backward(loss: Any, error: RuntimeError) -> None:
         raise ConfigurationError(
             "get_loss returned a loss without a graph, so it can't be differentiated. Compute it from the model's "
             "output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+        )
+
+
+def explain_no_criterion(error: TypeError) -> None:
+    """If ``get_loss`` called None, add to the error's text that the loop has no criterion."""
+    text = str(error)
+    if "'NoneType' object is not callable" not in text:
+        return
+    # A thread of dp raises a new error, with the first one's traceback in its text.
+    called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
+        # Python 3.10 has no add_note.
+        error.args = (
+            f"{text}. get_loss was given criterion=None, since the loop has no criterion. If get_loss called it, "
+            "pass TrainLoop(criterion=nn.CrossEntropyLoss()).",
         )
 
 
