@@ -294,8 +294,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and this model has different values "
-            "than in that run. Before fit, load it from the same file as in that run."
+            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and its values in this model differ from "
+            "those in the checkpoint's run. Before fit, load the values that the checkpoint's run began with."
         )
 
 
