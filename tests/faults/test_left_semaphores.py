@@ -22,6 +22,9 @@ from trainloop.errors import WorkerFailedError
 
 
 def makes_semaphores_and_dies(folder: str, stop: Any) -> None:
+    import joblib.externals.loky.backend as loky  # what scikit-learn imports; it renames all of a process's semaphores
+
+    assert loky._make_name().startswith(f"/loky-{os.getpid()}-")
     queue = multiprocessing.get_context("spawn").Queue()
     names = [str(queue._rlock._semlock.name), str(queue._sem._semlock.name)]  # type: ignore[attr-defined]
     assert all(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)
@@ -32,7 +35,7 @@ def makes_semaphores_and_dies(folder: str, stop: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_semaphores_of_killed_ranks_are_removed(
+def test_semaphores_of_killed_ranks_are_removed_whatever_a_library_calls_them(
     start_method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     work = functools.partial(makes_semaphores_and_dies, str(tmp_path))

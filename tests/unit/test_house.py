@@ -226,6 +226,7 @@ FOREIGN: dict[str, str] = {
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle"
     ),
     "_support/platform.py": "_config",
+    "_support/scratch.py": "_rand",
     "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/gradients.py": "_per_optimizer_states",
     "train_loop/trained.py": "_get_default_store",

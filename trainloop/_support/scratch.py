@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainloop._support.platform import fcntl, process_config, user_id
 
@@ -121,9 +121,24 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
 def name_semaphores(token: str) -> None:
     """Name the semaphores of this process and its workers after their launch.
 
-    Called in a rank, which may be killed. After that only their names show which launch they belong to.
+    Called in a rank, which may be killed. After that only their names show which launch they belong to. Libraries
+    rename them: joblib's loky does so for the whole process when it is imported.
     """
-    process_config()["semprefix"] = f"/{_SEMAPHORES}{token}"
+    from multiprocessing import synchronize  # keeps `import trainloop` fast
+
+    prefix = f"/{_SEMAPHORES}{token}"
+    process_config()["semprefix"] = prefix
+    make = synchronize.SemLock.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # On the instance, where it overrides what a library sets in the class, before or after.
+        self._make_name = lambda: f"{prefix}-{next(synchronize.SemLock._rand)}"  # type: ignore[attr-defined]
+        try:
+            make(self, *args, **kwargs)
+        finally:
+            del self._make_name
+
+    synchronize.SemLock.__init__ = __init__  # type: ignore[method-assign]
 
 
 def _remove_semaphores(token: str, *, tracked: bool) -> None:
