@@ -166,6 +166,7 @@ def test_a_folder_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.M
     refused: list[int] = []
     monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(scratch, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(scratch, "_LONGEST_SOCKET", 1000)  # else folders in /tmp are looked at, if tmp_path is long
     monkeypatch.setattr(scratch.fcntl, "flock", refuse)
     folder = scratch.temporary_folder()
     assert os.listdir(tmp_path) == [os.path.basename(folder.path)]
