@@ -237,7 +237,7 @@ def test_with_256_descriptors_and_64_mib_of_shared_memory(tmp_path: Path) -> Non
 
 def prints(stop: StopAgreement) -> None:
     print("out", dist.get_rank())
-    print("err", dist.get_rank(), file=sys.stderr)
+    sys.stderr.write(f"err {dist.get_rank()}\n")  # in one piece, so that the other rank's can't be within it
     sys.stderr.write("no end of line")
 
 
