@@ -236,8 +236,9 @@ def test_with_256_descriptors_and_64_mib_of_shared_memory(tmp_path: Path) -> Non
 
 
 def prints(stop: StopAgreement) -> None:
-    print("out", dist.get_rank())
-    sys.stderr.write(f"err {dist.get_rank()}\n")  # in one piece, so that the other rank's can't be within it
+    # In one piece, so that the other rank's can't be within it, even with PYTHONUNBUFFERED.
+    sys.stdout.write(f"out {dist.get_rank()}\n")
+    sys.stderr.write(f"err {dist.get_rank()}\n")
     sys.stderr.write("no end of line")
 
 
