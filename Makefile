@@ -1,7 +1,7 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
 # make test-long  those
-# make test-slow-part  one of 15 parts of the slow tests, a different one after each commit: make test-slow-part PART=3
+# make test-slow-part  one of 20 parts of the slow tests, a different one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
@@ -73,7 +73,7 @@ test-long: $(VENV)/test.stamp
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 test-slow-part: $(VENV)/test.stamp
-	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/15 -o faulthandler_timeout=300 \
+	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/20 -o faulthandler_timeout=300 \
 		tests/unit tests/ranks tests/faults $(ARGS)
 
 test-unit: $(VENV)/test.stamp
