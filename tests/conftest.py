@@ -64,9 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("--part"):
         k, n = map(int, part.split("/"))
-        left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % n != k % n]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        part_of = {item: zlib.crc32(item.nodeid.encode()) % n for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if part_of[item] != k % n])
+        items[:] = [item for item in items if part_of[item] == k % n]
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:

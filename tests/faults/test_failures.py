@@ -33,7 +33,6 @@ from trainloop._launch.failures import Failure, failure_of, first_failure, hint,
 from trainloop._support.stopping import StopAgreement
 from trainloop.errors import WorkerFailedError
 
-REPEATS = [pytest.param(1, id="once"), pytest.param(20, id="20 times", marks=pytest.mark.slow)]
 ENDS_WITHIN_S = 10.0
 
 
@@ -413,7 +412,7 @@ def test_a_killed_parent_takes_its_ranks_along(repeats: int, tmp_path: Path, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("repeats", REPEATS)
+@pytest.mark.parametrize("repeats", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_one_ctrl_c_stops_all_at_a_step(repeats: int, tmp_path: Path) -> None:
     for i in range(repeats):
         (tmp_path / str(i)).mkdir()
