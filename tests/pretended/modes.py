@@ -214,6 +214,8 @@ MODES = {f.__name__: f for f in (single, workers, dp, ddp, failures, fsdp, tunin
 if __name__ == "__main__":
     assert sys.platform == os.environ.get("PRETEND_PLATFORM", sys.platform)
     torch.set_num_threads(1)
+    # A shell's background jobs ignore Ctrl-C, as does then the training that it is to end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         tempfile.tempdir = temporary
         for mode in sys.argv[1:] or MODES:
