@@ -22,7 +22,7 @@ class TTModel(nn.Module, ABC):
     """An ``nn.Module`` that also computes the loss and the predictions of a batch.
 
     Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode. Batches are
-    already on ``device``; moving them there yourself does no harm.
+    already on ``device``, so ``.to(device)`` copies nothing.
 
     Examples
     --------
@@ -92,8 +92,8 @@ class TTModel(nn.Module, ABC):
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         """Return ``(y_pred, y_true, metadata)`` of one batch, a row for each sample. ``y_true`` may be None.
 
-        Rows may be tensors, arrays, lists of anything, or nested dicts and tuples of these; ``metadata`` is a dict. If
-        the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
+        Rows may be tensors, arrays, lists of any objects, or nested dicts and tuples of these. ``metadata`` is a dict.
+        If the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
         """
 
     def on_epoch_begin(self) -> None:
@@ -121,7 +121,7 @@ class TTModel(nn.Module, ABC):
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the pass's last batch, unless the pass ended with an exception."""
+        """Called after the last batch of a pass, unless the pass ended with an exception."""
 
     def log(
         self,
@@ -139,7 +139,7 @@ class TTModel(nn.Module, ABC):
         """Record a metric, from any method of the model. If no loop is running, do nothing.
 
         The value is copied on its device, and the copy stays there until logs are flushed. A call takes a microsecond
-        or two and never waits. Later changes to the tensor have no effect on the metric.
+        or two and never waits for the device. Later changes to the tensor have no effect on the metric.
 
         Parameters
         ----------
@@ -189,9 +189,10 @@ class TTModel(nn.Module, ABC):
     def all_gather(self, value: Any, *, concat: bool = False) -> Any:
         """Return ``value`` (nested tensors and numbers) of all ranks, with a new leading axis for the ranks.
 
-        Collective: every rank must call it, with equal shapes. With ``concat=True``, values are joined along their
-        first axis instead, whose length may differ between ranks. Gradients flow back to the tensors of every rank, so
-        a loss over the rows of all ranks trains as in one process; see :func:`~.distributed.all_gather`.
+        Collective: every rank must call this method, with equal shapes. With ``concat=True``, values are joined along
+        their first axis instead, and the length of this axis may differ between ranks. Gradients flow back to the
+        tensors of every rank, so a loss over the rows of all ranks trains as in one process; see
+        :func:`~.distributed.all_gather`.
         """
 
         return all_gather(value, concat=concat)

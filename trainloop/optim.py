@@ -26,7 +26,7 @@ class MultiLoss(Mapping[str, Tensor]):
     loss_dict : mapping of str to 0-d Tensor
     loss_optimizer_map : mapping of str to int or str, optional
         Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss belongs to
-        the optimizer with the same name. If there are several optimizers, they must then have names (see
+        the optimizer with the same name. In that case, several optimizers must have names (see
         :class:`MultiOptimizer`).
     retain_graph_until_last : bool
         Keep the autograd graph until the last loss, because losses often share parts of it.
@@ -288,7 +288,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
-    """Return the torch optimizers as a list: the optimizer itself, or those of a :class:`MultiOptimizer`."""
+    """Return the torch optimizers as a list: the optimizer itself, or the optimizers of a :class:`MultiOptimizer`."""
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
@@ -302,7 +302,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def drop_gradients(optimizer: Optimizer) -> None:
     """Clear gradients like ``optimizer.zero_grad()``, but without torch's profiler mark: a seventh faster if small.
 
-    An optimizer whose ``zero_grad`` was overridden or replaced has that method called.
+    If the optimizer's ``zero_grad`` was overridden or replaced, that method is called.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad(set_to_none=True)

@@ -450,7 +450,7 @@ class _ScikitLearnPackage(AbstractResultPackage):
 
 
 class ClassificationResultPackage(_ScikitLearnPackage):
-    """Metrics of classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
+    """Metrics for predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
     Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
     have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
@@ -463,7 +463,7 @@ class ClassificationResultPackage(_ScikitLearnPackage):
 
 
 class BinaryClassificationResultPackage(_ScikitLearnPackage):
-    """Metrics of two classes by score: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc``, ``pr_auc``.
+    """Metrics for scores of two classes: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc``, ``pr_auc``.
 
     Parameters
     ----------
@@ -474,8 +474,8 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
     Notes
     -----
-    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2), of
-    which the second is used.
+    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2). Of
+    these two, the second is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:
@@ -497,7 +497,7 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
 
 class RegressionResultPackage(_ScikitLearnPackage):
-    """Metrics of numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
+    """Metrics for predicted numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
         rows = self.y_predicted, self.y_true

@@ -116,9 +116,9 @@ def find_lr(
 ) -> LearningRates:
     """Train a copy of the loop with a learning rate that increases from step to step.
 
-    It runs in the mode, on the devices and with the batches of the loop. If there are fewer batches than steps, they
-    are repeated. The loop is not changed, so set the rate yourself: ``optimizer.param_groups[0]["lr"] =
-    found.suggestion``.
+    The copy runs in the mode, on the devices and with the batches of the loop. If there are fewer batches than steps,
+    the batches are repeated. The loop itself is not changed, so set the rate yourself:
+    ``optimizer.param_groups[0]["lr"] = found.suggestion``.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def find_lr(
 
     Notes
     -----
-    It needs memory for a second model and optimizer. A stream is read from its beginning, and is not rewound
+    This needs memory for a second model and optimizer. A stream is read from its beginning, and is not rewound
     afterwards.
 
     Examples
@@ -246,9 +246,9 @@ def find_batch_size(
 ) -> BatchSizes:
     """Try training steps with repeatedly doubled batch sizes, until memory or data run out.
 
-    It runs in the mode and on the devices of the loop, with copies of the model and the optimizer, so the loop is not
-    changed. After an out-of-memory error, GPU memory is freed. On the CPU each size is tried in a separate process,
-    because the kernel may kill it; so a script needs ``if __name__ == '__main__':``.
+    The steps run in the mode and on the devices of the loop, with copies of the model and the optimizer, so the loop is
+    not changed. After an out-of-memory error, GPU memory is freed. On the CPU each size is tried in a separate process,
+    because the kernel may kill that process. Therefore a script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------

@@ -50,8 +50,8 @@ class _OwnSignature:
 class AbstractCallback:
     """Base of all callbacks. Override the hooks that you need; the others cost nothing.
 
-    In ``ddp`` each rank has its own copy of the callback passed to ``fit``; at the end, the caller's
-    callback gets the state of rank 0's copy.
+    In ``ddp`` each rank has its own copy of each callback. When ``fit`` returns, the caller's callback has the state of
+    rank 0's copy.
 
     Parameters
     ----------
@@ -148,9 +148,9 @@ class AbstractCallback:
         """Record a metric from a hook, by default reduced over all ranks, with the arguments of :meth:`.TTModel.log`.
 
         The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
-        the interrupted one in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
+        the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
         epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the hooks of
-        an evaluation the name gets the evaluation's prefix.
+        an evaluation, the name gets the prefix of that evaluation.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, even if several ranks or the model log
@@ -237,7 +237,7 @@ class AbstractCallback:
         """Called when a step's gradients are complete (all micro-batches and ranks, unscaled), before the step."""
 
     def on_after_optimizer_step(self) -> None:
-        """Called after the step of each optimizer. ``train_loop_obj.step_skipped`` is True if AMP skipped it."""
+        """Called once all optimizers have stepped. ``train_loop_obj.step_skipped`` is True if AMP skipped the step."""
 
     def on_batch_end(self) -> None:
         """Called after each (micro-)batch."""

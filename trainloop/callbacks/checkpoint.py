@@ -55,28 +55,29 @@ class ModelCheckpoint(Saver):
         ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
-        The newest is always kept in addition. Only this run's files are deleted, including files that it wrote before
-        it was resumed.
+        The newest is always kept in addition. Only files of this run are deleted, including files that the run wrote
+        before it was resumed.
     async_save : bool
         If True, the loop waits only while the state is copied to host memory, and a thread writes the copy. If a
         checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
         at most the steps since the last complete checkpoint.
     every_n_minutes : float or None
-        Write a checkpoint at the first step that ends this many minutes after the last checkpoint, by rank 0's clock.
+        Write a checkpoint after the first step that ends at least this many minutes after the last checkpoint, by rank
+        0's clock.
     safetensors : bool
         Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
         Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
-        the script must load them before ``fit``. A resumed run compares their values (in ``fsdp``, only their shapes)
-        with the values in the first run.
+        the script must load them before ``fit``. A resumed run checks that their values (in ``fsdp``, only their
+        shapes) are the same as in the first run.
 
     Attributes
     ----------
     best_path : str or None
-        Kept checkpoint with the best value of ``monitor``. During training, ``best_path`` and ``last_path`` are known
-        only on rank 0; afterwards they are known on all ranks.
+        Path of the kept checkpoint with the best value of ``monitor``. During training, ``best_path`` and ``last_path``
+        are known only on rank 0; afterwards they are known on all ranks.
     last_path : str or None
-        Newest checkpoint on disk.
+        Path of the newest checkpoint on disk.
     best_value : float or None
         Value of ``monitor`` of the checkpoint at ``best_path``.
 
@@ -180,7 +181,7 @@ class ModelCheckpoint(Saver):
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model.
 
-        In ``ddp``, all ranks must call it together during training (for example in ``on_train_end``).
+        During training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
 
         Parameters
         ----------

@@ -35,11 +35,11 @@ class EarlyStopping(AbstractCallback):
     Attributes
     ----------
     best : float or None
-        Best value so far; None before the first.
+        Best value so far; None before the first evaluation.
     best_epoch : int
         Index of the epoch of the best value.
     stopped_epoch : int or None
-        Index of the epoch after which this callback ended training; None if it did not.
+        Index of the epoch after which this callback ended training; None if it did not end training.
 
     Raises
     ------
@@ -109,7 +109,7 @@ class EarlyStopping(AbstractCallback):
 
 
 class ThresholdEarlyStopping(AbstractCallback):
-    """Stop unless a metric reaches a threshold, to end unpromising runs early.
+    """Stop if a metric does not reach a threshold, to end unpromising runs early.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class ThresholdEarlyStopping(AbstractCallback):
     threshold : float
         Value to reach: the metric must not be worse.
     patience : int
-        Number of evaluations in a row that may be worse than the threshold. One more ends training.
+        Number of evaluations in a row that may be worse than the threshold. One more such evaluation ends training.
     mode : {'auto', 'min', 'max'}
         As in :class:`EarlyStopping`.
 

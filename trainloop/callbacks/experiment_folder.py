@@ -26,7 +26,7 @@ __all__ = [
 class AbstractExperimentCallback(AbstractCallback):
     """Base of callbacks that write into an experiment's folder.
 
-    Names that are not given are taken from the loop if it writes an experiment's folder, like
+    If you don't pass a name, it is taken from the loop, if that writes an experiment's folder like
     :class:`trainloop.TrainLoopCheckpoint`.
 
     Parameters

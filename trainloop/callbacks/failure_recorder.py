@@ -54,18 +54,18 @@ class FailureRecorder(AbstractCallback):
     versions. If a dataset or a collate function raises, the file contains the indices of the batch, not the batch. The
     error's message and ``WorkerFailedError.recorded`` name the file.
 
-    In each ``fit``, only the first value that is not finite is recorded, and training continues; add
-    :class:`TerminateOnNaN` to end it. Gradients that AMP's scaler finds infinite are not an error.
+    In each ``fit``, only the first value that is not finite is recorded, and training continues. To end training, add
+    :class:`TerminateOnNaN`. Gradients that AMP's scaler finds infinite are not an error.
 
     Parameters
     ----------
     dirpath : str or path
         Folder or URL; the first record creates it. Each rank writes its own file.
     check_every_n_steps : int, optional
-        Steps between two checks for values that are not finite. (A check waits for the GPU.) By default, the loss is
-        checked in each batch on the CPU. Gradients, and on other devices the loss, are checked as often as possible if
-        the checks may take at most 0.25 % of the training time. If a gradient is not finite in a step without a check,
-        the optimizer's step makes weights non-finite, and the record of the next check reports that.
+        Steps between two checks for values that are not finite. (A check waits for the GPU.) By default, a loss on the
+        CPU is checked in each batch. Gradients, and losses on other devices, are checked as often as possible within
+        0.25 % of the training time. If a gradient is not finite in a step without a check, the optimizer's step makes
+        weights non-finite, and the record of the next check reports that.
 
     Attributes
     ----------
@@ -79,9 +79,9 @@ class FailureRecorder(AbstractCallback):
 
     Notes
     -----
-    These are not recorded:
+    The following is not recorded:
 
-    * a rank that is killed by a signal, or because the host is out of memory;
+    * the failure of a rank that is killed by a signal, or because the host is out of memory;
     * failures in evaluation and prediction, and in loaders without indices (streams, plain iterables, persistent
       workers without a seed);
     * in ``fsdp``, a step in which parameters of the rank are sharded at the moment of the failure (the error names

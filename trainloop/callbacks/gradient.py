@@ -111,7 +111,7 @@ class GradientStats(GradientCallbackBase):
     Parameters
     ----------
     every_n_steps : int
-        Log at the first step and at every n-th.
+        Log at the first step and at every n-th step.
     per_parameter : bool
         Also log the norm of each parameter.
 

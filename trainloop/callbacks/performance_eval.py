@@ -42,7 +42,8 @@ class ModelPerformanceEvaluation(AbstractCallback):
     on_iteration_frequency : int
         Batches between two evaluations within an epoch; 0 for none.
     if_available_output_to_project_dir : bool
-        If the loop is a ``TrainLoopCheckpoint`` or similar, the package writes its own files into the results folder.
+        If True and the loop is a ``TrainLoopCheckpoint`` or similar, the package writes its own files into the results
+        folder.
 
     Raises
     ------
@@ -248,7 +249,7 @@ class TrainHistoryFormatter(AbstractCallback):
     output_metric_setter : callable
         Function of that list that returns ``(name, value)`` to add to the history.
     epoch_end, train_end : bool
-        Compute it after each epoch, or at the end of training; exactly one must be True.
+        Compute the metric after each epoch, or at the end of training; exactly one must be True.
     strict_metric_extract : bool
         If True, a list without a value for the current epoch is an error; otherwise a line is printed and nothing is
         added.

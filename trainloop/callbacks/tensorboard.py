@@ -45,7 +45,7 @@ class TensorBoard(AbstractCallback):
     Parameters
     ----------
     log_dir : str or path, optional
-        Folder to write to. Default: a new one, ``runs/<date and time>_<class of the model>``.
+        Folder to write to. Default: a new folder, ``runs/<date and time>_<class of the model>``.
     log_every_n_steps : int, optional
         Write the values of every n-th step. ``None`` writes only epoch values.
     learning_rate : bool
@@ -62,7 +62,7 @@ class TensorBoard(AbstractCallback):
     Attributes
     ----------
     log_dir : str or None
-        Folder that is written to. If it was not given, it is None until ``fit``.
+        Folder that is written to. If you did not pass one, it is None until ``fit``.
 
     Raises
     ------

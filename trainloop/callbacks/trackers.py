@@ -187,8 +187,10 @@ class WandBTracking(_Tracking):
         Folders whose code is stored with the run.
     log_dir : str, optional
         Folder for wandb's own files.
-    project_name, experiment_name : str, optional
-        Project and name of the run. Default: the names of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
+    project_name : str, optional
+        W&B project of the run. Default: the loop's ``project_name``, if it is a ``TrainLoopCheckpoint`` or similar.
+    experiment_name : str, optional
+        Name of the run in W&B. Default: the loop's ``experiment_name``, if it is a ``TrainLoopCheckpoint`` or similar.
     **kwargs
         Further arguments of ``wandb.init``, such as ``mode='offline'``.
 
@@ -313,12 +315,13 @@ class MLflowTracking(_Tracking):
     """Send the run to MLflow, from rank 0.
 
     Values are sent under their names, against the global step. If a metric has step values, its epoch values are sent
-    as ``epoch/<name>``. The process that trains starts the MLflow run; a resumed ``fit`` continues that run.
+    as ``epoch/<name>``. The training process starts the MLflow run. A resumed ``fit`` continues that run.
 
     Parameters
     ----------
     experiment_name : str, optional
-        Default: the loop's experiment if it has one, otherwise MLflow's own default.
+        MLflow experiment of the run. Default: the loop's ``experiment_name`` if it has one, otherwise MLflow's own
+        default.
     run_name : str, optional
     tracking_uri : str, optional
         Server or folder. Default: MLflow's own default (``MLFLOW_TRACKING_URI``).

@@ -270,7 +270,7 @@ class LearningRateMonitor(AbstractCallback):
     Parameters
     ----------
     every_n_steps : int
-        Log at the first step and at every n-th.
+        Log at the first step and at every n-th step.
 
     Examples
     --------

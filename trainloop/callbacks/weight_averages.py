@@ -122,11 +122,11 @@ class WeightAverage(AbstractCallback):
 
 
 class ExponentialMovingAverage(WeightAverage):
-    """Average the weights over steps; the trained model ends with the average.
+    """Average the weights over steps. When training ends, the model has the averaged weights.
 
     After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, computed
     with ``torch.optim.swa_utils``. Every rank computes the average itself, from equal weights. Buffers, such as
-    BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained one.
+    BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained model.
 
     Parameters
     ----------
@@ -224,8 +224,9 @@ class StochasticWeightAveraging(WeightAverage):
     """Average the weights at the end of epochs, over the last part of training, at a constant learning rate.
 
     From epoch ``start`` on, the weights at the end of each epoch are averaged. The learning rate changes to ``swa_lr``
-    within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. The trained model ends with the average. A pass
-    over the training set recomputes BatchNorm statistics, like torch's ``update_bn`` (but with dropout off).
+    within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. When training ends, the model has the averaged
+    weights. An additional pass over the training set recomputes the BatchNorm statistics, like torch's ``update_bn``
+    (but with dropout off).
 
     Parameters
     ----------

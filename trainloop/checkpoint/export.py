@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write the weights in a checkpoint to a file in the safetensors format; no further package is needed.
+    """Write the weights in a checkpoint to a file in the safetensors format. This needs no other package.
 
     Parameters
     ----------

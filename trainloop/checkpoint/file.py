@@ -184,7 +184,7 @@ class _Checksummed:
 
 
 def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
-    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` detects if it gets lost.
+    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` detects its loss.
 
     ``run`` is the run that wrote it, which may remove its own unfinished files.
     """
@@ -364,7 +364,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Return the checkpoints of a folder, the oldest first; before them, those with a damaged end, sorted by name.
+    """Return a folder's checkpoints: first those with a damaged end, sorted by name, then the others, the oldest first.
 
     Reads only the last bytes of each file. Unfinished files have other names and are not listed.
     """

@@ -19,16 +19,17 @@ from trainloop.errors import ConfigurationError
 class SplitBatches:
     """A loader whose batches are split over the ranks by columns, so that a column stays on its rank.
 
-    In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. If a model
-    carries state from batch to batch (truncated backpropagation through time), this is wrong, because the state after a
-    chunk of the sequence belongs to the next chunk. With this class, every rank reads every batch, in order, and takes
-    the same block of columns from each batch. Any number of ranks then trains like one process with the whole batches.
+    In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. This is
+    wrong for a model that carries state from batch to batch (truncated backpropagation through time), because the state
+    after a chunk of the sequence is needed for the next chunk. With this class, every rank reads every batch, in order,
+    and takes the same block of columns from each batch. Any number of ranks then trains like one process with the whole
+    batches.
 
     Parameters
     ----------
     loader : iterable of batches
-        A ``DataLoader`` or another object that can be iterated repeatedly. Each of its batches is for all ranks
-        together.
+        A ``DataLoader`` or another object that can be iterated repeatedly. Each batch contains the columns of all
+        ranks.
     dim : int
         Dimension of the columns, in every tensor and array of a batch: 1 for chunks shaped ``(time, column)``, 0
         for ``(column, time)``. One-dimensional tensors (such as lengths) and lists must have an entry for each column.

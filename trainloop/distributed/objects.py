@@ -116,8 +116,8 @@ def gather_object(obj: T) -> list[T]:
     one host always have a key; ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data
     is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
-    It takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all ranks,
-    each padded to the longest.
+    A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all
+    ranks, each padded to the longest.
     """
     if not has_group():
         return [obj]
@@ -195,7 +195,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     Raises
     ------
     ConfigurationError, UnpicklableError, ConnectionError
-        As :func:`broadcast_object`.
+        As in :func:`broadcast_object`.
     """
     world_size = get_world_size()
     if not 0 <= dst < world_size:
@@ -229,7 +229,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 
     Notes
     -----
-    It takes one exchange over Gloo for up to 128 integers, otherwise two.
+    A call takes one exchange over Gloo for up to 128 integers, otherwise two.
     """
     if not has_group():
         return [[int(value) for value in values]]
@@ -241,7 +241,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 def barrier() -> None:
     """Wait until every rank has called this function.
 
-    Collective: every rank calls it. Only the processes wait for each other; the queued work of GPUs may still run.
+    Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still run.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")

@@ -148,7 +148,7 @@ def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
     Parameters
     ----------
     f : callable
-        Function to call on rank 0. It must not contain an exchange, because the other ranks don't take part.
+        Function to call on rank 0. It must not contain an exchange, because the other ranks would not take part.
 
     Returns
     -------

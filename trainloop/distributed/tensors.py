@@ -187,9 +187,9 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one for each tensor.
+    A call takes one small exchange for the shapes, then one for each tensor.
 
-    If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. For this,
+    If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. Therefore
     every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the
     number of ranks, because ``DistributedDataParallel`` divides the sum by that number. This is true for a loss over
     all gathered rows, and for a mean loss that compares the rank's own rows with all rows. If no gradient is needed,
@@ -302,7 +302,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
 
     Notes
     -----
-    It takes one small exchange of the shapes, then one for each tensor. 16-bit floats are summed in float32.
+    A call takes one small exchange for the shapes, then one for each tensor. 16-bit floats are summed in float32.
 
     Examples
     --------

@@ -28,9 +28,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as a single call,
-    no matter which submodules they call or how often. Therefore, as for ``wrapper(...)``, the backward that follows
-    averages gradients over ranks, and buffers are those of rank 0. If gradients are disabled, these methods are plain
-    calls without any exchange, so ranks may evaluate different numbers of batches.
+    no matter which submodules they call or how often. Therefore the backward that follows averages gradients over
+    ranks, and buffers have the values of rank 0, as for ``wrapper(...)``. If gradients are disabled, these methods are
+    plain calls without any exchange, so ranks may evaluate different numbers of batches.
 
     If ``get_loss`` yields its losses, so that one optimizer steps after another within a batch, ``wrapper.get_loss``
     yields them too, and each loss is a separate pass of DDP. The backward of one loss leaves the parameters of the
@@ -44,7 +44,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     module : nn.Module
         Any module, on its final device and without lazy parameters. It need not define all three methods.
     device_ids : list of one int or torch.device, optional
-        Device to which inputs are moved. Default: the module's GPU, if the module is on a single one.
+        Device to which inputs are moved. Default: the module's GPU, if the module is on a single GPU.
     output_device : int or torch.device, optional
         As in ``DistributedDataParallel``.
     **ddp_args
@@ -57,15 +57,15 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         If there is no process group, or the module has lazy parameters.
     RuntimeError
         If no parameter requires a gradient; and in the next forward, if a backward left parameters without a gradient.
-        The message names them (see ``find_unused_parameters``).
+        The message names these parameters (see ``find_unused_parameters``).
 
     Notes
     -----
-    Collective: every rank makes its wrapper, with the same arguments, and calls it the same number of times (but see
-    :meth:`no_exchange`). Hooks on the module and its submodules fire when these run; hooks on the wrapper itself fire
-    only for ``wrapper(...)``. The name ``module`` and the names of the methods of ``DistributedDataParallel``
-    (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper. If the model has an attribute with one
-    of these names, use ``wrapper.module.<name>``.
+    Collective: every rank makes its wrapper, with the same arguments, and calls it the same number of times
+    (but see :meth:`no_exchange`). Hooks on the module and its submodules fire when these modules run; hooks on the
+    wrapper itself fire only for ``wrapper(...)``. The name ``module`` and the names of the methods of
+    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper. If the model
+    has an attribute with one of these names, use ``wrapper.module.<name>``.
 
     Examples
     --------
@@ -212,8 +212,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
         This needs no exchange. Without it, these objects live until the garbage collector breaks the wrapper's cycles,
         possibly after ``destroy_process_group()``. The reducer would then have the last reference to the group. The
-        group's destructor waits for threads while it holds the interpreter's lock, and in a forked child these threads
-        do not exist.
+        group's destructor would wait, while holding the interpreter's lock, for threads that do not exist in a forked
+        child.
         """
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
@@ -241,7 +241,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Check that the last backward averaged the gradients of all parameters over the ranks.
 
         DDP itself reports missing gradients only at the next forward. By then, an optimizer step has used gradients
-        that differ between ranks; and for the last step there is no next forward.
+        that differ between ranks, and after the last step there is no next forward.
 
         Raises
         ------
@@ -373,11 +373,11 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
 
     Notes
     -----
-    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. If a
-    parameter has no gradient on any rank, ``.grad`` stays ``None``. If its gradient is sparse on a rank, the result is
-    sparse. There is one exchange of a flag for each parameter, and one for each 32 MiB of gradients of a dtype. Sparse
-    gradients need one exchange of their numbers of entries, and two more for each gradient. In one process nothing
-    happens.
+    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros.
+    If a parameter has no gradient on any rank, ``.grad`` stays ``None``. If the gradient is sparse on any rank, the
+    result is sparse. One exchange sends a flag for each parameter, and one more each 32 MiB of gradients of a dtype.
+    Sparse gradients need another exchange for their numbers of entries, and two more for each gradient. In one process
+    nothing happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return

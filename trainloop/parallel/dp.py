@@ -28,7 +28,7 @@ class TTDataParallel(Transparent, DataParallel):
     """An ``nn.DataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` split the batch and run the method on a replica
-    for each part. Then they join the results: losses become the loss of the whole batch, and predictions its rows, in
+    for each part. Then they join the results: the loss of the whole batch, or the predictions for all its rows, in
     order. Gradients add up in the module's own parameters. ``wrapper(...)`` runs ``forward`` in this way and
     concatenates the outputs, like ``nn.DataParallel``.
 
@@ -50,7 +50,7 @@ class TTDataParallel(Transparent, DataParallel):
     dim : int
         Dimension of the samples in tensors.
     devices : int, optional
-        Number of replicas to run on the CPU, each in a thread, even if there are GPUs. Use it to test this mode.
+        Number of replicas to run on the CPU, each in a thread, even if there are GPUs. This is useful for testing.
 
     Raises
     ------
@@ -62,14 +62,14 @@ class TTDataParallel(Transparent, DataParallel):
 
     Notes
     -----
-    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: of a batch of 7 samples, 2 replicas get
-    4 and 3. With 8 replicas, 7 get one sample each and one is idle.
+    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 2 replicas get 4 and 3
+    samples of a batch of 7. Of 8 replicas, 7 get one sample each and one is idle.
 
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost.
     In-place changes of buffers are kept only from the first replica, so BatchNorm has the statistics of the first part.
 
-    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In one
-    process it gets none.) Therefore an optimizer with weight decay changes this parameter.
+    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In ``single``
+    it gets none.) Therefore an optimizer with weight decay changes this parameter.
 
     CPU replicas run one after another, because all threads share torch's CPU random generator: if they ran at the same
     time, dropout would draw different numbers in each run. A replica's operations use all cores.

@@ -58,13 +58,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Default: the repeated blocks, which are modules of one class in a ``ModuleList`` or ``Sequential``. The root
         unit has the rest.
     mesh : DeviceMesh, optional
-        Mesh with one dimension, or with two named dimensions, for replicas and for the shards of each replica (HSDP).
-        Default: all ranks.
+        Mesh with one dimension, or with two named dimensions: replicas, and the shards of each replica (HSDP). Default:
+        all ranks.
     replicas : int
         Number of copies of the model, each sharded over a part of the ranks. Use it instead of ``mesh``.
     reshard_after_forward : bool or int
         If True, the gathered parameters of a unit are freed between its forward and its backward (except for the root
-        unit). If it is an int, they are sharded over that many ranks between the two.
+        unit). If it is an int, they are instead sharded over that many ranks during this time.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
@@ -79,11 +79,12 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     Notes
     -----
-    Collective: every rank makes its wrapper with the same arguments. **Every forward, in evaluation too, is an exchange
-    between all ranks**, which must call the same units in the same order. Scalar and empty parameters can't be sharded:
-    each rank has all of them, and the backward averages their gradients. If a block shares a parameter with a module
-    outside of it, the block belongs to the unit that contains both. The name ``module`` and the names of
-    ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the wrapper.
+    Collective: every rank makes its wrapper with the same arguments. **Every forward, in evaluation too, is
+    an exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty
+    parameters can't be sharded: each rank has all these parameters, and the backward averages their gradients. If a
+    block shares a parameter with a module outside of it, the block belongs to the unit that contains both. The name
+    ``module`` and the names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to
+    the wrapper.
 
     Examples
     --------
@@ -222,7 +223,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that are not sharded: scalars, and those without elements."""
+        """Parameters that are not sharded: scalar and empty ones."""
         return self._tt_whole
 
     def reshard_units(self) -> None:
@@ -255,7 +256,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            New parameters. The keys are the names in ``module.named_parameters()`` of the parameters that they replace.
+            New parameters, by the names in ``module.named_parameters()`` of the parameters that they replace.
 
         Returns
         -------

@@ -174,12 +174,12 @@ class TabularPredictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
-        """Predict classes or numbers with the ensemble or the named model. The result has the index of ``data``."""
+        """Predict classes or numbers with the ensemble or the named model. The result has ``data``'s index."""
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)
 
     def predict_proba(self, data: Data, model: str | None = None) -> pd.DataFrame:
-        """Predict a probability for each class. The result has the index of ``data`` and a column for each class.
+        """Predict a probability for each class. The result has the same index as ``data``, and a column for each class.
 
         Raises
         ------
@@ -192,7 +192,7 @@ class TabularPredictor:
         return pd.DataFrame(found.predict(frame, model), index=frame.index, columns=list(found.target.classes))
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
-        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors have a minus sign."""
+        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
         frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
@@ -204,7 +204,8 @@ class TabularPredictor:
 
         ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``. For a
         bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU time.
-        ``cpus`` and ``gpus`` were available to each of these models. The ensemble's row has the sums over its models.
+        ``cpus`` and ``gpus`` are the resources that each of these models had. The ensemble's row has the sums over its
+        models.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
@@ -272,7 +273,7 @@ class TabularPredictor:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Save the predictor to a folder, by default ``path`` or a new one, and return the folder's path."""
+        """Save the predictor to a folder (by default ``path``, or a new folder), and return the folder's path."""
         state = {**self.__dict__, "_ensemble": self._trained}
         if path is not None:
             self.path = os.path.abspath(path)

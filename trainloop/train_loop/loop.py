@@ -263,9 +263,11 @@ class TrainLoop(LoopView, Generic[ModelT]):
             again. With ``resume_from``, it is the length of the whole training, including the part before the
             checkpoint.
         callbacks : list of AbstractCallback, optional
-            Called at each hook, in this order.
+            Callbacks of this training. Their hooks are called in the order of their ``execution_order``, and for equal
+            values in the order of this list.
         grad_accumulation : int
-            Batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have fewer.
+            Number of batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have
+            fewer.
         num_nodes, node_rank : int
             Number of hosts that train together in ``ddp`` or ``fsdp``, and the index of this host. Each host starts its
             own ranks.
@@ -278,8 +280,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         gather : bool
             Pass ``False`` in ``fsdp`` if the model does not fit into the memory of one host. The trained weights are
             then only in the checkpoints of a ``ModelCheckpoint``, and the returned model is unchanged. Training,
-            evaluation and prediction raise an error until you resume from a checkpoint. You can also load one into a
-            model, and make another loop with it.
+            evaluation and prediction raise an error until you resume from a checkpoint. Alternatively, load a
+            checkpoint into a model, and make another loop with that model.
         in_process_data_load : AbstractCallback or list of them, optional
             Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
         backend : str, optional
@@ -291,16 +293,17 @@ class TrainLoop(LoopView, Generic[ModelT]):
             ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
         resume_from : 'last' or path, optional
             Checkpoint to resume from. ``'last'``: the newest valid checkpoint of the ``ModelCheckpoint`` in
-            ``callbacks``, or a fresh start if there is no checkpoint yet. If the checkpoint's run has ended, as planned
-            or by a callback that would end it again, its results are loaded and nothing is trained.
+            ``callbacks``, or a fresh start if there is no checkpoint yet. If the run of the checkpoint has ended (as
+            planned, or by a callback that would end the run again), its results are loaded and nothing is trained.
         max_restarts : int
             Number of failures that the run survives; -1 for any number. If a rank is killed, crashes, exits, raises,
             hangs or loses a worker of a loader, all ranks are restarted from a checkpoint that the run writes for this
             purpose into a private folder. The run ends with the same results as an uninterrupted one. In ``'single'``
-            and ``'dp'`` the loop then runs in a separate process. With several hosts, pass it on all of them; a lost
-            host ends the run.
+            and ``'dp'``, the loop runs in a separate process if this argument is not 0. With several hosts, pass this
+            argument on all hosts; the loss of a host ends the run.
         restart_every_steps : int, optional
-            Steps between two of these checkpoints. Default: chosen so that they take at most 1 % of the time.
+            Steps between two checkpoints for restarts. By default, the interval is chosen so that writing takes at most
+            1 % of the time.
 
         Returns
         -------
@@ -314,12 +317,12 @@ class TrainLoop(LoopView, Generic[ModelT]):
         UnpicklableError
             If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError
-            If a rank fails. The message names the rank and has its traceback. Your objects are as they were before
-            ``fit``.
+            If a rank fails. The message names the rank and contains its traceback. Your objects are unchanged.
         CheckpointError
             If there is no checkpoint to resume from, or it belongs to another run.
         KeyboardInterrupt, SystemExit
-            After Ctrl-C, SIGTERM or SIGHUP (143) or SIGUSR1 (138); the model has the weights of the last finished step.
+            After Ctrl-C, or after a SIGTERM or SIGHUP (exit code 143) or SIGUSR1 (138). The model then has the weights
+            of the last finished step.
         """
         with signals() as received:  # from the first line to the last
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
@@ -407,7 +410,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
         """Return the mean of ``get_loss_eval`` over a loader, each sample once; a dict for a ``MultiLoss``.
 
-        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
+        Outside ``fit``, the evaluation runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
         Raises
         ------
@@ -439,7 +442,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     ) -> Any:
         """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in order.
 
-        Outside ``fit`` it runs in the loop's own mode. Inside, all ranks call it together.
+        Outside ``fit``, the prediction runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
         Parameters
         ----------
@@ -449,15 +452,15 @@ class TrainLoop(LoopView, Generic[ModelT]):
             hooks of the model are always called.
         dataset_info : dict, optional
             Passed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``,
-            values logged in the pass are recorded as ``<type>_<name>``, except for ``'other'``.
+            values logged in the pass are recorded as ``<type>_<name>``, unless the type is ``'other'``.
         stream : bool
             Return an iterator that yields ``(y_pred, y_true, metadata)`` batch by batch, for predictions that do not
             fit in memory: see :class:`~trainloop.train_loop.PredictionStream`. The entire pass runs first, and stores
-            its rows on disk (in ``TMPDIR``). ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. Works
-            on one node only.
+            its rows on disk (in ``TMPDIR``). ``collate_batch_pred_fn`` and ``pred_transform_fn`` are not called. This
+            works on one node only.
         rows_to : {'main', 'all'}, optional
             Ranks that get the rows: rank 0 only, or all. Other ranks get ``(None, None, None)``, or an empty iterator.
-            Default: all ranks, inside ``fit`` and under torchrun. In other cases, only rank 0 collects the rows, for
+            Inside ``fit`` and under torchrun, the default is all ranks. Otherwise only rank 0 collects the rows, for
             the calling process.
         """
         info = dataset_info or {"type": "other"}
@@ -493,7 +496,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """Return everything that a resumed run needs, on rank 0; on other ranks ``None``. For callbacks. Collective.
+        """Return everything that a resumed run needs on rank 0, and ``None`` on other ranks. For callbacks. Collective.
 
         In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """
@@ -529,7 +532,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find problems of a long run, in seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find problems of a long run within seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
@@ -548,13 +551,14 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Parameters
         ----------
         path : str or path
-            The file.
+            File that the :class:`.FailureRecorder` wrote.
         detect : {'nan'}, optional
             With ``'nan'``, find the first module and the first backward function with a value that is not finite.
-            device : str or torch.device, optional Default: the loop's first device.
+        device : str or torch.device, optional
+            Device of the replay. Default: the loop's first device.
         trusted : bool
-            Unpickle a batch that is not plain data. Unpickling can execute arbitrary code: use it only for files that
-            you trust.
+            Unpickle a batch that is not plain data. Unpickling can execute arbitrary code, so do this only for files
+            that you trust.
         """
         from trainloop.train_loop.replay import replay
 
@@ -569,7 +573,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         with the block. Each call sends what you have changed: the loop, its model, loaders and callbacks, the
         environment, and notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks
         are also started if a call needs a different number of ranks or other devices. Calls of other loops in the block
-        use the ranks, too. With several nodes, with ``max_restarts`` and under a launcher, ranks are not kept.
+        use the ranks, too. Ranks are not kept with several nodes, with ``max_restarts``, or under a launcher.
 
         The workers of loaders start and end with each call, even with ``persistent_workers=True``.
 

@@ -101,7 +101,7 @@ def preflight(
     ranks : int
         Number of CPU processes to compare with.
     fsdp_model_args : dict, optional
-        Argument that ``fit`` will get. Default: the argument of the last ``fit``.
+        ``fsdp_model_args`` that ``fit`` will get. Default: the ``fsdp_model_args`` of the last ``fit``.
 
     Returns
     -------

@@ -61,11 +61,11 @@ class Replay:
     """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
     finite."""
     line: str | None = None
-    """Line of the forward pass to which this backward function belongs."""
+    """Line in the forward pass that this backward function belongs to."""
     not_finite_before: list[str] = field(default_factory=list)
     """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why the results may differ from those of the rank."""
+    """Reasons why the results may differ from the results on the rank."""
     batch: Any = None
     """The batch that was loaded again, if the loader had failed."""
 
@@ -122,9 +122,9 @@ def replay(
 
     Notes
     -----
-    On a CPU of the same kind and with the same versions, the results are bit-identical to those of the rank. There are
-    three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``. :class:`.FailureRecorder`
-    lists what a record does not contain.
+    On a CPU of the same kind and with the same versions, the results are bit-identical to the results on
+    the rank. There are three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``.
+    :class:`.FailureRecorder` lists what a record does not contain.
 
     Examples
     --------

@@ -13,8 +13,8 @@ __all__ = ["StepClock", "Timings"]
 class Timings:
     """Duration of the steps of a training run, in seconds, in this process (in ``ddp``, of rank 0).
 
-    Evaluations and hooks outside of steps are not included. A GPU works asynchronously, so on a GPU only the total is
-    exact: ``data`` is the time that the host waited for the loader. :class:`~trainloop.callbacks.Profiler` measures the
+    Evaluations and hooks outside of steps are not included. ``data`` is the time that the host waited for the loader. A
+    GPU works asynchronously, so on a GPU only the total is exact. :class:`~trainloop.callbacks.Profiler` measures the
     parts of a step.
 
     Examples
@@ -29,7 +29,7 @@ class Timings:
     samples: int = 0
     """Number of samples of all ranks."""
     seconds: float = 0.0
-    """The whole time."""
+    """Total time in seconds."""
     data: float = 0.0
     """Time spent waiting for the loader, in seconds."""
     epochs: tuple[Timings, ...] = ()

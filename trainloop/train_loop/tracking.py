@@ -70,7 +70,7 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     source_dirs : sequence of path
         Folders of source code to copy, in addition to the script itself.
     rm_subopt_local_models : bool or str
-        Keep only the best checkpoints: by ``loss`` if it is ``True``, or by the named metric.
+        ``True``: keep only the best checkpoints by ``loss``. A metric's name: keep only the best by this metric.
     num_best_checkpoints_kept : int
         Number of best checkpoints to keep.
     iteration_save_freq : int
@@ -131,4 +131,4 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
 
 
 class TrainLoopCheckpointEndSave(TrainLoopEndSave[ModelT], TrainLoopCheckpoint[ModelT]):
-    """A loop that writes checkpoints during training, and saves the results, the model and a report at its end."""
+    """A loop that writes checkpoints during training, and saves the results, the model and a report at the end."""

@@ -49,7 +49,7 @@ class LoopView:
         self.history = History()
         """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
         self.epoch: int = 0
-        """Number of finished epochs; while one runs, its number counted from 0."""
+        """Number of finished epochs, which is also the index of the running epoch, counted from 0."""
         self.global_step: int = 0
         """Number of optimizer steps, over all calls of ``fit``."""
         self.total_iteration_idx: int = -1
@@ -107,7 +107,7 @@ class LoopView:
 
     @property
     def is_global_zero(self) -> bool:
-        """True in the one process of all nodes that prints and writes files."""
+        """True in the only process, over all nodes, that prints and writes files."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
@@ -166,7 +166,7 @@ class LoopView:
         """Return the number of optimizer steps of a training run. You can call it before, during and after ``fit``.
 
         The number is the same on all ranks. In one process it is ``len(train_loader) * num_epochs``. With several ranks
-        it is smaller, because each step takes a batch from each rank.
+        the number is smaller, because each step uses a batch on each rank.
 
         Parameters
         ----------
@@ -246,7 +246,7 @@ class LoopView:
         Raises
         ------
         ConfigurationError
-            As in :meth:`.TTModel.log`; also if nothing is running, because the value would belong to no epoch.
+            As in :meth:`.TTModel.log`; also if no run is in progress, because the value would belong to no epoch.
         """
         run = self.running
         if run is None or run.sink is None:
@@ -258,16 +258,16 @@ class LoopView:
 
     @property
     def history_epoch(self) -> int:
-        """Epoch, counted from 0, that newly logged values belong to; between epochs, the last one."""
+        """Epoch, counted from 0, that newly logged values belong to; between epochs, the last epoch."""
         return self.running.history_epoch if self.running is not None else max(self.epoch - 1, 0)
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
         """Append a value to the history of a metric, for the current epoch (outside ``fit``, the last epoch).
 
-        The value is in the history immediately. In ``ddp`` ranks exchange inserted values at the end of the hook
-        (inside an epoch, at the end of the epoch), and the value becomes the mean over the ranks that inserted one. If
-        a rank inserts several values with one name, the first values of all ranks are averaged, then the second values,
-        and so on. :meth:`log` can reduce in other ways.
+        The value is in the history immediately. In ``ddp`` ranks exchange inserted values at the end of the hook (for
+        hooks within an epoch, at the end of the epoch), and the value becomes the mean over the ranks that inserted a
+        value. If a rank inserts several values with one name, the first values of all ranks are averaged, then the
+        second values, and so on. :meth:`log` can reduce in other ways.
         """
         run = self.running
         if run is None or not run.parallel:

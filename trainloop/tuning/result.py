@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def score(self) -> float | None:
-        """Mean over the folds that have a score; None if no fold has one."""
+        """Mean over the folds that have a score; None if no fold has a score."""
         present = [score for score in self.scores if score is not None]
         return sum(present) / len(present) if present else None
 
@@ -99,7 +99,7 @@ class TuneResult:
         trusted: bool = False,
     ) -> None:
         self.trials = trials
-        """All trials that were begun, in their order."""
+        """All trials that were started, in order."""
         self.metric = metric
         """Name of the metric."""
         self.mode = mode

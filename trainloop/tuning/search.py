@@ -88,8 +88,8 @@ def tune(
         If it is 2 or more, each trial is a bag of that many models, and each model is scored on the rows that it did
         not train on. If targets are classes, the folds are stratified.
     total : ResourceQuota, optional
-        Resources of the search. They are leased, so other runs on this machine don't use them. Default: all resources
-        that this process may use (with Ray, the whole cluster).
+        Resources of the search. They are leased, so other runs of this package on the machine don't use them. Default:
+        all resources that this process may use (with Ray, the whole cluster).
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model.
     metric : str or callable
@@ -134,7 +134,7 @@ def tune(
     trusted : bool
         Skip the check of the owner and mode of ``storage``, for a folder that you trust.
     folds : splitter, or list of (train, validation), optional
-        Your own folds instead of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
+        Your own folds, instead of ``num_bag_folds``: an object with ``split(x, y)``, such as scikit-learn's
         ``TimeSeriesSplit``, which splits the rows of ``data`` or ``targets``; or pairs of arrays of row numbers, such
         as ``list(GroupKFold(5).split(x, y, groups))``.
 

@@ -398,7 +398,7 @@ class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
         self.print_performance_report(prefix="train_end_")
 
     def print_performance_report(self, prefix: str = "") -> None:
-        """Print each metric's last result unchanged; at the end of training only those of the end."""
+        """Print each metric's last result unchanged; at the end of training, only results with the prefix."""
         history = self.train_loop_obj.train_history
         if self.list_tracked_metrics:
             print(list(history.keys()))

@@ -202,7 +202,7 @@ class MessageService(core.MessageService):
 
 
 class ModelPredictionStore:
-    """Results by the training iteration of their computation; those of an earlier iteration count as missing.
+    """Results and the training iteration in which each was computed. Results of an earlier iteration count as missing.
 
     It has ``insert_x(result, iteration_idx, force_prediction=False)``, ``get_x(iteration_idx)`` and
     ``has_x(iteration_idx)`` for each ``x`` of ``train``, ``val`` and ``test``, with ``_predictions`` or ``_loss``.
@@ -210,7 +210,7 @@ class ModelPredictionStore:
     Parameters
     ----------
     auto_purge : bool
-        Drop older results when one of a later iteration is inserted.
+        When a result of a later iteration is inserted, drop the results of earlier iterations.
     """
 
     def __init__(self, auto_purge: bool = False) -> None:
@@ -218,7 +218,7 @@ class ModelPredictionStore:
         self.prediction_store: dict[str, Any] = {"iteration_idx": -1}
 
     def insert(self, name: str, data: Any, iteration_idx: int, force_prediction: bool = False) -> None:
-        """Store a result; raise an error if there is one of the same iteration, unless forced."""
+        """Store a result; unless forced, raise an error if this iteration already has the result."""
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
@@ -227,7 +227,7 @@ class ModelPredictionStore:
         self.prediction_store[name] = data
 
     def get(self, name: str, iteration_idx: int) -> Any:
-        """Return a result of this iteration; raise an error if there is none."""
+        """Return a result of this iteration; raise an error if it is missing."""
         if not self.has(name, iteration_idx):
             raise ConfigurationError(f"there is no {name} of iteration {iteration_idx}: ask whether it has one before.")
         return self.prediction_store[name]
