@@ -273,7 +273,6 @@ NOT_COMPARED = {
 NOT_RUN = {
     "trainloop.callbacks.nan.NonFinite",
     "trainloop.callbacks.nan.TerminateOnNaN",
-    "trainloop.callbacks.experiment_folder.ModelLoadContinueTraining",
 }
 
 

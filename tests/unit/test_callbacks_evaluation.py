@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,6 @@ from trainloop.callbacks import (
     MetricHistoryRename,
     ModelPerformanceEvaluation,
     ModelPerformancePrintReport,
-    ModelTrainHistoryFileWriter,
-    ModelTrainHistoryPlot,
     TrainHistoryPlot,
 )
 from trainloop.callbacks.performance_eval import TrainHistoryFormatter
@@ -155,13 +152,6 @@ def test_a_package_with_files_of_its_own() -> None:
             "MetricHistoryRename: input_metric_getter returned 0 values instead of 1",
         ),
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
-        (lambda: ModelTrainHistoryFileWriter(False, False), "epoch_end and train_end are both False: set at least one"),
-        (lambda: ModelTrainHistoryFileWriter(file_format="xls"), "file_format='xls': must be 'txt' or 'tsv' or 'csv'"),
-        (lambda: ModelTrainHistoryPlot(file_format="gif"), "file_format='gif': must be 'png' or 'pdf'"),
-        (
-            lambda: make_loop().fit(num_epochs=1, callbacks=[ModelTrainHistoryFileWriter()]),
-            "ModelTrainHistoryFileWriter has no project_name, and neither has the TrainLoop",
-        ),
     ],
 )
 def test_what_cannot_work(make: Any, words: str) -> None:
@@ -229,50 +219,11 @@ def test_history_plot(tmp_path: Path, may_leave: Callable[..., None]) -> None:
     assert "val_loss" in path.read_text() or path.stat().st_size != sizes[1]
 
 
-def test_files_in_an_experiment_s_folder(tmp_path: Path, may_leave: Callable[..., None]) -> None:
-    where = {"project_name": "p", "experiment_name": "e", "local_model_result_folder_path": str(tmp_path)}
-    writers: list[Any] = [ModelTrainHistoryFileWriter(file_format=form, **where) for form in ("txt", "tsv", "csv")]
-    writers.append(ModelTrainHistoryFileWriter(epoch_end=False, train_end=True, **where))
-    loop = make_loop()
-    messages: list[str] = []
-
-    class Reads(Scores):
-        def on_epoch_end(self) -> None:
-            messages.extend(self.message_service.read_messages("ModelTrainHistoryFileWriter_results_file_local_paths"))
-
-    reads = Reads([])
-    reads.execution_order = 1000
-    loop.fit(num_epochs=2, callbacks=[*writers, reads])
-    [experiment] = (tmp_path / "p").glob("e*")
-    results = experiment / "results"
-    names = sorted(path.name for path in results.iterdir())
-    assert names == [
-        *(f"results_hist_epoch_{epoch}.{form}" for epoch in (0, 1) for form in ("csv", "tsv", "txt")),
-        "train_end_results_hist_epoch_2.txt",
-    ]
-    for form, delimiter in (("csv", ","), ("tsv", "\t")):
-        with open(results / f"results_hist_epoch_1.{form}", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter=delimiter))
-        assert [float(row["val_loss"]) for row in rows] == loop.history["val_loss"]
-    assert "val_loss" in (results / "results_hist_epoch_1.txt").read_text().splitlines()[0]
-    assert sorted(Path(message).name for message in messages) == names[:6]
-
-
-def test_plots_in_an_experiment_s_folder(tmp_path: Path, may_leave: Callable[..., None]) -> None:
-    pytest.importorskip("matplotlib")
-    may_leave(".ttf")
-    where = {"project_name": "p", "experiment_name": "e", "local_model_result_folder_path": str(tmp_path)}
-    make_loop().fit(num_epochs=1, callbacks=[ModelTrainHistoryPlot(file_format="pdf", **where)])
-    [path] = tmp_path.rglob("*.pdf")
-    assert path.parts[-3:] == ("results", "plots_epoch_0", "history.pdf")
-
-
-@pytest.mark.parametrize("callback", [TrainHistoryPlot, ModelTrainHistoryPlot])
-def test_matplotlib_is_missed_before_training(callback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matplotlib_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     loop = make_loop()
     with pytest.raises(ConfigurationError, match=r"needs matplotlib: pip install '\.\[plot\]'"):
-        loop.fit(num_epochs=1, callbacks=[callback()])
+        loop.fit(num_epochs=1, callbacks=[TrainHistoryPlot()])
     assert loop.global_step == 0
 
 

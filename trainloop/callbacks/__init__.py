@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
 from trainloop.callbacks.base import AbstractCallback as AbstractCallback
 from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
 from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
 from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
 from trainloop.callbacks.basic import InMultiProcessDataLoad as InMultiProcessDataLoad
 from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
+from trainloop.callbacks.basic import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
 from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
 from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
-
-# `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
-from trainloop.callbacks.experiment_folder import AbstractExperimentCallback as AbstractExperimentCallback
-from trainloop.callbacks.experiment_folder import ModelLoadContinueTraining as ModelLoadContinueTraining
-from trainloop.callbacks.experiment_folder import ModelTrainHistoryFileWriter as ModelTrainHistoryFileWriter
-from trainloop.callbacks.experiment_folder import ModelTrainHistoryPlot as ModelTrainHistoryPlot
-from trainloop.callbacks.experiment_folder import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecorder
 from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
 from trainloop.callbacks.gradient import GradientClipping as GradientClipping
@@ -46,6 +41,7 @@ __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 
 # Names of AIToolbox that were here until 0.2.0; trainloop.compat.aitoolbox has them.
 _REMOVED = {
+    "AbstractExperimentCallback": "Use AbstractCallback. A TrainLoopCheckpoint has its folder in loop.experiment.",
     "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",
     "GeneralLRScheduler": "Use LRScheduler(scheduler_class, ...).",
     "GeneralLRSchedulerCallback": "Use LRScheduler(scheduler_class, ...).",
@@ -55,7 +51,10 @@ _REMOVED = {
     "GradientStatsPrint": "Use GradientStats().",
     "LambdaLRScheduler": "Use LRScheduler(LambdaLR, lr_lambda=...).",
     "ModelIterationCheckpoint": "Use ModelCheckpoint(dirpath, every_n_epochs=None, every_n_steps=...).",
+    "ModelLoadContinueTraining": "Use fit(resume_from=path), with the path of the checkpoint.",
     "ModelTrainEndSave": "Use trainloop.TrainLoopEndSave.",
+    "ModelTrainHistoryFileWriter": "Use TrainLoopEndSave, or write history.rows() to a file.",
+    "ModelTrainHistoryPlot": "Use TrainHistoryPlot(path).",
     "MultiStepLRScheduler": "Use LRScheduler(MultiStepLR, milestones=...).",
     "ReduceLROnPlateauMetricScheduler": "Use LRScheduler(ReduceLROnPlateau, monitor=...).",
     "ReduceLROnPlateauScheduler": "Use LRScheduler(ReduceLROnPlateau).",

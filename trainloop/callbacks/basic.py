@@ -1,14 +1,16 @@
-"""Small callbacks. The callbacks that end training can be imported from here, too."""
+"""Small callbacks: functions at hooks, a subset of the data, loaders made in ranks, equal predictions, a plot of the history."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainloop.callbacks.base import AbstractCallback
+from trainloop._support.distribution import import_extra
+from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
 from trainloop.callbacks.nan import TerminateOnNaN
 from trainloop.errors import ConfigurationError
@@ -23,6 +25,7 @@ __all__ = [
     "TerminateOnNaN",
     "ThresholdEarlyStopping",
     "TimeLimit",
+    "TrainHistoryPlot",
 ]
 
 
@@ -301,3 +304,43 @@ class InMultiProcessDataLoad(AbstractCallback):
 def _call(build: Callable[[], Any] | bool | None) -> Any:
     assert callable(build), "checked at construction"
     return build()
+
+
+class TrainHistoryPlot(AbstractCallback):
+    """Plot the history into a file that is replaced after each epoch.
+
+    Parameters
+    ----------
+    path : str or path
+        File to write; its suffix sets the format, such as ``.png``, ``.pdf`` or ``.svg``.
+    every_n_epochs : int
+        Epochs between two plots; the history is always plotted at the end of training.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing.
+
+    Examples
+    --------
+    >>> tl.fit(num_epochs=10, callbacks=[TrainHistoryPlot("history.png")])
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
+        super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)
+        self.path = os.path.expanduser(os.fspath(path))
+        self.every_n_epochs = count_of("TrainHistoryPlot", "every_n_epochs", every_n_epochs)
+
+    def on_train_loop_registration(self) -> None:
+        import_extra("matplotlib", "TrainHistoryPlot", "plot")
+
+    def on_epoch_end(self) -> None:
+        if (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
+            self._plot()
+
+    def on_train_end(self) -> None:
+        self._plot()
+
+    def _plot(self) -> None:
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        self.train_loop_obj.history.plot(self.path)

@@ -1,4 +1,4 @@
-"""A confusion matrix of the predictions, as numbers and as a picture."""
+"""A confusion matrix of the predicted classes, as numbers and as a picture."""
 
 from __future__ import annotations
 

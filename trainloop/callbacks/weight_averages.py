@@ -1,4 +1,4 @@
-"""Averages of the weights: exponential moving averages, and stochastic weight averaging."""
+"""Averages of the weights (EMA, SWA), and BatchNorm's statistics for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint's file, and its folder."""
+"""Checkpoints and weights as files: write, read and verify them, and list the checkpoints of a folder."""
 
 from __future__ import annotations
 

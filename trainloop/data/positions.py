@@ -1,4 +1,4 @@
-"""Resume a stream at the position that its ``state_dict()``, or its loader's, describes.
+"""Resume a stream at the position that its ``state_dict()`` describes, or read it again with the same random numbers.
 
 A stream without one is read again from the beginning of its epoch, with the same result if it is deterministic. One
 with a state resumes from it: that is faster, and the only correct way if its position continues across epochs.

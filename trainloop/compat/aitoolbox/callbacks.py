@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from trainloop.callbacks import basic as core
-from trainloop.callbacks import experiment_folder
 from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
@@ -33,15 +33,12 @@ class CompatCallback(AbstractCallback):
     message_service: Any
 
 
-class AbstractExperimentCallback(experiment_folder.AbstractExperimentCallback):
+class AbstractExperimentCallback(CompatCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
     Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take
     these arguments, from ``project_name`` on, after their own: in this order, or by name.
     """
-
-    train_loop_obj: Any
-    message_service: Any
 
     def __init__(
         self,
@@ -55,8 +52,11 @@ class AbstractExperimentCallback(experiment_folder.AbstractExperimentCallback):
         execution_order: int = 0,
         device_idx_execution: int | None = None,
     ) -> None:
-        experiment = project_name, experiment_name, local_model_result_folder_path
-        super().__init__(callback_name, *experiment, execution_order, device_idx_execution)
+        super().__init__(callback_name, execution_order, device_idx_execution)
+        self.project_name = project_name
+        self.experiment_name = experiment_name
+        folder = local_model_result_folder_path
+        self.local_model_result_folder_path = None if folder is None else os.path.expanduser(folder)
         self.cloud_save_mode = cloud_save_mode
         self.bucket_name = bucket_name
         self.cloud_dir_prefix = cloud_dir_prefix
@@ -79,6 +79,19 @@ class AbstractExperimentCallback(experiment_folder.AbstractExperimentCallback):
                     f"Pass {name} to the callback, or use a tracking loop, such as TrainLoopCheckpoint."
                 )
             setattr(self, name, getattr(self.train_loop_obj, name))
+
+    def experiment_folder(self) -> str:
+        """Return the experiment's folder. Create it if it is missing."""
+        project, experiment, stamp = self.experiment_names
+        folder = os.path.join(str(self.local_model_result_folder_path), project, f"{experiment}_{stamp}")
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+    def results_folder(self) -> str:
+        """Return the folder ``results`` in the experiment's folder. Create it if it is missing."""
+        folder = os.path.join(self.experiment_folder(), "results")
+        os.makedirs(folder, exist_ok=True)
+        return folder
 
     @property
     def experiment_names(self) -> tuple[str, str, str]:

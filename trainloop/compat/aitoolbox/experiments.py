@@ -1,4 +1,4 @@
-"""AIToolbox's experiments: callbacks that save and load models, loops with these callbacks, and the predictor."""
+"""AIToolbox's callbacks that save an experiment or load its model, loops with these callbacks, the predictor."""
 
 from __future__ import annotations
 

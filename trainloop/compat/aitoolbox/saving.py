@@ -1,5 +1,7 @@
-"""AIToolbox's files of an experiment: ``<folder>/<project>/<experiment>_<time stamp>/`` with ``model/``,
-``checkpoint_model/`` and ``results/``."""
+"""AIToolbox's files of an experiment: save and load models, optimizers and schedulers; results and hyperparameters.
+
+It is ``<folder>/<project>/<experiment>_<time stamp>/``, with ``model/``, ``checkpoint_model/`` and ``results/``.
+"""
 
 from __future__ import annotations
 
