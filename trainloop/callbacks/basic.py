@@ -1,4 +1,4 @@
-"""Small callbacks: functions at hooks, a subset of the data, loaders made in ranks, a plot of the history, and others."""
+"""Small callbacks: functions at hooks, a subset of the data, loaders made in ranks, a plot of the history, others."""
 
 from __future__ import annotations
 
