@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,8 @@ def test_states_of_an_earlier_version_are_left_out_with_a_warning() -> None:
 
 def test_snapshots_notice_each_draw_of_a_program_that_draws_often() -> None:
     snapshots = rng.Snapshots()
-    draws = np.random.randn, np.random.randn, random.random, random.gauss, random.gauss, np.random.rand
+    gauss = partial(random.gauss, 0, 1)  # Python 3.10 has no defaults
+    draws = np.random.randn, np.random.randn, random.random, gauss, gauss, np.random.rand
     for draw in (*draws, lambda: torch.rand(1)):
         draw()
         before = rng.capture(devices=False)

@@ -275,11 +275,11 @@ class Recorder:
                 f"log({name!r}, ...): the value is complex. Log its real part or its absolute value."
             )
         if before is not None:
-            then, now = before.asked._asdict() if before.asked else {}, asked._asdict()
-            differing = [option for option in now if now[option] != then[option]]
+            earlier, asked_now = before.asked._asdict() if before.asked else {}, asked._asdict()
+            changed = [option for option in asked_now if asked_now[option] != earlier[option]]
             raise ConfigurationError(
-                f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): it was logged with "
-                f"{', '.join(f'{option}={then[option]!r}' for option in differing)} before. Use the same options in "
+                f"log({name!r}, {', '.join(f'{option}={asked_now[option]!r}' for option in changed)}): it was logged "
+                f"with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same options in "
                 "all calls with this name."
             )
 

@@ -20,7 +20,7 @@ from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows
 
 __all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
 
-_BATCHES_KEPT = 64
+_BATCHES_CACHED = 64
 """Number of batches kept in memory if rows are read in another order than batches."""
 
 
@@ -167,17 +167,17 @@ def _batches(files: RowFiles) -> Iterator[Predictions]:
 def _rows_in_order(files: RowFiles, order: npt.NDArray[np.int64]) -> Iterator[Predictions]:
     sizes = files.sizes
     ends: npt.NDArray[np.int64] = np.cumsum(sizes)
-    kept: OrderedDict[int, Predictions] = OrderedDict()
+    cached_batches: OrderedDict[int, Predictions] = OrderedDict()
     for start in range(0, len(order), max(1, sizes[0])):
         parts = []
         for row in order[start : start + sizes[0]].tolist():
             i = int(np.searchsorted(ends, row, side="right"))
-            if i not in kept:  # batches were shuffled, but some samplers shuffle only nearby rows
-                kept[i] = files.read(i)
-                if len(kept) > _BATCHES_KEPT:
-                    kept.popitem(last=False)
-            kept.move_to_end(i)
-            parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in kept[i]])
+            if i not in cached_batches:  # batches were shuffled, but some samplers shuffle only nearby rows
+                cached_batches[i] = files.read(i)
+                if len(cached_batches) > _BATCHES_CACHED:
+                    cached_batches.popitem(last=False)
+            cached_batches.move_to_end(i)
+            parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in cached_batches[i]])
         y_pred, y_true, metadata = (join_rows(list(column)) for column in zip(*parts))
         yield y_pred, y_true, metadata
     files.close()
