@@ -279,8 +279,8 @@ class Recorder:
             changed = [option for option in asked_now if asked_now[option] != earlier[option]]
             raise ConfigurationError(
                 f"log({name!r}, {', '.join(f'{option}={asked_now[option]!r}' for option in changed)}): it was logged "
-                f"with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same options in "
-                "all calls with this name."
+                f"with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same "
+                "options in all calls with this name."
             )
 
     def _options(self, asked: LogCall) -> Options:
