@@ -130,7 +130,7 @@ def single(folder: Path) -> None:
         warnings.simplefilter("always")
         make_loop(resources=ResourceQuota(num_cpus=1)).fit(num_epochs=1)
     texts = " ".join(str(warning.message) for warning in caught)
-    assert "limits only threads" in texts
+    assert "limits only the number of threads" in texts
     assert ("not leased on Windows" in texts) == WINDOWS
 
 

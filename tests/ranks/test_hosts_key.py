@@ -63,7 +63,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     # To a node 0: as node 1.
     replay = threading.Thread(target=lambda: store_at(port).set("host/1", recorded[1]))
     replay.start()
-    with pytest.raises(ConfigurationError, match="missing: node_rank 1"):
+    with pytest.raises(ConfigurationError, match="Missing: node_rank 1"):
         meet(port, 0, key=KEY, wait_s=2)
     replay.join()
 

@@ -351,7 +351,7 @@ def test_a_grandchild_s_devices_are_the_grandparent_s(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("index", [3, -1])
 def test_a_child_gets_no_device_that_its_parent_does_not_see(index: int) -> None:
-    with pytest.raises(DeviceError, match=rf"device {index} .* 3 are visible here \(CUDA_VISIBLE_DEVICES=4,5,7\)"):
+    with pytest.raises(DeviceError, match=rf"device {index} .* CUDA_VISIBLE_DEVICES=4,5,7 has no such position"):
         child_mask([index], ["4", "5", "7"])
 
 
@@ -479,7 +479,7 @@ def test_all_usable_gpus(gpus: list[int]) -> None:
 
 
 def test_too_few_usable_gpus_name_the_occupied(gpus: list[int]) -> None:
-    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs are usable now. .*another run: \[1\]"):
+    with pytest.raises(DeviceError, match=r"only 3 of 4 GPUs can be used now. .*other runs: GPUs \[1\]"):
         find_usable_cuda_devices(4)
 
 
@@ -503,14 +503,14 @@ def test_none_of_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_usable_of_no_usable_is_an_error(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_names, "_takes_a_tensor", lambda index: False)
-    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs are usable now. .*: \[0, 1, 2, 3\]"):
+    with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs can be used now. .*: GPUs \[0, 1, 2, 3\]"):
         find_usable_cuda_devices(-1)
 
 
 def test_the_choice_is_leased_and_stays_the_process_s_own(gpus: list[int]) -> None:
     assert find_usable_cuda_devices(2) == [0, 2]
     assert find_usable_cuda_devices(2) == [0, 2]
-    with pytest.raises(ResourceError, match="leased by other runs: gpu-0"):
+    with pytest.raises(ResourceError, match="other runs have leased gpus gpu-0"):
         lease.acquire({"gpu": lease.Request(1, ["gpu-0"])}, timeout_s=0)
     lease.acquire({"gpu": lease.Request(1, ["gpu-1"])}, timeout_s=0).release()  # tried, and given back
 
@@ -519,7 +519,7 @@ def test_what_another_run_has_leased_is_skipped_untried(gpus: list[int]) -> None
     with lease.acquire({"gpu": lease.Request(1, ["gpu-0"])}, timeout_s=0):
         assert find_usable_cuda_devices(1) == [2]
         assert gpus == [1, 2]
-        with pytest.raises(DeviceError, match=r"only 2 of 4 GPUs .* another run: \[0, 1\]"):
+        with pytest.raises(DeviceError, match=r"only 2 of 4 GPUs .* other runs: GPUs \[0, 1\]"):
             find_usable_cuda_devices(3)
         lease.acquire({"gpu": lease.Request(1, ["gpu-3"])}, timeout_s=0).release()  # nothing is kept of a failed choice
 

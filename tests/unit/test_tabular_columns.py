@@ -282,11 +282,11 @@ TUNED = {"num_trials": 2}
         ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
         ({"eval_metric": "r2"}, "the metrics of a binary problem are accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
-        ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
+        ({"num_cpus": 10_000}, "num_cpus=10000 exceeds the number of CPUs"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
         ({"num_gpus": -1}, "num_gpus=-1: must be a finite number"),
         ({"memory_limit": 10_000_000}, "memory=.*this process may use"),
-        ({"memory_limit": "much"}, "memory='much': must be bytes"),
+        ({"memory_limit": "much"}, "memory='much': must be a number of bytes"),
         ({"num_cpus": 1, "ag_args_fit": {"num_cpus": 2}}, "per_model num_cpus=2 is more than num_cpus=1"),
     ],
 )

@@ -364,8 +364,8 @@ class ModelCheckpoint(Saver):
             moved = changed(self._left_out, self._now_left_out(state["model"]))
             if moved:
                 raise CheckpointError(
-                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out. "
-                    "Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
+                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out "
+                    "of checkpoints. Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
                 )
             state = without(state, self._left_out)
         self._restart_clock()
@@ -452,7 +452,7 @@ class ModelCheckpoint(Saver):
             newest = self._own.newest_known or "none yet"
             warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
-                f"{error}). Training continues; the newest complete one is {newest}. Free space, or change dirpath.",
+                f"{error}). Training continues. Newest complete checkpoint: {newest}. Free space, or change dirpath.",
                 RuntimeWarning,
             )
 

@@ -182,7 +182,9 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
             device_idx_execution=0,
         )
         if not epoch_end and not train_end:
-            raise ConfigurationError(f"{callback_name}: epoch_end and train_end are both False: set at least one.")
+            raise ConfigurationError(
+                f"{callback_name}: epoch_end and train_end are both False. Set at least one to True."
+            )
         if self.FILE_FORMATS and file_format not in self.FILE_FORMATS:
             raise ConfigurationError(
                 f"{callback_name}: file_format={file_format!r}: must be {' or '.join(map(repr, self.FILE_FORMATS))}."
@@ -362,10 +364,10 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
         if not wanted:
             epochs = ", ".join(sorted({str(file.info.epoch) for file in found if file.info is not None}))
             which = "no checkpoint" if self.epoch_num is None else f"no checkpoint of epoch_num={self.epoch_num}"
-            there = f"there are checkpoints of epochs {epochs}" if epochs else "there is none at all"
+            there = f" (epochs with a checkpoint: {epochs})" if epochs else ""
             raise CheckpointError(
-                f"ModelLoadContinueTraining: {which} in {folder.location}; {there}. "
-                "Check saved_experiment_timestamp, saved_model_dir and epoch_num."
+                f"ModelLoadContinueTraining: {which} in {folder.location}{there}. Check saved_experiment_timestamp, "
+                "saved_model_dir and epoch_num."
             )
         self._path = wanted[-1].path
 

@@ -221,7 +221,9 @@ class WandBTracking(_Tracking):
         super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: it must be an AlertConfig.")
+                raise ConfigurationError(
+                    f"WandBTracking: alerts contains {alert!r}: each alert must be an AlertConfig."
+                )
         self.metric_names = None if metric_names is None else list(metric_names)
         self.batch_log_frequency = batch_log_frequency
         self.tags = None if tags is None else list(tags)
@@ -239,8 +241,8 @@ class WandBTracking(_Tracking):
         self.project_name = self.project_name or getattr(loop, "project_name", None)
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
-                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks "
-                "of ddp. Leave wandb_pre_initialized out; rank 0 then starts a run."
+                "WandBTracking(wandb_pre_initialized=True): the W&B run of this process does not exist in the ranks, "
+                "which are other processes. Leave wandb_pre_initialized out, so that rank 0 starts a run."
             )
 
     def _active_run(self) -> Any:
@@ -252,7 +254,7 @@ class WandBTracking(_Tracking):
             self._run = wandb.run
             if self._run is None:
                 raise ConfigurationError(
-                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, "
+                    "WandBTracking(wandb_pre_initialized=True): no W&B run is active. Call wandb.init(...) before fit, "
                     "or leave wandb_pre_initialized out."
                 )
         else:
