@@ -46,9 +46,13 @@ def test_the_meeting_point(init_method: str | None, environ: dict[str, str], poi
 @pytest.mark.parametrize(
     ("init_method", "environ", "message"),
     [
-        (None, {}, r"MASTER_ADDR='' and MASTER_PORT=''. Set both on every node"),
+        (None, {}, r"MASTER_ADDR='' and MASTER_PORT='' do not name one. Set both on every node"),
         (None, {"MASTER_ADDR": "a"}, r"MASTER_ADDR='a' and MASTER_PORT=''"),
-        (None, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_ADDR=a and MASTER_PORT=x: must be a host and a port"),
+        (
+            None,
+            {"MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            r"MASTER_ADDR=a and MASTER_PORT=x: must name a host and a port",
+        ),
         ("tcp://a", {}, r"init_method='tcp://a': must name a host and a port \(1 to 65535\)"),
         ("tcp://a:99999", {}, r"such as tcp://10\.0\.0\.1:29500"),
         ("udp://a:1", {}, r"init_method='udp://a:1'"),
@@ -272,7 +276,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatc
         failure = host.failure()
         assert failure is not None
         assert failure.rank == 2
-        assert "s: the link was cut, or the host is down" in failure.message
+        assert "s (the link was cut, or the host is down)" in failure.message
     with pytest.raises(ConfigurationError, match="node 1 of 3 was lost: it sent nothing for"):
         two.start_again()
     leave(zero, one, two)
@@ -347,12 +351,14 @@ def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> 
         {"port": port, "node_rank": 5},
         {"port": port, "node_rank": 1},
     )
-    assert "node 1 has num_nodes=2 and 3 ranks, node 0 has num_nodes=2 and 2 ranks" in str(ranks)
+    assert "node 1 has num_nodes=2 (ranks per node: 3), but node 0 has num_nodes=2 (ranks per node: 2)" in str(ranks)
     assert "node_rank=5 is used by another host" in str(taken)
     leave(zero, right)
     printed = capfd.readouterr().err
     assert (
-        printed.count("num_nodes=2 (ranks per node: 2), but node 1 has num_nodes=2 (ranks per node: 3): both numbers must be")
+        printed.count(
+            "num_nodes=2 (ranks per node: 2), but node 1 has num_nodes=2 (ranks per node: 3): both numbers must be"
+        )
         == 1
     )
     assert "Still waiting." in printed

@@ -47,7 +47,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
         assert waiting.is_alive()
     one = meet(port, 1, key=KEY)  # whose place nobody has taken
     waiting.join(30)
-    assert capfd.readouterr().err.count("set TRAINLOOP_KEY to the same secret on all hosts. Still waiting.") == 1
+    assert capfd.readouterr().err.count("Set TRAINLOOP_KEY to the same secret on all hosts. Still waiting.") == 1
     leave(outcomes[0], one)
 
 

@@ -263,7 +263,8 @@ def test_a_folder_that_is_a_link_is_refused_and_not_followed(tmp_path: Path) -> 
     (precious / "desk.lock").write_text("my thesis")
     (tmp_path / f"trainloop-leases-{os.geteuid()}").symlink_to(precious)
     with pytest.raises(
-        ResourceError, match=r"it is a link or file of user .* so that no other user can change the leases. Have it removed"
+        ResourceError,
+        match=r"it is a link or file of user .* so that no other user can change the leases. Have it removed",
     ):
         acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
     assert (precious / "desk.lock").read_text() == "my thesis"

@@ -151,30 +151,30 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: loop_of(rows(40 + 20 * rank)).fit(1),
         "train_loader has 40 samples in 2 global batches of 20 on rank 0, but 60 samples in 3",
     ),
-    "num_epochs": (lambda rank: loop_of(rows()).fit(2 - rank), "fit(num_epochs=1) on rank 1, fit(num_epochs=2) on"),
+    "num_epochs": (lambda rank: loop_of(rows()).fit(2 - rank), "fit(num_epochs=1) on rank 1, but fit(num_epochs=2) on"),
     "num_iterations": (
         lambda rank: loop_of(rows()).fit(num_iterations=3 + rank),
-        "fit(num_iterations=4) on rank 1, fit(num_iterations=3) on rank 0",
+        "fit(num_iterations=4) on rank 1, but fit(num_iterations=3) on rank 0",
     ),
     "kinds of lengths": (
         lambda rank: loop_of(rows()).fit(**{"num_iterations" if rank else "num_epochs": 2}),
-        "fit(num_iterations=2) on rank 1, fit(num_epochs=2) on rank 0",
+        "fit(num_iterations=2) on rank 1, but fit(num_epochs=2) on rank 0",
     ),
     "accumulation": (
         lambda rank: loop_of(rows()).fit(1, grad_accumulation=1 + rank),
-        "fit(grad_accumulation=2) on rank 1, fit(grad_accumulation=1) on rank 0",
+        "fit(grad_accumulation=2) on rank 1, but fit(grad_accumulation=1) on rank 0",
     ),
     "clipping": (
         lambda rank: loop_of(rows(), gradient_clip_norm=0.5 if rank else None).fit(1),
-        "TrainLoop(gradient_clip_norm=0.5) on rank 1, TrainLoop(gradient_clip_norm=None) on rank 0",
+        "TrainLoop(gradient_clip_norm=0.5) on rank 1, but TrainLoop(gradient_clip_norm=None) on rank 0",
     ),
     "when to evaluate": (
         lambda rank: loop_of(rows(), rows(), end_auto_eval=1 + rank).fit(2),
-        "TrainLoop(end_auto_eval=2) on rank 1, TrainLoop(end_auto_eval=1) on rank 0",
+        "TrainLoop(end_auto_eval=2) on rank 1, but TrainLoop(end_auto_eval=1) on rank 0",
     ),
     "epochs behind them": (
         lambda rank: loop_of(rows()).fit(1, callbacks=[AtEpoch("at epoch")]),
-        "rank 1 would resume after epoch 1 and step 0, rank 0 after epoch 0 and step 0",
+        "rank 1 would resume after epoch 1 and step 0, but rank 0 after epoch 0 and step 0",
     ),
     "a validation_loader's length": (
         lambda rank: loop_of(rows(), rows(21 + rank, shuffle=True)).fit(1),
@@ -202,7 +202,7 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a shuffle's seed in predictions": (
         lambda rank: loop_of(rows(), seed=rank).predict_with_model(rows(shuffle=True)),
-        "rank 1 has a different seed than rank 0, so the order of data_loader",
+        "rank 1 has a different seed than rank 0, so these ranks would read data_loader",
     ),
     "a sampler in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),

@@ -425,7 +425,9 @@ def test_looking_for_permission_leaves_nothing_behind(tmp_path: Path, monkeypatc
 def test_safetensors_without_its_package_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ConfigurationError, match=r"safetensors=True needs a package: pip install '\.\[safetensors\]'"):
+    with pytest.raises(
+        ConfigurationError, match=r"safetensors=True needs safetensors: pip install '\.\[safetensors\]'"
+    ):
         ModelCheckpoint(tmp_path, safetensors=True)
 
 

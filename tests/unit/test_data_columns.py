@@ -99,7 +99,9 @@ def test_parts_of_a_batch_of_any_kind() -> None:
     ids=["flat target", "transposed", "no tensor"],
 )
 def test_columns_that_do_not_agree_are_refused(batch: Any, found: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"SplitBatches\(dim=1\): .*{found}.*flatten it in get_loss"):
+    with pytest.raises(
+        ConfigurationError, match=rf"SplitBatches\(dim=1\) can't split .*{found}.*flatten it in get_loss"
+    ):
         SplitBatches([batch]).columns(batch)
 
 

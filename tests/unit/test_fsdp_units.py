@@ -100,7 +100,7 @@ def test_preflight_lists_units_and_bytes_of_a_rank() -> None:
     assert "blocks.0.up, blocks.0.down" in linears
     assert f"Each of 2 ranks holds {format_bytes(2 * held)} of parameters" in linears
     del model.blocks[1:]
-    with pytest.raises(Exception, match=r"no repeated blocks.*Pass its blocks"):
+    with pytest.raises(Exception, match=r"no repeated blocks.*Pass the class of its blocks"):
         shards_of(model)
 
 

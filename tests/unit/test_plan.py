@@ -365,7 +365,11 @@ def test_placements(fractions: list[float], num_gpus: int, expected: list[list[i
 @pytest.mark.parametrize(
     "fractions, num_gpus, what",
     [
-        ([0.6] * 3, 2, "3 models with 0.6, 0.6, 0.6 GPUs can't be placed on 2 devices, because a fraction is never split"),
+        (
+            [0.6] * 3,
+            2,
+            "3 models with 0.6, 0.6, 0.6 GPUs can't be placed on 2 devices, because a fraction is never split",
+        ),
         ([0.1], 0, "1 model with 0.1 GPUs can't be placed on 0 devices"),
         ([2], 1, "can't be placed on 1 device"),
         ([1, 0.01], 1, "can't be placed on 1 device"),

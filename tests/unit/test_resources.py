@@ -437,7 +437,11 @@ EIGHT = available(root="/nowhere", cpu_count=8, environ={}, memory=2**33, num_gp
 @pytest.mark.parametrize(
     "quota, ranks, what",
     [
-        (Q(9), 1, r"num_cpus=9 exceeds the number of CPUs .* \(8, limited by the machine \(cpu_count\)\)\. Request at most 8"),
+        (
+            Q(9),
+            1,
+            r"num_cpus=9 exceeds the number of CPUs .* \(8, limited by the machine \(cpu_count\)\)\. Request at most 8",
+        ),
         (Q(1), 2, "num_cpus=1 is too few for 2 ranks: each rank needs at least one CPU"),
         (Q(num_gpus=3), 1, r"num_gpus=3 exceeds the number of visible GPUs \(2\)"),
         (Q(num_gpus=2.5), 1, r"num_gpus=2.5 exceeds the number of visible GPUs \(2\)"),

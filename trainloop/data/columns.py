@@ -131,7 +131,10 @@ def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:
-            yield batch.shape[axis] if axis < batch.ndim else None, f"a {type(batch).__name__} {tuple(batch.shape)}"
+            yield (
+                batch.shape[axis] if axis < batch.ndim else None,
+                f"a {type(batch).__name__} of shape {tuple(batch.shape)}",
+            )
     elif _is_column(batch):
         yield len(batch), f"a list of {len(batch)}"
     else:

@@ -73,12 +73,13 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
     ends = end_that_holds(loop, state)
     if ends:
         return (
-            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
+            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask fit for more epochs or change its "
+            "callbacks."
         )
     begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
     done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
     asked = loop.num_epochs or loop.num_iterations
-    return f"{done} of {asked} {what}s are done. To continue, ask for more." if done >= asked else ""
+    return f"{done} of {asked} {what}s are done. To continue, ask fit for more." if done >= asked else ""
 
 
 def has_work_at_end(loop: TrainLoop[Any]) -> bool:
