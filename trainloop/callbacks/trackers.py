@@ -290,8 +290,8 @@ class WandBTracking(_Tracking):
             if alert.metric_name not in self.train_loop_obj.history:
                 names = ", ".join(map(repr, self.train_loop_obj.history))
                 raise ConfigurationError(
-                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. The history has: "
-                    f"{names}."
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. The "
+                    f"history has: {names}."
                 )
             message = alert.message(self._newest[alert.metric_name]) if alert.metric_name in self._newest else None
             if message is not None:
