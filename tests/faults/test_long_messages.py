@@ -50,7 +50,7 @@ class FailsToo(AbstractCallback):
 @pytest.mark.parametrize("error", [ValueError(MEGABYTES), Mute()], ids=["megabytes", "mute"])
 def test_a_hook_that_fails_over_a_failure_is_told_in_a_line(error: Exception) -> None:
     loop = make_loop(Raises(error))
-    with pytest.raises(type(error)) as caught, pytest.warns(UserWarning, match="on_exception failed \(") as told:
+    with pytest.raises(type(error)) as caught, pytest.warns(UserWarning, match=r"on_exception failed \(") as told:
         loop.fit(1, callbacks=[FailsToo(Mute()), FailsToo(KeyError(MEGABYTES))])
     assert caught.value is error
     assert len(told) == 2

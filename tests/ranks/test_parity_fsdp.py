@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),
     "an argument": (
         lambda: fitted(fit={"fsdp_model_args": {"shards": 2}}),
-        "FullyShardedDataParallel has no 'shards'",
+        "FullyShardedDataParallel has no argument 'shards'",
     ),
 }
 

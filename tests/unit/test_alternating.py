@@ -243,6 +243,6 @@ def test_what_else_can_not_be() -> None:
     unnamed = Odd(lambda model, loss, size: [("a", loss)])
     optimizer = MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (unnamed.a, unnamed.b)])
     with pytest.raises(
-        ConfigurationError, match=r"optimizer 'a', .* without names\. Yield .* `yield 0, loss`, or name"
+        ConfigurationError, match=r"optimizer 'a', .* without names\)\. Yield .* `yield 0, loss`, or name"
     ):
         loop_of(unnamed, loader, optimizer, nn.CrossEntropyLoss()).fit(num_epochs=1)

@@ -99,7 +99,7 @@ def test_data_subset_of_a_stream() -> None:
     "make, words",
     [
         (lambda: DataSubsetTestRun(0), "num_train_batches=0 must be 1 or more, and num_val_batches=0"),
-        (lambda: DataSubsetTestRun(1, -1), "no number may be negative"),
+        (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
             "the loop has no test_loader to take 2 batches from",

@@ -332,7 +332,7 @@ def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, s
     [
         (
             lambda: make_loop(model=Net(9)),
-            r"belongs to another model: layers.0.weight is \(9, 8\) in the model, \(8, 8\) in the",
+            r"belongs to another model: layers.0.weight has shape \(9, 8\) in the model, but \(8, 8\) in the",
         ),
         (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, but the loop has SGD"),
         (

@@ -57,7 +57,10 @@ def test_names_of_other_libraries(function: Callable[..., Any], arguments: dict[
 
 def test_arguments_of_wrappers_in_fit() -> None:
     for arguments, words in [
-        ({"ddp_model_args": {"find_unused": True}}, "has no 'find_unused'. Did you mean find_unused_parameters=?"),
+        (
+            {"ddp_model_args": {"find_unused": True}},
+            "has no argument 'find_unused'. Did you mean find_unused_parameters=?",
+        ),
         ({"fsdp_model_args": {"cpu_offload": True}}, "Did you mean offload_policy="),
         (
             {"dp_model_args": {"xyz": True}},

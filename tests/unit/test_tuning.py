@@ -327,7 +327,7 @@ def test_an_untrained_loop_is_trained() -> None:
 @pytest.mark.parametrize(
     "made, changed, what",
     [
-        (object(), {}, "make_loop returned a object: it must return a TrainLoop, or an object with fit and predict"),
+        (object(), {}, "make_loop returned a object. Return a TrainLoop, or an object with fit and predict"),
         (None, {}, "make_loop returned a NoneType"),
         (Scaled(1.0), {"fold": None}, r"a Scaled without data to train it on\. Pass data=\(x, y\)"),
         (Scaled(1.0), {"data": None}, "a Scaled without data"),
@@ -748,8 +748,8 @@ def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
         ([([0], [1]), ([0], [])], r"folds\[1\]=\(\[0\], \[\]\): must be a pair"),
         ([([0.5], [1]), ([0], [1])], r"folds\[0\]=.* must be a pair of arrays of row numbers"),
         ([([True, False], [False, True]), ([0], [1])], r"folds\[0\]=.* must be a pair"),
-        ([([0], [6]), ([0], [1])], r"folds\[0\] has row 6: rows are numbered from 0 to 5"),
-        ([([0], [1]), ([-1], [1])], r"folds\[1\] has row -1"),
+        ([([0], [6]), ([0], [1])], r"folds\[0\] contains row 6, but rows are numbered from 0 to 5"),
+        ([([0], [1]), ([-1], [1])], r"folds\[1\] contains row -1"),
         ([([0, 1], [1, 2]), ([0], [1])], r"folds\[0\] trains on row 1 and also holds it out"),
     ],
 )
@@ -786,7 +786,7 @@ def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: P
 def test_cross_validation_of_one_setting_warns_of_nothing(pretended: Pretended) -> None:
     options: dict[str, Any] = {"num_trials": 1, "total": Q(2, 0), "seed": 0, "progress": False, "data": rows()}
     assert len(tune(make_scaled, {}, num_bag_folds=3, **options).best_trial.scores) == 3  # warnings are errors
-    with pytest.warns(UserWarning, match=r"space is empty: one model is trained.*num_bag_folds=5"):
+    with pytest.warns(UserWarning, match=r"space is empty, so one model is trained.*num_bag_folds=5"):
         tune(make_scaled, {}, **options)
 
 

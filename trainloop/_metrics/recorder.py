@@ -278,9 +278,9 @@ class Recorder:
             then, now = before.asked._asdict() if before.asked else {}, asked._asdict()
             differing = [option for option in now if now[option] != then[option]]
             raise ConfigurationError(
-                f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): it was logged with "
-                f"{', '.join(f'{option}={then[option]!r}' for option in differing)} before. Use the same options in "
-                "all calls with this name."
+                f"log({name!r}, {', '.join(f'{option}={now[option]!r}' for option in differing)}): this metric was "
+                f"logged with {', '.join(f'{option}={then[option]!r}' for option in differing)} before. Use the same "
+                "options in all calls with this name."
             )
 
     def _options(self, asked: LogCall) -> Options:
@@ -413,8 +413,8 @@ class Recorder:
 def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
     if before and before[0][0] != entries[0][0]:
         raise ConfigurationError(
-            f"log({name!r}, ...): it was logged with other options before, on another rank. Use the same options in "
-            "all calls with this name."
+            f"log({name!r}, ...): another rank has logged this metric with other options. Use the same options in all "
+            "calls with this name."
         )
     return [*before, *entries]
 
