@@ -226,7 +226,7 @@ def test_another_optimizer_s_scheduler() -> None:
         (lambda: LRScheduler("StepLR"), "scheduler='StepLR': must be a class of torch.optim.lr_scheduler"),
         (
             lambda: LRScheduler(lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=1), 1), gamma=0.5),
-            "scheduler is not a class, so these arguments can't be passed to it: gamma. Pass the class: LRScheduler(StepLR, ...)",
+            "so these arguments can't be passed to it: gamma. Pass the class: LRScheduler(StepLR, ...)",
         ),
         (
             lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"),

@@ -289,7 +289,9 @@ class TrainLoop(core.TrainLoop):
 
     def _predictions_of(self, part: str, kind: str, loader: Any, force: bool, execute_callbacks: bool) -> Any:
         if loader is None:
-            raise ConfigurationError(f"predictions on the {kind} set: the loop has no {kind}_loader. Pass one.")
+            raise ConfigurationError(
+                f"predictions on the {kind} set need a {kind}_loader, but the loop has none. Pass one to the loop."
+            )
         predict = self.predict_with_model
         return self._stored(
             f"{part}_pred",
@@ -353,8 +355,8 @@ class _Bookkeeping(AbstractCallback):
             loop.num_epochs = self.num_epochs - loop.epoch
             if loop.num_epochs <= 0:
                 warn(
-                    f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} are already done: "
-                    "nothing is trained."
+                    f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} epochs are already "
+                    "done, so nothing is trained. Pass a larger num_epochs."
                 )
         self.epochs_run, self.wants_stop = 0, False
         loop.place_criterion()
