@@ -231,8 +231,8 @@ class ModelPredictionStore:
         """Return a result of this iteration; raise an error if there is none."""
         if not self.has(name, iteration_idx):
             raise ConfigurationError(
-                f"the store has no {name!r} for iteration {iteration_idx}. Insert it first; "
-                f"has_{name}({iteration_idx}) shows if it is there."
+                f"the store has no {name!r} for iteration {iteration_idx}. Insert it first, or check with the store's "
+                "has_... method."
             )
         return self.prediction_store[name]
 

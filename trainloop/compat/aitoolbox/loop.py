@@ -184,7 +184,9 @@ class TrainLoop(core.TrainLoop):
     @amp_scaler.setter
     def amp_scaler(self, scaler: Any) -> None:
         if type(scaler) is not _Scaler:
-            raise ConfigurationError("amp_scaler is made by the loop. Pass use_amp={...} for another one.")
+            raise ConfigurationError(
+                "amp_scaler is made by the loop and can't be set. To change the scaler's arguments, pass use_amp={...}."
+            )
 
     @property
     def ddp_training_mode(self) -> bool:
