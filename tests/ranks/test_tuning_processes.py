@@ -169,7 +169,7 @@ def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.M
     scales = {"scale": [0.0, 0.5]}
     kill_server()
     with pytest.warns(
-        UserWarning, match="from now on, models start in fresh interpreters.*exits_at_import.*it ended"
+        UserWarning, match="from now on, models start in fresh interpreters.*exits_at_import.*the server ended"
     ) as told:
         found = search(make_scaled, scales, preload=["exits_at_import"], **options)
     assert len(told) == 1

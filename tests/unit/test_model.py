@@ -136,7 +136,7 @@ def test_basic_model_takes_inputs_and_target() -> None:
         (torch.ones(4, 2), "a Tensor"),
         ({"x": torch.ones(2), "y": torch.ones(2)}, "a dict"),
         ((torch.ones(2),), "a tuple of length 1"),
-        ([], "a list of 0"),
+        ([], "a list of length 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

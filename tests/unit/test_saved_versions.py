@@ -46,7 +46,9 @@ def test_a_file_says_which_version_wrote_it(tmp_path: Path, monkeypatch: pytest.
 )
 def test_another_layout_names_its_version_and_is_not_read(head: str, what: str, tmp_path: Path) -> None:
     file_of(tmp_path / "p" / "predictor.pkl", head, b"not to be unpickled")
-    with pytest.raises(CheckpointError, match=what + f"this is trainloop {trainloop.__version__}, .*Load it with the"):
+    with pytest.raises(
+        CheckpointError, match=what + f"trainloop {trainloop.__version__} reads only .*Load it with the"
+    ):
         TabularPredictor.load(tmp_path / "p")
 
 

@@ -258,8 +258,8 @@ _HINTS = [
     ),
     (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
-        "a DataLoader worker died, usually because memory ran out. If not, use num_workers=0 to see its error in the "
-        "rank.",
+        "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank itself raises its "
+        "error.",
     ),
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",

@@ -315,9 +315,8 @@ class FailureRecorder(AbstractCallback):
         if not sharded:
             return ""
         return (
-            f"FailureRecorder wrote no record: a record needs whole parameters, but {len(sharded)} of them were "
-            f"sharded at that moment, such as {sharded[0]!r}. To get a record, resume from a checkpoint with "
-            "gpu_mode='ddp'."
+            "FailureRecorder wrote no record: a record needs whole parameters, but some were sharded at that moment "
+            f"(for example {sharded[0]!r}). To get a record, resume from a checkpoint with gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:

@@ -290,10 +290,10 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{shown}: no such file. Pass a checkpoint's path, or resume_from='last'.") from error
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()
-        named = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
+        named = next((f"{line.strip()} " for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
         raise CheckpointError(
             f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was refused, and "
-            f"no code in it was run. {named} If you trust its author, read it with torch.load(path, "
+            f"no code in it was run. {named}If you trust its author, read it with torch.load(path, "
             "weights_only=False) and load the weights yourself."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:

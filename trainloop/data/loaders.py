@@ -204,7 +204,7 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
     if other.rule != first.rule:
         raise ConfigurationError(
             f"{name} is a different kind of loader, or has a different kind of sampler, on rank {rank} than on rank 0, "
-            "so its samples can't be split over ranks. Make it in the same way on every rank."
+            "so its samples can't be split over ranks. Create it in the same way on every rank."
         )
     raise ConfigurationError(
         f"rank {rank} has a different seed than rank 0, so these ranks would read {name} in different orders. Pass the "

@@ -183,9 +183,9 @@ class TTDataParallel(Transparent, DataParallel):
             names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
-                    "for the parts of one batch, get_loss yielded losses for different optimizers at the same "
-                    "position, or different numbers of losses. Make the sequence of losses depend only on values that "
-                    "are the same for all parts."
+                    "for the parts of one batch (one for each replica), get_loss yielded losses for different "
+                    "optimizers at the same position, or different numbers of losses. Make the sequence of losses "
+                    "depend only on values that are the same for all parts."
                 )
             losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
             loss = self._loss_of_all(losses, sizes, criterion)

@@ -19,11 +19,11 @@ def explain_sharded(error: RuntimeError) -> None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': a parameter was used outside of the forward of its block, the module that it is sharded "
-            "with. Outside, it is a DTensor with one rank's shard. Use the parameter in the block's forward (calling a "
-            "submodule does not run it), replace a penalty over self.parameters() with the optimizer's weight_decay, "
-            "shard a larger module as one block (fsdp_model_args={'shard': ...}), or use gpu_mode='ddp'. torch says: "
-            f"{text}"
+            "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
+            "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (calling a "
+            "submodule of the block does not run that), replace a penalty over self.parameters() with the optimizer's "
+            "weight_decay, shard a larger module as one block (fsdp_model_args={'shard': ...}), or use gpu_mode='ddp'. "
+            f"torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
@@ -95,7 +95,8 @@ class WatchedForwards:
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {shown} is changed during the forward pass. It is a gathered copy there, so the "
                     "change would be lost. On all ranks, change parameters in a callback's on_after_optimizer_step, "
-                    "where each is a DTensor and target.lerp_(online, 0.01) works as usual, or use gpu_mode='ddp'."
+                    "where each parameter is a DTensor and target.lerp_(online, 0.01) works as usual, or use "
+                    "gpu_mode='ddp'."
                 )
         if is_root and torch.is_grad_enabled():
             self._left -= 1

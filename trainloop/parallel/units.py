@@ -65,7 +65,7 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
         raise ConfigurationError(
             f"TTFullyShardedDataParallel: {unit} is sharded as one unit, but has parameters of several dtypes "
             f"({shown}), whose gradients can't be reduced together. Convert the parameters to one dtype "
-            "(model.to(dtype)), or use shard= so that each dtype is in its own unit."
+            "(model.to(dtype)), or pass modules with only one dtype each as shard=."
         )
 
 

@@ -43,9 +43,9 @@ def requesting_callback(loop: LoopView) -> End | None:
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
     """Describe in one line why training ended after an epoch, counted from 1."""
-    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which no callback set"
+    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which was set outside of callbacks,"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
-    return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
+    return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:

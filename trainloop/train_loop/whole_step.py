@@ -167,7 +167,7 @@ class WholeStepTraining(Training):
     def _refuse(self, reason: str) -> None:
         self._refused, self._whole = True, None
         self._detach()
-        warn(f"compile='step': steps are not compiled from here on, because {reason}.")
+        warn(f"compile='step': steps are not compiled from here on. The reason: {reason}.")
 
     def _detach(self) -> None:
         self._attached = False
