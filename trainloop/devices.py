@@ -376,7 +376,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
         raise DeviceError(
-            f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or their number, an int of 0 or more."
+            f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or a number of GPUs, an int of 0 or "
+            "more."
         )
     if num_devices == 0:
         return []

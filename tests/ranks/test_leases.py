@@ -107,7 +107,7 @@ def test_eight_runs_that_start_at_once_get_eight_gpus_and_the_ninth_none(start: 
     answers = [run.answer() for run in runs]
     assert sorted(name for answer in answers for name in answer["gpu"]) == GPUS
     assert len({name for answer in answers for name in answer["cpu"]}) == 16
-    with pytest.raises(ResourceError, match=r"1 of 8 gpus could not be leased at once: .* leased gpus gpu-0, gpu-1"):
+    with pytest.raises(ResourceError, match=r"1 of 8 gpus could not be leased at once, .* leased gpus gpu-0, gpu-1"):
         acquire({"gpu": Request(1, GPUS)}, timeout_s=0)
 
 

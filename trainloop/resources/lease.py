@@ -150,8 +150,8 @@ def _refusal(
     names = "; ".join(f"{kind}s {', '.join(holders)}" for kind, holders in taken.items() if holders)
     holders = ", ".join(dict.fromkeys(holder for holders in taken.values() for holder in holders.values()))
     return ResourceError(
-        f"{wanted} could not be leased {f'within {timeout_s:g} s' if timeout_s else 'at once'}: other runs have leased "
-        f"{names} ({holders}). Wait longer, request fewer, or end another run on this machine."
+        f"{wanted} could not be leased {f'within {timeout_s:g} s' if timeout_s else 'at once'}, because other runs "
+        f"have leased {names} ({holders}). Wait longer, request fewer, or end another run on this machine."
     )
 
 

@@ -59,7 +59,10 @@ class Target:
                 wrong = "has values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
-            wrong = f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass', or leave it out"
+            wrong = (
+                f"has {len(classes)} classes, but problem_type='binary' needs 2. Use problem_type='multiclass', or "
+                "leave problem_type out"
+            )
         elif 1 < len(classes) == len(values):
             wrong = (
                 f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
