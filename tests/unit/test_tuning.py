@@ -583,7 +583,7 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         (
             {"num_bag_folds": 30, "targets": [1, 2]},
             ConfigurationError,
-            "num_bag_folds=30 exceeds the number of rows \(2\)",
+            r"num_bag_folds=30 exceeds the number of rows \(2\)",
         ),
     ],
 )
