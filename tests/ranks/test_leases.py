@@ -264,7 +264,7 @@ def test_a_folder_that_is_a_link_is_refused_and_not_followed(tmp_path: Path) -> 
     (tmp_path / f"trainloop-leases-{os.geteuid()}").symlink_to(precious)
     with pytest.raises(
         ResourceError,
-        match=r"it is a link or file of user .* so that no other user can change the leases. Have it removed",
+        match=r"it is a link or file of user .* so that no other user can change leases. Have it removed",
     ):
         acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
     assert (precious / "desk.lock").read_text() == "my thesis"
@@ -337,7 +337,7 @@ def test_runs_of_two_users_exclude_each_other_and_cannot_touch_each_other_s_file
             f"mkdir trainloop-leases-0; for f in desk held-gpu-0; do ln -s {precious} trainloop-leases-0/$f.lock; done"
         )
         subprocess.run(["sh", "-c", trap], check=True, **{**other, "cwd": str(place_of_all)})  # type: ignore[call-overload]
-        with pytest.raises(ResourceError, match="it is a folder of user nobody, but must be a folder of your own"):
+        with pytest.raises(ResourceError, match="it is a folder of user nobody, but must be your own folder"):
             acquire({"gpu": Request(1, GPUS)}, where=place_of_all)
         assert precious.read_text() == "root's own"
     finally:

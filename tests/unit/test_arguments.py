@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: TrainLoop(Net(), [], [], other_optimizer(), nn.CrossEntropyLoss()),
         [
             "test_loader=SGD(...)",
-            "by name (optimizer=..., criterion=...)",
+            "optimizer=... and criterion=... by name",
             "the fourth argument is test_loader",
         ],
     ),

@@ -106,7 +106,7 @@ def test_data_subset_of_a_stream() -> None:
         ),
         (
             lambda: FunctionOnTrainLoop(print),
-            "FunctionOnTrainLoop: no point is chosen at which to call the function. Set at least one",
+            "FunctionOnTrainLoop: choose when to call the function",
         ),
         (lambda: FunctionOnTrainLoop("print", epoch_end=True), "fn_to_execute='print': must be a function"),  # type: ignore[arg-type]
         (

@@ -160,7 +160,7 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
             lambda: make_loop(gpu_mode="ddp", devices=2).fit(
                 num_epochs=1, callbacks=[WandBTracking(wandb_pre_initialized=True)]
             ),
-            "does not exist in the ranks, which are other processes",
+            "does not exist in the ranks. Leave",
         ),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(alerts=[AlertConfig("f1", 0.5)])]),

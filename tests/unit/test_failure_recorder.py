@@ -364,7 +364,7 @@ def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.C
     assert ".sqrt().sum()" in replay.line
     assert __file__ in replay.line
     assert replay.gradient_difference == 0
-    assert "first backward function that returned a gradient that is not finite: SqrtBackward0" in str(replay)
+    assert "first backward function with a gradient that is not finite: SqrtBackward0" in str(replay)
 
 
 def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,8 +280,7 @@ def hint(failure: Failure) -> str:
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
-            "below). Every rank must make the same collective calls. If a rank only needs more time, raise "
-            "TrainLoop(timeout=seconds)."
+            "below). Every rank must make the same collective calls. For slow ranks, raise TrainLoop(timeout=seconds)."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:

@@ -342,7 +342,7 @@ class Hosts:
             time.sleep(_MEET_S)
         raise ConfigurationError(
             f"{who} is connected to node 0 at {self._name}, but not all nodes connected within {self._wait_s:g} s. See "
-            "the error on node 0, which names them."
+            "the error on node 0."
         )
 
     def _key_error(self, who: str, why: str) -> str:

@@ -210,8 +210,7 @@ class FunctionOnTrainLoop(AbstractCallback):
         self.hooks = [name for name, wanted in chosen.items() if wanted]
         if not self.hooks:
             raise ConfigurationError(
-                "FunctionOnTrainLoop: no point is chosen at which to call the function. Set at least one, such as "
-                "epoch_end=True."
+                "FunctionOnTrainLoop: choose when to call the function, for example with epoch_end=True."
             )
         self._take_hooks()
 

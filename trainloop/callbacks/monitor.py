@@ -118,8 +118,7 @@ class Monitor:
             hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. The history "
-                f"has: {names}.{hint} Monitor one of these metrics, or log {self.name!r} in the model with "
-                f"self.log({self.name!r}, value)."
+                f"has: {names}.{hint} Monitor one of these, or call self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
             return None  # evaluated only every n epochs: an old value must not count twice

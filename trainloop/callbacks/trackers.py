@@ -241,8 +241,8 @@ class WandBTracking(_Tracking):
         self.project_name = self.project_name or getattr(loop, "project_name", None)
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
-                "WandBTracking(wandb_pre_initialized=True): the W&B run of this process does not exist in the ranks, "
-                "which are other processes. Leave wandb_pre_initialized out, so that rank 0 starts a run."
+                "WandBTracking(wandb_pre_initialized=True): the W&B run of this process does not exist in the ranks. "
+                "Leave wandb_pre_initialized out, so that rank 0 starts a run."
             )
 
     def _active_run(self) -> Any:

@@ -264,7 +264,7 @@ class ExperimentEndSave(AbstractCallback):
         ):
             if package is not None and getattr(loop, loader) is None:
                 raise ConfigurationError(
-                    f"{name} is given, but the loop has no {loader} to evaluate. Pass {loader}=... to the loop."
+                    f"{name} is given, but the loop has no {loader} to evaluate. Pass one to the loop."
                 )
 
     def state_dict(self) -> dict[str, Any]:

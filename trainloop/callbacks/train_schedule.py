@@ -117,8 +117,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         made = _is_scheduler(scheduler)
         if not made and not callable(scheduler):
             raise ConfigurationError(
-                f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function that "
-                "makes a scheduler for an optimizer, or a scheduler."
+                f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function "
+                "(optimizer) -> scheduler, or a scheduler."
             )
         if made and kwargs:
             raise ConfigurationError(

@@ -293,7 +293,7 @@ class StochasticWeightAveraging(WeightAverage):
         if self.update_batchnorm and loop.sync_batchnorm and has_batchnorm:
             raise ConfigurationError(
                 "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks may have different "
-                "numbers of batches in the pass that updates the statistics, so synchronizing could hang. Use "
+                "numbers of batches in the pass that updates the statistics, and would then hang. Use "
                 "update_batchnorm=False, or sync_batchnorm=False."
             )
 

@@ -337,8 +337,8 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
         )
     if length + info_length + _END.size != size:
         raise CheckpointError(
-            f"{problem}: it has {size} bytes, but should have {length + info_length + _END.size} according to its end "
-            "mark. Use another one."
+            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. Use another "
+            "one."
         )
     file.seek(length)
     described = file.read(info_length)

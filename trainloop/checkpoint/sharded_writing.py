@@ -50,7 +50,7 @@ def check_offered(location: str, *, safetensors: bool) -> None:
     if "://" in location:
         raise ConfigurationError(
             f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be on a "
-            "disk that they share. Pass the path of such a folder."
+            "disk that they share. Pass its path."
         )
 
 
@@ -168,7 +168,7 @@ class FolderWriting:
             if missing:  # another process has deleted files
                 raise OSError(
                     f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although other ranks have "
-                    "written these files"
+                    "written them"
                 )
             save(os.path.join(self._folder, STATE), {**self._state, "shards": table}, info)
             publish(self._folder, os.path.join(self._where, name))

@@ -236,9 +236,9 @@ class TrainFeed:
         if self._rank == 0:
             warn(
                 f"{self._name}: the stream's position in the checkpoint is for a different loader, or for different "
-                f"numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers. The epoch is "
-                "therefore read again from its start. This is correct unless positions continue across epochs. In that "
-                "case, resume with the same loader and numbers of ranks and workers."
+                f"numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is "
+                "read again from its start. This is correct unless positions continue across epochs. In that case, "
+                "resume with the same loader, ranks and workers."
             )
         return False
 

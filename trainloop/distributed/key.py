@@ -73,14 +73,14 @@ def _read(path: str) -> str:
     except OSError as error:
         raise ConfigurationError(
             f"{KEY_VARIABLE}={path!r}: the file can't be read ({error.strerror}). Name a file that every rank can "
-            f"read, or set the variable to the key itself. {_ADVICE}."
+            f"read, or the key itself. {_ADVICE}."
         ) from None
     own = user_id()
     if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):
         raise ConfigurationError(
             f"{KEY_VARIABLE}={path!r}: the file is owned by user {found.st_uid} with mode "
-            f"{stat.S_IMODE(found.st_mode):o}, so other users may read or change the key. Make yourself the file's "
-            f"owner, and run: chmod 600 {path}"
+            f"{stat.S_IMODE(found.st_mode):o}, so other users may read or change the key. Make yourself the owner, and "
+            f"run: chmod 600 {path}"
         )
     return data.decode("utf-8", "surrogateescape").strip()
 

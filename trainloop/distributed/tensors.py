@@ -321,8 +321,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
             raise TypeError(
-                f"{call}: value{path} is complex, but complex numbers have no order. Reduce real numbers, such as its "
-                "absolute value."
+                f"{call}: value{path} is complex, but complex numbers have no order. Reduce its absolute value."
             )
     reduced: dict[str, Tensor] = {}
     for path, (dtype, direct, _) in agreed.items():

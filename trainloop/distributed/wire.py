@@ -83,9 +83,9 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
             return Form.PLAIN, encode(obj)
         except NotPlain as what:
             return Form.REFUSED, (
-                f"contains an object {what}, which can only be sent as a pickle, but without a key the sender of a "
-                "pickle can't be verified. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of "
-                f"these), or set {KEY_VARIABLE} to the same secret on every host"
+                f"contains an object {what}, which needs a pickle, and without a key the sender of a pickle can't be "
+                "verified. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or set "
+                f"{KEY_VARIABLE} to the same secret on every host"
             ).encode()
     except Exception as error:
         reason = (
@@ -243,9 +243,8 @@ class Session:
         if self.key is not None:
             also = f", or {KEY_VARIABLE} is not the same on all hosts"
         return ConnectionError(
-            f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Either "
-            f"another program has connected to this run, or the data was damaged on the way{also}. The data was not "
-            "used. See SECURITY.md."
+            f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Another "
+            f"program has connected to this run, or the data was damaged{also}. The data was not used. See SECURITY.md."
         )
 
 

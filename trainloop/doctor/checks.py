@@ -152,7 +152,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "file descriptors",
         "attention" if few else "ok",
         f"{soft} (at most {hard})",
-        "the workers of loaders open many files, and fail with 'Too many open files' at this limit: run ulimit -n "
+        "loaders with many workers may fail with 'Too many open files': run ulimit -n "
         f"{min(65536, hard) if hard > 0 else 65536}."
         if few
         else "",
@@ -222,9 +222,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "slurm",
             "attention" if few else "ok",
             found,
-            "without --cpus-per-task, each rank shares one CPU with its loaders' workers: pass it to sbatch or srun."
-            if few
-            else "",
+            "without --cpus-per-task, each rank shares one CPU with its loaders' workers." if few else "",
         )
 
 
@@ -264,8 +262,8 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
         )
     wanted = re.sub(r"[\s()]|;.*", "", needed)
     return (
-        f"pip install '{wanted}', which contains {library}. If this package is installed, another copy may be found "
-        "first: check LD_LIBRARY_PATH."
+        f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: check "
+        "LD_LIBRARY_PATH."
     )
 
 

@@ -315,8 +315,8 @@ for _owner, _names in _TORCHS_OWN:
     for _name in _names.split():
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
-                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. Install a "
-                "torch version from 2.6 to 2.15, or a newer trainloop."
+                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. Install "
+                "torch 2.6 to 2.15, or a newer trainloop."
             )
 
 

@@ -286,14 +286,13 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
     world_size = dist.get_world_size()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigurationError(
-            f"replicas={replicas!r}: must be an int that divides the number of ranks ({world_size}), because each "
-            "replica is sharded over the same number of ranks."
+            f"replicas={replicas!r}: must be an int that divides the number of ranks ({world_size})."
         )
     if mesh is not None:
         if replicas != 1:
             raise ConfigurationError(
-                f"replicas={replicas} with a mesh: the first dimension of a two-dimensional mesh already sets the "
-                "number of replicas. Pass either replicas or mesh."
+                f"replicas={replicas} with a mesh: a two-dimensional mesh sets the number of replicas itself. Pass "
+                "either replicas or mesh."
             )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None.")

@@ -21,9 +21,8 @@ def explain_sharded(error: RuntimeError) -> None:
         raise ConfigurationError(
             "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
             "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (calling a "
-            "submodule of the block does not run that), replace a penalty over self.parameters() with the optimizer's "
-            "weight_decay, shard a larger module as one block (fsdp_model_args={'shard': ...}), or use gpu_mode='ddp'. "
-            f"torch says: {text}"
+            "submodule of the block does not run that), use weight_decay for a penalty over self.parameters(), choose "
+            f"larger blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(

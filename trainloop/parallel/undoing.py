@@ -47,7 +47,7 @@ def can_undo() -> None:
     if missing:
         raise ConfigurationError(
             f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
-            "a torch version from 2.6 to 2.15, or use gpu_mode='ddp'."
+            "torch 2.6 to 2.15, or use gpu_mode='ddp'."
         )
 
 

@@ -63,9 +63,9 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
     if len(found) > 1:
         shown = " and ".join(f"{name}: {dtype}" for dtype, name in found.items())
         raise ConfigurationError(
-            f"TTFullyShardedDataParallel: {unit} is sharded as one unit, but has parameters of several dtypes "
-            f"({shown}), whose gradients can't be reduced together. Convert the parameters to one dtype "
-            "(model.to(dtype)), or pass modules with only one dtype each as shard=."
+            f"TTFullyShardedDataParallel: {unit} is sharded as one unit, but its parameters have several dtypes "
+            f"({shown}), whose gradients can't be reduced together. Convert them to one dtype (model.to(dtype)), or "
+            "pass modules of one dtype each as shard=."
         )
 
 

@@ -264,6 +264,6 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
         cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
     warn(
         f"Training starts again on the CPU, because no GPU can be used ({cause}). To use a GPU, install the library's "
-        "GPU build and check CUDA_VISIBLE_DEVICES. To silence this warning, choose the CPU as the device."
+        "GPU build and check CUDA_VISIBLE_DEVICES. To silence this warning, choose the CPU."
     )
     return fit_on_cpu()

@@ -122,8 +122,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
             )
     if fcntl is None:
         warn(
-            "CPUs and GPUs are not leased on Windows, so runs may use the same ones. Give each run on this machine its "
-            "own devices=, and limit its num_cpus=."
+            "CPUs and GPUs are not leased on Windows. Keep the runs on this machine apart with devices= and num_cpus=."
         )
         return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     leases = _LeaseFolder(folder() if where is None else where)
@@ -169,8 +168,8 @@ class _LeaseFolder:
             what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
             raise UnsafeFolderError(
                 f"leases can't be stored in {str(self._where)!r}: it is a {what} of {_user(found.st_uid)}, but must be "
-                "a folder of your own, so that no other user can change the leases. Have it removed, or set "
-                "TRAINLOOP_LEASE_DIR to a folder that you own."
+                "your own folder, so that no other user can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR "
+                "to a folder that you own."
             )
         if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
             self._where.chmod(0o755)

@@ -244,8 +244,7 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     if figures.cpus is None:
         raise ResourceError(
             f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs default "
-            "to 0). Pass total=ResourceQuota(num_cpus=...), or total=trainloop.resources.available() for the whole "
-            "machine."
+            "to 0). Pass total=ResourceQuota(num_cpus=...), or trainloop.resources.available() for the whole machine."
         )
     return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)
 

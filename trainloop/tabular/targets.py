@@ -60,8 +60,8 @@ class Target:
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
             wrong = (
-                f"has {len(classes)} classes, but problem_type='binary' needs 2. Use problem_type='multiclass', or "
-                "leave problem_type out"
+                f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass', or leave "
+                "problem_type out"
             )
         elif 1 < len(classes) == len(values):
             wrong = (

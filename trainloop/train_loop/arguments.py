@@ -83,7 +83,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
 
 _ORDER = (
     "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth argument is test_loader. "
-    "Pass the optimizer and the criterion by name (optimizer=..., criterion=...)."
+    "Pass optimizer=... and criterion=... by name."
 )
 
 

@@ -79,10 +79,9 @@ def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[st
             for key, value in own.items() if isinstance(own, dict) and isinstance(p, Tensor) else ():
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
                     raise ConfigurationError(
-                        f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} has shape "
-                        f"{tuple(value.shape)}, but the parameter has shape {tuple(p.shape)}, so the state can't be "
-                        "sharded like the parameter. Start with a new optimizer, which has no state, or use "
-                        "gpu_mode='ddp'."
+                        f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
+                        f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
+                        "Start with a new optimizer, or use gpu_mode='ddp'."
                     )
 
 

@@ -43,7 +43,7 @@ def split_loss(output: Any) -> tuple[Any, Any]:
         if len(output) != 2:
             raise ConfigurationError(
                 f"get_loss returned a tuple of length {len(output)}. Return a loss, or (loss, weight), where weight "
-                "is, for example, the number of tokens that the loss is a mean over."
+                "is, for example, the number of tokens."
             )
         loss, weight = output
     else:

@@ -203,8 +203,8 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
                         found.append(f"{path}.{name}{at} is on {part.device}")
     if found:
         error.args = (
-            f"{error} The run is on {device}, but {', '.join(found[:3])}. A tensor that is an attribute is moved only "
-            "if it is a buffer. Register it with self.register_buffer('name', tensor).",
+            f"{error} The run is on {device}, but {', '.join(found[:3])}. A tensor attribute is moved only if it is a "
+            "buffer: self.register_buffer('name', tensor).",
         )
 
 

@@ -156,8 +156,8 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     total = sum(map(_bytes, loop.model.parameters()))
     if not units and ranks > 1:
         raise _Found(
-            f"no repeated blocks were found, so the whole model ({format_bytes(total)}) is gathered on each rank for "
-            "each step. Pass the class of its blocks: fit(fsdp_model_args={'shard': [Block]})."
+            f"no repeated blocks: the whole model ({format_bytes(total)}) is gathered on each rank for each step. Pass "
+            "the class of its blocks: fit(fsdp_model_args={'shard': [Block]})."
         )
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)

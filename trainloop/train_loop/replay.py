@@ -78,7 +78,7 @@ class Replay:
         lines += [f"first module with a value that is not finite: {self.module}"] if self.module else []
         if self.function:
             lines.append(
-                "first backward function that returned a gradient that is not finite: "
+                "first backward function with a gradient that is not finite: "
                 f"{self.function}{f', of {self.line}' if self.line else ''}"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -181,8 +181,8 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
         raise ConfigurationError(
-            "replay: the record is of a DataLoader that failed, but train_loader has no dataset. Use the train_loader "
-            "of the recorded run."
+            "replay: the record is of a DataLoader that failed, but train_loader has no dataset. Use the recorded "
+            "run's train_loader."
         )
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)

@@ -206,7 +206,7 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
         if missing:
             raise ConfigurationError(
                 f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
-                "On every node, set MASTER_ADDR and MASTER_PORT to an address of node 0 and a free port there, or pass "
+                "On every node, set MASTER_ADDR and MASTER_PORT to an address and a free port of node 0, or pass "
                 "init_method='tcp://ADDRESS:PORT'."
             )
     return rank

@@ -239,7 +239,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
     if missing:
         raise CheckpointError(
-            f"this is not a checkpoint of a training: it lacks {', '.join(missing)}. Pass a checkpoint that fit wrote."
+            f"this is not a checkpoint of a training: it lacks {', '.join(missing)}. Pass one that fit wrote."
         )
     own = loop.model.state_dict()
     saved = state["model"]
@@ -298,9 +298,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint leaves out {wrong[0]}, whose values in this model differ from the values in the "
-            f"checkpoint's run (number of such tensors: {len(wrong)}). Before fit, load the values that the "
-            "checkpoint's run began with."
+            f"the checkpoint leaves out {wrong[0]}, whose values differ between this model and the checkpoint's run "
+            f"(differing tensors: {len(wrong)}). Before fit, load the values that the checkpoint's run began with."
         )
 
 
@@ -430,8 +429,8 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     if before * steps % now:
         raise CheckpointError(
             f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
-            f"have {now} samples, so none of them begins there. Choose batch_size x ranks x grad_accumulation as "
-            "before, or resume from a checkpoint at an epoch's end."
+            f"have {now}, so none begins there. Choose batch_size x ranks x grad_accumulation as before, or resume "
+            "from a checkpoint at an epoch's end."
         )
     return before * steps // now
 

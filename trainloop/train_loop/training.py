@@ -452,8 +452,8 @@ class Training(Run):
             "get_loss calls a criterion with class weights or ignored targets, whose result is a mean over the weights "
             "of the targets, but get_loss returns another loss. The returned loss is averaged over samples, so results "
             "depend on batch size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
-            "weights of the batch's targets (or the number of targets that are not ignored), or return a MultiLoss "
-            "with each loss under its own name."
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each loss under its "
+            "own name."
         )
 
     @staticmethod

@@ -130,7 +130,7 @@ class WholeStepTraining(Training):
         if loop.grad_accumulation > 1 or len(step.batches) != 1:
             return "a step of several micro-batches is several backward passes"
         if self.place.scaler.is_enabled():
-            return "with fp16, GradScaler decides after backward whether to take the step (use bf16 instead)"
+            return "with fp16, a step may be skipped after backward (use bf16)"
         if self.hooks.on_after_gradient_update:
             users = [cb.callback_name for cb in loop.callbacks if overrides(cb, "on_after_gradient_update")]
             whose = f"of {', '.join(users)} " if users else ""
@@ -187,10 +187,7 @@ class WholeStepTraining(Training):
         """Apply settings that changed since the graph was compiled; return the reason if the graph can't follow."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
-            return (
-                "parameters were frozen, unfrozen or added, but the graph is compiled for a fixed set of trained "
-                "parameters"
-            )
+            return "parameters were frozen, unfrozen or added, but the graph trains a fixed set of parameters"
         if any(isinstance(group["lr"], Tensor) for group in (*now, *before)):
             kept = now
         else:

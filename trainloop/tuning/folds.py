@@ -72,8 +72,7 @@ def make_folds(
     """
     if num_samples < num_folds:
         raise ConfigurationError(
-            f"num_bag_folds={num_folds} exceeds the number of rows ({num_samples}), but each fold needs a row to hold "
-            "out. Use fewer folds."
+            f"num_bag_folds={num_folds} exceeds the number of rows ({num_samples}). Use fewer folds."
         )
     rng = np.random.default_rng([seed, num_folds])
     order = rng.permutation(num_samples)

@@ -195,7 +195,7 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     if int(total.num_cpus) > int(cluster.num_cpus) or exact(total.num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
             f"total={total!r} exceeds the Ray cluster, which has num_cpus={cluster.num_cpus} and "
-            f"num_gpus={cluster.num_gpus}. Request at most these numbers."
+            f"num_gpus={cluster.num_gpus}. Request less."
         )
     return total
 

@@ -156,8 +156,8 @@ def tune(
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
-                "space is empty, so one model is trained and nothing is searched. Pass the parameters to search, e.g. "
-                "space={'lr': [0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
+                "space is empty, so one model is trained and nothing is searched. Name parameters, e.g. space={'lr': "
+                "[0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
             )
         num_trials = min(num_trials, 1)
     proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # finds errors early

@@ -230,10 +230,7 @@ class ModelPredictionStore:
     def get(self, name: str, iteration_idx: int) -> Any:
         """Return a result of this iteration; raise an error if there is none."""
         if not self.has(name, iteration_idx):
-            raise ConfigurationError(
-                f"the store has no {name!r} for iteration {iteration_idx}. Insert it first, or check with the store's "
-                "has_... method."
-            )
+            raise ConfigurationError(f"the store has no {name!r} for iteration {iteration_idx}. Insert it first.")
         return self.prediction_store[name]
 
     def has(self, name: str, iteration_idx: int) -> bool:

@@ -184,9 +184,7 @@ class TrainLoop(core.TrainLoop):
     @amp_scaler.setter
     def amp_scaler(self, scaler: Any) -> None:
         if type(scaler) is not _Scaler:
-            raise ConfigurationError(
-                "amp_scaler is made by the loop and can't be set. To change the scaler's arguments, pass use_amp={...}."
-            )
+            raise ConfigurationError("amp_scaler is made by the loop. To change its arguments, pass use_amp={...}.")
 
     @property
     def ddp_training_mode(self) -> bool:
@@ -291,9 +289,7 @@ class TrainLoop(core.TrainLoop):
 
     def _predictions_of(self, part: str, kind: str, loader: Any, force: bool, execute_callbacks: bool) -> Any:
         if loader is None:
-            raise ConfigurationError(
-                f"predictions on the {kind} set need a {kind}_loader, but the loop has none. Pass one to the loop."
-            )
+            raise ConfigurationError(f"predictions on the {kind} set need a {kind}_loader. Pass one to the loop.")
         predict = self.predict_with_model
         return self._stored(
             f"{part}_pred",
@@ -358,7 +354,7 @@ class _Bookkeeping(AbstractCallback):
             if loop.num_epochs <= 0:
                 warn(
                     f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} epochs are already "
-                    "done, so nothing is trained. Pass a larger num_epochs."
+                    "done, so nothing is trained."
                 )
         self.epochs_run, self.wants_stop = 0, False
         loop.place_criterion()

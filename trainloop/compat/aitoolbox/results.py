@@ -337,7 +337,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         both = self._results.keys() & package.results_dict.keys()
         if both:
             raise ConfigurationError(
-                f"both packages have results with these names: {', '.join(sorted(both))}. Rename them in one package."
+                f"both packages have results with these names: {', '.join(sorted(both))}. Use different names."
             )
         self.results_dict = {**self._results, **package.results_dict}
         return self
