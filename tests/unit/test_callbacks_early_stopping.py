@@ -194,7 +194,7 @@ def test_time_limit_ends_the_running_step(
     loop.fit(num_epochs=5, callbacks=[limit, Clock(monkeypatch)])
     assert loop.global_step == 10
     assert limit.elapsed_s == 10.0
-    assert "by TimeLimit: the limit of 0:00:10 was reached at step 10." in capsys.readouterr().out
+    assert "the limit of 0:00:10 was reached at step 10." in capsys.readouterr().out
     # The time of a second fit is its own.
     loop.fit(num_epochs=1, callbacks=[limit, Clock(monkeypatch)])
     assert loop.global_step == 10 + STEPS_PER_EPOCH

@@ -132,7 +132,7 @@ def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.Captu
 
     first = make_whole()
     first.fit(num_epochs=5, callbacks=callbacks(make()))
-    assert f"by {name}" in capsys.readouterr().out or name == "stops"  # which gives no reason, and there is no table
+    assert f"{name} ended" in capsys.readouterr().out or name == "stops"  # which gives no reason, and there is no table
     before, written = state_of(first), files()
     assert first.epoch < 5
     again = make_whole()
