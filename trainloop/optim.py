@@ -156,8 +156,8 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses, the map must have the index of each loss's optimizer. Pass a map with indices, "
-                "or call assigned_to(optimizer) first."
+                "optimizer's losses, pass a map with the index of each loss's optimizer, or call "
+                "assigned_to(optimizer) first."
             )
         return indices
 

@@ -324,7 +324,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         "ValueError: all_gather: the ranks' values differ in structure or shape (rank 0: value['x']: float32 of shape "
         "(2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must pass the same structure and shapes. If "
         "only the first axis differs, as in an uneven last batch, use all_gather(value, concat=True). Otherwise pad or "
-        "cut the tensors to one shape first, or use gather_object, which accepts different shapes."
+        "cut the tensors to one shape, or use gather_object, which accepts different shapes."
     )
     assert "rank 0: value: float32 of shape (); rank 1: value: float32 of shape (1,)" in errors["ndims"]
     assert "rank 0: nothing; rank 1: value[1]: int64 of shape ()" in errors["structure"]

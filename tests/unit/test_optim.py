@@ -113,7 +113,7 @@ def test_a_loss_finds_its_optimizer() -> None:
     by_name = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": "b", "y": "a"})
     for given in (by_name, losses(b=1.0, a=3.0)):
         assert given.assigned_to(named).for_optimizer(1).item() == 1.0  # type: ignore[union-attr]
-        with pytest.raises(ConfigurationError, match=r"the map must have the index of each loss's optimizer"):
+        with pytest.raises(ConfigurationError, match=r"pass a map with the index of each loss's optimizer"):
             given.for_optimizer(1)
 
 

@@ -277,8 +277,8 @@ class Hosts:
             time.sleep(0.2)
         raise ConfigurationError(
             f"{who} could not connect to node 0 at {self._name} within {self._wait_s:g} s ({reason}). Start the script "
-            "with node_rank=0 on the host that has this address, with the same port, and check that no firewall blocks "
-            "the connection."
+            "with node_rank=0 on the host with this address, with the same port, and check that no firewall blocks the "
+            "connection."
         )
 
     def _connected(self, who: str) -> dist.TCPStore:

@@ -203,8 +203,7 @@ class ModelCheckpoint(Saver):
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
                 "ModelCheckpoint, and train for at least one epoch. If training has warned that writing failed, free "
-                "space or choose another dirpath. If every value was NaN, add TerminateOnNaN to find the first step "
-                "with a NaN."
+                "space or change dirpath. If every value was NaN, add TerminateOnNaN to find the first step with a NaN."
             )
         state = checkpoint.load(path)
         loop = self.train_loop_obj

@@ -181,9 +181,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
-            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
-            f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
-            "returns the number of optimizer steps). If further calls of fit will continue the schedule, ignore this."
+            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training ends "
+            f"after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) counts "
+            "optimizer steps). Ignore this if further calls of fit continue the schedule."
         )
 
     def _check_plateau(self) -> None:

@@ -87,9 +87,9 @@ class SplitBatches:
         if len(counts) != 1 or None in counts:
             found = ", ".join(counts.values()) or "no tensor"
             raise ConfigurationError(
-                f"SplitBatches(dim={self.dim}) can't split this batch by columns: it contains {found}. Each tensor "
-                f"must have the same number of columns, in dimension {self.dim} or as its only dimension. For example, "
-                "give a target the shape of its input, and flatten it in get_loss."
+                f"SplitBatches(dim={self.dim}) can't split this batch by columns: it contains {found}. All tensors "
+                f"must have the same number of columns, in dimension {self.dim} or in their only dimension. For "
+                "example, give a target the shape of its input, and flatten it in get_loss."
             )
         (columns,) = counts
         assert columns is not None  # checked above

@@ -154,9 +154,8 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     raise ConfigurationError(
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
-        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, "
-        "which have the same seed on all ranks, or from a generator that you seed with the same number on every rank. "
-        "Its data and weights must also be the same on every rank."
+        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, or from "
+        "a generator that has the same seed on every rank. Its data and weights must also be the same on every rank."
     )
 
 

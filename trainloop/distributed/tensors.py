@@ -123,7 +123,7 @@ def _agreed(
         raise ValueError(
             f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same "
             "structure and shapes. If only the first axis differs, as in an uneven last batch, use all_gather(value, "
-            "concat=True). Otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts "
+            "concat=True). Otherwise pad or cut the tensors to one shape, or use gather_object, which accepts "
             "different shapes."
         )
     agreed: dict[str, _Agreed] = {}

@@ -26,10 +26,9 @@ def explain_sharded(error: RuntimeError) -> None:
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. This occurs "
-            "if a gradient penalty (torch.autograd.grad(..., create_graph=True)) is computed before another forward "
-            "pass of the same loss. Compute the penalty after all forward passes of the loss, or use gpu_mode='ddp'. "
-            f"torch says: {text}"
+            "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
+            "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
+            f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
 
 

@@ -392,7 +392,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
                 return _lowest(sizes, num_devices, full)
     raise ResourceError(
         f"{len(requests)} model{'s' * (len(requests) != 1)} with "
-        f"{', '.join(as_text(request) for request in requests[:20])} GPUs can't be placed on {num_gpus} "
+        f"{', '.join(as_text(request) for request in requests[:20])} GPUs do not fit on {num_gpus} "
         f"device{'s' * (num_gpus != 1)}, because a fraction is never split over devices. Request smaller fractions, or "
         "run fewer models at once."
     )

@@ -283,8 +283,8 @@ def check_restarts(
         why = "gpu_mode='fsdp', where no host has the whole state" if gpu_mode == "fsdp" else f"{init_method=}"
         raise ConfigurationError(
             f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: fit can't restart these ranks. Use "
-            "torchrun --max-restarts, Slurm or Kubernetes, with fit(resume_from='last') and a ModelCheckpoint that "
-            "writes to storage which all hosts share."
+            "torchrun --max-restarts, Slurm or Kubernetes, with fit(resume_from='last') and a ModelCheckpoint on "
+            "storage that all hosts share."
         )
     return RestartOptions(most, restart_every_steps)
 

@@ -229,8 +229,8 @@ def check_backend(backend: Any, site: Site) -> str | None:
         lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
         if lacking is not None:
             raise ConfigurationError(
-                f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. If "
-                "you leave backend out, the loop uses gloo on the CPU and nccl on CUDA."
+                f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. Leave "
+                "backend out for gloo on the CPU and nccl on CUDA."
             )
         kind = site.devices[0].type
         if not any(_serves(part, kind) for part in backend.lower().split(",")):

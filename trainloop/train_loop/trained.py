@@ -115,8 +115,8 @@ class TrainedParameters:
                 change = sorted(before.symmetric_difference(names))
                 raise ConfigurationError(
                     f"rank {rank} changed requires_grad of {', '.join(change[:5])}, but rank {other} did not do so "
-                    f"within {self._patience_s:g} s. Gradients of parameters that train only on some ranks can't be "
-                    "averaged, so freeze and unfreeze parameters on every rank at the same step."
+                    f"within {self._patience_s:g} s. Gradients can be averaged only if all ranks train the same "
+                    "parameters, so freeze and unfreeze on every rank at the same step."
                 ) from e
         everyone = [store.get(key).decode().split("\n") for key in keys]
         if any(theirs != names for theirs in everyone):
@@ -177,8 +177,8 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
             does, other = (rank, 0) if odd[0] in names else (0, rank)
             raise ConfigurationError(
                 f"{', '.join(odd[:5])}: trained on rank {does} (requires_grad), but frozen on rank {other}. Gradients "
-                "of parameters that train only on some ranks can't be averaged, so freeze and unfreeze parameters on "
-                "every rank at the same step."
+                "can be averaged only if all ranks train the same parameters, so freeze and unfreeze on every rank at "
+                "the same step."
             )
 
 

@@ -336,9 +336,8 @@ class _Search:
             pass
         if not (folder / "result.pkl").exists():
             raise ConfigurationError(
-                "The number of rows of the data could not be found: make_loop failed when it was called with a fold of "
-                "two rows. Pass data=(x, y) or targets (one per row) to tune, or fix make_loop:\n"
-                + (folder / "error.txt").read_text()
+                "The number of rows of the data is unknown, because make_loop failed with a fold of two rows. Pass "
+                "data=(x, y) or targets (one per row) to tune, or fix make_loop:\n" + (folder / "error.txt").read_text()
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]
