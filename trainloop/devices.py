@@ -375,10 +375,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     ``nvidia-ml-py`` (the extra ``gpu``) is installed, GPUs without other users' processes are tried first.
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
-        raise DeviceError(
-            f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or a number of GPUs, an int of 0 or "
-            "more."
-        )
+        raise DeviceError(f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or an int of 0 or more.")
     if num_devices == 0:
         return []
     count = _cuda_count()

@@ -240,7 +240,7 @@ class ModelWrap(TTModel):
         missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(feed, name, None))]
         if missing:
             raise ConfigurationError(
-                f"feed={feed!r} has no {' and no '.join(missing)}. Define what is missing: see ModelWrap."
+                f"feed={feed!r} has no {' and no '.join(missing)}. Add what is missing: see ModelWrap."
             )
         self.model = module
         self.batch_model_feed_def = feed

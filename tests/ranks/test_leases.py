@@ -205,7 +205,7 @@ def test_two_that_want_each_other_s_devices_do_not_wait_for_ever(start: Callable
 
 
 def test_what_can_never_be_had_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="9 gpus cannot be granted: this process may use only 8"):
+    with pytest.raises(ResourceError, match="9 gpus cannot be granted: this process may use 8"):
         acquire({"gpu": Request(9, GPUS)}, where=tmp_path / "unused")
     assert not (tmp_path / "unused").exists()
 
@@ -264,7 +264,7 @@ def test_a_folder_that_is_a_link_is_refused_and_not_followed(tmp_path: Path) -> 
     (tmp_path / f"trainloop-leases-{os.geteuid()}").symlink_to(precious)
     with pytest.raises(
         ResourceError,
-        match=r"it is a link or file of user .* so that no other user can change leases. Have it removed",
+        match=r"it is a link or file of user .* so that nobody else can change leases. Have it removed",
     ):
         acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
     assert (precious / "desk.lock").read_text() == "my thesis"

@@ -244,12 +244,12 @@ def test_the_key_of_the_environment(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o620, 0o644):
         file.chmod(mode)
         with pytest.raises(
-            ConfigurationError, match=rf"mode {mode:o}, so other users may read or change the key.*chmod 600"
+            ConfigurationError, match=rf"mode {mode:o}, so others may read or change the key.*chmod 600"
         ):
             key_from_environment({"TRAINLOOP_KEY": str(file)})
     with pytest.raises(ConfigurationError, match="No such file"):
         key_from_environment({"TRAINLOOP_KEY": str(tmp_path / "none")})
-    with pytest.raises(ConfigurationError, match="a key of 5 characters, but it must have 32 or more"):
+    with pytest.raises(ConfigurationError, match="a key of 5 characters, but must have 32 or more"):
         key_from_environment({"TRAINLOOP_KEY": "short"})
 
 

@@ -170,7 +170,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "Rprop": (lambda: fitted(optimizer=torch.optim.Rprop), r"Rprop with gpu_mode='fsdp'.*such as AdamW"),
     "two low precisions": (
         lambda: fitted(use_amp="fp16", fit={"fsdp_model_args": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}),
-        r"use_amp runs operations in torch.float16, .* blocks in torch.bfloat16. Use only one of the two",
+        r"use_amp runs operations in torch.float16, .* blocks in torch.bfloat16. Use only one ",
     ),
     "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
     "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),

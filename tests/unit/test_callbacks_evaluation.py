@@ -157,7 +157,7 @@ def test_a_package_with_files_of_its_own() -> None:
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
         (
             lambda: ModelTrainHistoryFileWriter(False, False),
-            "epoch_end and train_end are both False. Set at least one to True",
+            "epoch_end and train_end are both False. Set one to True",
         ),
         (lambda: ModelTrainHistoryFileWriter(file_format="xls"), "file_format='xls': must be 'txt' or 'tsv' or 'csv'"),
         (lambda: ModelTrainHistoryPlot(file_format="gif"), "file_format='gif': must be 'png' or 'pdf'"),

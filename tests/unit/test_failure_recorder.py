@@ -570,7 +570,7 @@ def test_a_batch_that_can_t_be_pickled(tmp_path: Path) -> None:
         record.opens = lambda: None  # type: ignore[attr-defined]
     loop = TrainLoop(model, Each(lambda: records), None, None, of_net(model), nn.CrossEntropyLoss(), accelerator="cpu")
     failed(loop, recorder)
-    with pytest.raises(CheckpointError, match=r"has no batch, because list can't be pickled \("):
+    with pytest.raises(CheckpointError, match=r"has no batch: list can't be pickled \("):
         loop.replay(str(recorder.recorded), trusted=True)
 
 

@@ -212,6 +212,6 @@ def test_wrap_refuses_what_it_can_not_train() -> None:
         ModelWrap(lambda x: x, Feed())  # type: ignore[arg-type]
     with pytest.raises(
         ConfigurationError,
-        match=r"feed=<object .*> has no get_loss and no get_predictions. Define what is missing: see ModelWrap.",
+        match=r"feed=<object .*> has no get_loss and no get_predictions. Add what is missing: see ModelWrap.",
     ):
         ModelWrap(nn.Linear(1, 1), object())

@@ -201,7 +201,7 @@ def test_what_cannot_be_granted_is_refused(total: object, request_: dict[str, ob
 
 @pytest.mark.parametrize("folds", [0, 1])
 def test_without_bagging_the_bag_s_share_is_ignored_unvalidated_with_one_warning(folds: int) -> None:
-    with pytest.warns(UserWarning, match=f"per_bag is ignored, because with num_bag_folds={folds}") as caught:
+    with pytest.warns(UserWarning, match=f"per_bag is ignored: with num_bag_folds={folds}") as caught:
         p = plan(Q(8, 1), num_trials=4, num_bag_folds=folds, per_bag="nonsense")  # type: ignore[arg-type]
     assert len(caught) == 1
     assert facts(p) == facts(plan(Q(8, 1), num_trials=4))

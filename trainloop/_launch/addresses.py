@@ -27,7 +27,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
         if not host or not port_text:
             raise ConfigurationError(
                 f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r} do not "
-                "name one. Set both on every node to an address of node 0 and a free port there, or pass "
+                "name one. Set both on every node to an address and a free port of node 0, or pass "
                 "init_method='tcp://host:port'."
             )
         given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"

@@ -258,8 +258,7 @@ _HINTS = [
     ),
     (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
-        "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank itself raises its "
-        "error.",
+        "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank raises its error.",
     ),
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",

@@ -341,8 +341,8 @@ class Hosts:
                 raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             time.sleep(_MEET_S)
         raise ConfigurationError(
-            f"{who} is connected to node 0 at {self._name}, but not all nodes connected within {self._wait_s:g} s. See "
-            "the error on node 0."
+            f"{who} is connected to node 0 at {self._name}, but others did not connect within {self._wait_s:g} s. See "
+            "node 0's error."
         )
 
     def _key_error(self, who: str, why: str) -> str:
@@ -374,9 +374,7 @@ class Hosts:
         )
 
     def _index_in_use(self) -> str:
-        return (
-            f"node_rank={self._me} is used by another host. Give each host its own node_rank, from 0 to num_nodes - 1."
-        )
+        return f"node_rank={self._me} is used by another host. Give each host its own, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------
 

@@ -421,11 +421,7 @@ class Ranks:
             if text:
                 stacks[self._spec.first_rank + r] = text
             elif ask:
-                starting = (
-                    ("it is still starting (perhaps in the script's imports); ")
-                    if self._state(r) == State.STARTING
-                    else ""
-                )
+                starting = "it is still starting (the script's imports?); " if self._state(r) == State.STARTING else ""
                 stacks[self._spec.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 

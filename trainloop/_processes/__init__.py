@@ -270,9 +270,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
             answers = [report.recv() for report in reports]
             changed = {name for _, names in answers for name in names}
             if _NOT_OWN in changed:
-                raise NoOwnServerError(
-                    "other code of this program started the server, or the server ended before it could fork"
-                )
+                raise NoOwnServerError("other code started the server, or the server ended before it could fork")
             if changed:
                 problem = f"these settings changed since the server started: {', '.join(sorted(changed))}"
                 _refused = (answers[0][0], fixed, problem)

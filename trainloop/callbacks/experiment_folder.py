@@ -182,9 +182,7 @@ class ModelTrainHistoryBaseCB(AbstractExperimentCallback):
             device_idx_execution=0,
         )
         if not epoch_end and not train_end:
-            raise ConfigurationError(
-                f"{callback_name}: epoch_end and train_end are both False. Set at least one to True."
-            )
+            raise ConfigurationError(f"{callback_name}: epoch_end and train_end are both False. Set one to True.")
         if self.FILE_FORMATS and file_format not in self.FILE_FORMATS:
             raise ConfigurationError(
                 f"{callback_name}: file_format={file_format!r}: must be {' or '.join(map(repr, self.FILE_FORMATS))}."

@@ -318,9 +318,8 @@ class TensorBoard(AbstractCallback):
         shape = tuple(images.shape)
         if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
             raise ConfigurationError(
-                f"TensorBoard.write_images({tag!r}): images has shape {shape}, but must have shape (n, 1 or 3 "
-                "channels, height, width). For a single image, pass images[None]. For images without channels, pass "
-                "images[:, None]."
+                f"TensorBoard.write_images({tag!r}): images has shape {shape}, but must be (n, 1 or 3 channels, "
+                "height, width). For a single image, pass images[None]. Without channels, pass images[:, None]."
             )
         if not self._writes:
             return

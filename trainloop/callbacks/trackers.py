@@ -221,9 +221,7 @@ class WandBTracking(_Tracking):
         super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise ConfigurationError(
-                    f"WandBTracking: alerts contains {alert!r}: each alert must be an AlertConfig."
-                )
+                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: each must be an AlertConfig.")
         self.metric_names = None if metric_names is None else list(metric_names)
         self.batch_log_frequency = batch_log_frequency
         self.tags = None if tags is None else list(tags)

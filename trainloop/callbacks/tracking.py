@@ -263,9 +263,7 @@ class ExperimentEndSave(AbstractCallback):
             ("test_result_package", self.test_result_package, "test_loader"),
         ):
             if package is not None and getattr(loop, loader) is None:
-                raise ConfigurationError(
-                    f"{name} is given, but the loop has no {loader} to evaluate. Pass one to the loop."
-                )
+                raise ConfigurationError(f"{name} is given, but the loop has no {loader}. Pass one to the loop.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}

@@ -63,8 +63,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     for name, value in model.items():
         if value.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{name} has dtype {value.dtype}, which the safetensors format does not support. Use torch.save "
-                "instead."
+                f"{name} has dtype {value.dtype}, which safetensors does not support. Use torch.save instead."
             )
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}

@@ -280,7 +280,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
                     f"{shown} is a pickle in an old format, which trainloop never writes. It was refused, and no code "
-                    "in it was run."
+                    "was run."
                 )
             local.seek(0)
             state = torch.load(local, map_location="cpu", weights_only=True)
@@ -333,7 +333,7 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
         raise CheckpointError(
-            f"{problem}: it has no end mark, so it is truncated or was not written by trainloop. Use another one."
+            f"{problem}: it has no end mark, so it is truncated, or not trainloop's. Use another one."
         )
     if length + info_length + _END.size != size:
         raise CheckpointError(
@@ -357,9 +357,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
     while left:
         chunk = file.read(min(_CHUNK, left))
         if not chunk:
-            raise CheckpointError(
-                f"{shown} is not a complete checkpoint: the file ended while it was being read. Use another one."
-            )
+            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended during reading. Use another one.")
         crc = zlib.crc32(chunk, crc)
         left -= len(chunk)
     if crc != expected:

@@ -167,8 +167,7 @@ class FolderWriting:
             missing = set(table["files"]).difference(os.listdir(self._folder))
             if missing:  # another process has deleted files
                 raise OSError(
-                    f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although other ranks have "
-                    "written them"
+                    f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although other ranks wrote them"
                 )
             save(os.path.join(self._folder, STATE), {**self._state, "shards": table}, info)
             publish(self._folder, os.path.join(self._where, name))

@@ -174,9 +174,8 @@ class TrainFeed:
         self._at_epoch_begin, self._position = None, _LIVE
         if not any_step:
             raise ConfigurationError(
-                f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. If it is "
-                "an iterator, it can be read only once: pass an object whose __iter__ starts from the beginning each "
-                "epoch."
+                f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. An "
+                "iterator can be read only once: pass an object whose __iter__ starts from the beginning each epoch."
             )
 
     def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:

@@ -59,8 +59,8 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | Non
         given = _read(given)
     if len(given) < _LEAST:
         raise ConfigurationError(
-            f"{where} a key of {len(given)} characters, but it must have {_LEAST} or more, and be the same on all "
-            f"hosts. {_ADVICE}."
+            f"{where} a key of {len(given)} characters, but must have {_LEAST} or more, and be the same on all hosts. "
+            f"{_ADVICE}."
         )
     return hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
 
@@ -79,8 +79,8 @@ def _read(path: str) -> str:
     if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):
         raise ConfigurationError(
             f"{KEY_VARIABLE}={path!r}: the file is owned by user {found.st_uid} with mode "
-            f"{stat.S_IMODE(found.st_mode):o}, so other users may read or change the key. Make yourself the owner, and "
-            f"run: chmod 600 {path}"
+            f"{stat.S_IMODE(found.st_mode):o}, so others may read or change the key. Make yourself the owner, and run: "
+            f"chmod 600 {path}"
         )
     return data.decode("utf-8", "surrogateescape").strip()
 

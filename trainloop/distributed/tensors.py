@@ -320,9 +320,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
     for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
-            raise TypeError(
-                f"{call}: value{path} is complex, but complex numbers have no order. Reduce its absolute value."
-            )
+            raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
     reduced: dict[str, Tensor] = {}
     for path, (dtype, direct, _) in agreed.items():
         own = _routed(tensors[path], direct).to(_accumulation_dtype(dtype, reduce))

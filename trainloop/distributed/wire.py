@@ -104,9 +104,7 @@ def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
     if message.form == Form.PICKLE and session.key is not None:
         return loads(body)
     if message.form != Form.PLAIN:
-        raise session.untrusted_error(
-            message.rank, f"a message in an unknown format ({message.form}) in {message.call}"
-        )
+        raise session.untrusted_error(message.rank, f"data of an unknown format ({message.form}) in {message.call}")
     try:
         return decode(body)
     except Malformed as error:
@@ -136,7 +134,7 @@ class Session:
             without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
             raise ConfigurationError(
                 f"of {self._world_size} ranks, these have no key, but the others have one: {without}. Set "
-                f"{KEY_VARIABLE} to the same secret for every rank, or for no rank. If you did so, another program has "
+                f"{KEY_VARIABLE} to the same secret for all ranks, or for none. If you did, another program has "
                 "connected as a rank."
             )
         if key is None:

@@ -66,10 +66,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         if library is not None:
             remedy = remedy_for(library, r.torch_requirements)
         else:
-            remedy = (
-                "reinstall torch (pip install --force-reinstall torch). To see the crash: python -X faulthandler -c "
-                "'import torch'"
-            )
+            remedy = "pip install --force-reinstall torch. To see the crash: python -X faulthandler -c 'import torch'."
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
     yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPU{'s' * (torch['gpus'] != 1)}")
@@ -256,10 +253,7 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     package = rf"nvidia-{re.escape(_PACKAGES.get(stem, stem))}(-cu\d+)?(?![\w-])"
     needed = next((requirement for requirement in requirements if re.match(package, requirement)), None)
     if needed is None:
-        return (
-            f"find the package that contains {library} (apt-file search {library}), or reinstall the package that "
-            "needs it."
-        )
+        return f"find the package that contains {library} (apt-file search {library}), or reinstall what needs it."
     wanted = re.sub(r"[\s()]|;.*", "", needed)
     return (
         f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: check "

@@ -244,8 +244,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
         return num_workers
     warn(
         f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
-        "rank, and the rank's main process uses one. Raise the quota's num_cpus for more workers, or set "
-        f"num_workers={most}."
+        "rank, and the rank's main process uses one. For more workers, raise the quota's num_cpus."
     )
     return most
 
@@ -322,10 +321,7 @@ def _narrow_affinity(
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
         if not platform.affinity():
-            warn(
-                f"num_cpus={quota.num_cpus} limits only the number of threads, because this system can't bind a "
-                "process to CPUs."
-            )
+            warn(f"num_cpus={quota.num_cpus} limits only threads, because this system can't bind processes to CPUs.")
     if cpus != before:
         undo.callback(_widen_affinity, before, cpus, _own_threads())
         platform.set_affinity(cpus)

@@ -117,13 +117,10 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
-                f"{request.enough} {kind}s cannot be granted: this process may use only {len(request.pool)}. Request "
-                "fewer."
+                f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
             )
     if fcntl is None:
-        warn(
-            "CPUs and GPUs are not leased on Windows. Keep the runs on this machine apart with devices= and num_cpus=."
-        )
+        warn("CPUs and GPUs are not leased on Windows. Separate this machine's runs by devices= and num_cpus=.")
         return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     leases = _LeaseFolder(folder() if where is None else where)
     timeout_s = _DAY_S if timeout_s is None else timeout_s
@@ -168,8 +165,7 @@ class _LeaseFolder:
             what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
             raise UnsafeFolderError(
                 f"leases can't be stored in {str(self._where)!r}: it is a {what} of {_user(found.st_uid)}, but must be "
-                "your own folder, so that no other user can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR "
-                "to a folder that you own."
+                "your own folder, so that nobody else can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR."
             )
         if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
             self._where.chmod(0o755)

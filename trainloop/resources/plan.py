@@ -163,8 +163,7 @@ def plan(
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
         warn(
-            f"per_bag is ignored, because with num_bag_folds={num_bag_folds} each trial trains one model. Use "
-            "per_model instead."
+            f"per_bag is ignored: with num_bag_folds={num_bag_folds}, a trial trains one model. Use per_model instead."
         )
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
@@ -393,8 +392,8 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     raise ResourceError(
         f"{len(requests)} model{'s' * (len(requests) != 1)} with "
         f"{', '.join(as_text(request) for request in requests[:20])} GPUs do not fit on {num_gpus} "
-        f"device{'s' * (num_gpus != 1)}, because a fraction is never split over devices. Request smaller fractions, or "
-        "run fewer models at once."
+        f"device{'s' * (num_gpus != 1)}, because a fraction is never split. Request smaller fractions, or run fewer "
+        "models at once."
     )
 
 

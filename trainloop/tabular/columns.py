@@ -53,9 +53,7 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
     names = pd.Index([str(name) for name in data.columns])
     if names.has_duplicates:
         twice = _listed(names[names.duplicated()].unique().sort_values())
-        raise ConfigurationError(
-            f"{what} has several columns with the same name: {twice}. Rename or drop all but one of each."
-        )
+        raise ConfigurationError(f"{what} has columns with the same name: {twice}. Rename or drop all but one of each.")
     if not len(data):
         raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Pass at least one row.")
     return data.set_axis(names, axis=1)

@@ -59,10 +59,7 @@ class Target:
                 wrong = "has values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
-            wrong = (
-                f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass', or leave "
-                "problem_type out"
-            )
+            wrong = f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass' or None"
         elif 1 < len(classes) == len(values):
             wrong = (
                 f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
@@ -130,7 +127,7 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
     known = frame[label].notna()
     if not known.any():
         raise ConfigurationError(
-            f"the label {label!r} is missing in all {len(frame)} rows of {what}. Pass rows with a label."
+            f"the label {label!r} is missing in all {len(frame)} rows of {what}. Pass labelled rows."
         )
     return frame[known]
 
@@ -175,8 +172,7 @@ class Task:
             return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
         if folds > 1:
             raise ConfigurationError(
-                "tuning_data can't be used with num_bag_folds, because a bag validates on its own folds. Remove one of "
-                "the two."
+                "tuning_data can't be used with num_bag_folds, because a bag validates on its own folds. Remove either."
             )
         more = labelled_rows(tuning_data, label, "tuning_data")
         both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)

@@ -61,8 +61,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         return None
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
         raise ConfigurationError(
-            f"{name} is a {type(loader).__name__}, which yields samples, not batches. Pass DataLoader(dataset, "
-            "batch_size=32)."
+            f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
     # The first epoch would exhaust it, and the second would be empty.
     if isinstance(loader, Iterator):
@@ -310,12 +309,10 @@ def check_fit_parts(
 ) -> None:
     """Raise an error if a part that only training needs is missing."""
     if train_loader is None and not made_in_ranks:
-        raise ConfigurationError(
-            "fit needs a train_loader, but the loop was made with train_loader=None. Pass one to TrainLoop."
-        )
+        raise ConfigurationError("fit needs a train_loader, but the loop has train_loader=None. Pass one to TrainLoop.")
     if optimizer is None:
         raise ConfigurationError(
-            "fit needs an optimizer, but the loop was made with optimizer=None. Pass one to TrainLoop, for example "
+            "fit needs an optimizer, but the loop has optimizer=None. Pass one to TrainLoop, for example "
             "torch.optim.Adam(model.parameters())."
         )
     loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}

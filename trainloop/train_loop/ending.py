@@ -73,8 +73,7 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
     ends = end_that_holds(loop, state)
     if ends:
         return (
-            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask fit for more epochs or change its "
-            "callbacks."
+            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
         )
     begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
     done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun

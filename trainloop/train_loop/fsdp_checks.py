@@ -52,16 +52,14 @@ def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[st
         given = "'step'" if options.compiles_step else "True"
         raise ConfigurationError(
             f"compile={given} with gpu_mode='fsdp': a graph of the whole model can't gather the sharded blocks one by "
-            "one. Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile "
-            "out."
+            "one. Compile the blocks yourself, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     _check_modules(model, wrapper_args.get("shard"))
     units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
     if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
         raise ConfigurationError(
             f"use_amp runs operations in {options.amp.dtype}, but mp_policy in fsdp_model_args runs the sharded blocks "
-            f"in {units_in}. Use only one of the two (mp_policy also makes exchanges smaller), or the same dtype in "
-            "both."
+            f"in {units_in}. Use only one (mp_policy also makes exchanges smaller), or the same dtype in both."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):

@@ -152,8 +152,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         groups.setdefault(optimizer, []).append(loss.reshape(()))
     if not groups:
         raise ConfigurationError(
-            "get_loss yielded no loss for a batch. A get_loss that contains yield must yield at least one loss for "
-            "each batch."
+            "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
         )
     # With mean(): a division would look as if a sum over samples became a mean; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}

@@ -332,8 +332,8 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     if not worst <= TOLERANCE:
         raise _Found(
             f"after {steps} steps, {where} differs between the two modes by {worst:.1e}, relative to its largest "
-            "value. Check that get_loss is a mean over samples (else return (loss, weight)), and that it depends only "
-            "on the batch."
+            "value. Check that get_loss is a mean over samples (else return (loss, weight)) and depends only on the "
+            "batch."
         )
     return f"weights agree to {worst:.0e} after {steps} steps"
 

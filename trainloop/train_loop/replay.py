@@ -163,9 +163,7 @@ def replay(
 
 def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
     if "problem" in packed:
-        raise CheckpointError(
-            f"{os.fspath(path)} has no batch, because {packed['problem']}. Make the loader yield plain data."
-        )
+        raise CheckpointError(f"{os.fspath(path)} has no batch: {packed['problem']}. Make the loader yield plain data.")
     if "plain" in packed:
         return packed["plain"]
     if not trusted:
@@ -181,8 +179,7 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
         raise ConfigurationError(
-            "replay: the record is of a DataLoader that failed, but train_loader has no dataset. Use the recorded "
-            "run's train_loader."
+            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use that loader."
         )
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)

@@ -60,9 +60,7 @@ def settled(
     found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
     if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
         if found[0].type != "cuda":
-            raise ConfigurationError(
-                "auto_select_gpus=True, but this machine has no GPU to select. Leave auto_select_gpus out."
-            )
+            raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
         # Not when the loop is created: fit may run hours later, and the lease lasts as long as the process.
@@ -72,9 +70,7 @@ def settled(
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
         what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
-        raise ConfigurationError(
-            f"{what} is not available on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux."
-        )
+        raise ConfigurationError(f"{what} does not work on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
     if mode == "fsdp" and devices[0].type == "cpu" and torch.__version__ < TorchVersion("2.7"):
         raise ConfigurationError(
             f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch 2.7 or "

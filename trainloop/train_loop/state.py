@@ -239,7 +239,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
     if missing:
         raise CheckpointError(
-            f"this is not a checkpoint of a training: it lacks {', '.join(missing)}. Pass one that fit wrote."
+            f"the checkpoint lacks {', '.join(missing)}, so fit did not write it. Pass one that fit wrote."
         )
     own = loop.model.state_dict()
     saved = state["model"]
@@ -447,7 +447,4 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
             callback.load_state_dict(found["state"])
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
-        warn(
-            f"the checkpoint has state of callbacks that this fit does not have: {', '.join(lost)}. This state is "
-            "ignored."
-        )
+        warn(f"the checkpoint has state of callbacks that this fit lacks: {', '.join(lost)}. That state is ignored.")

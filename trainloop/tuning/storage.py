@@ -186,9 +186,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     try:
         data = read_own(path, trusted=trusted)
     except OSError as error:
-        raise CheckpointError(
-            f"no {what} can be read at {str(path)!r} ({error}). Pass the path that save() wrote."
-        ) from error
+        raise CheckpointError(f"no {what} at {str(path)!r} ({error}). Pass the path that save() wrote.") from error
     head = data[:200].partition(b"\n")[0]
     # Files of version 0.1.0 up to layout 2 don't contain the version that wrote them.
     found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))

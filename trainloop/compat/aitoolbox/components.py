@@ -222,8 +222,7 @@ class ModelPredictionStore:
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
-                f"the store already has {name!r} for iteration {iteration_idx}. Pass force_prediction=True to replace "
-                "it."
+                f"the store has {name!r} for iteration {iteration_idx}. Pass force_prediction=True to replace it."
             )
         self.prediction_store[name] = data
 

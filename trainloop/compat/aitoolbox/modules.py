@@ -138,8 +138,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname not in MODULES and not is_package:
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: trainloop.compat.aitoolbox provides only AIToolbox's torchtrain, and "
-                "the parts of its experiment and cloud packages that training scripts use. See the guide 'From "
-                "AIToolbox'.",
+                'the parts of its experiment and cloud packages that training scripts use. See the guide "From '
+                'AIToolbox".',
                 name=fullname,
             )
         return importlib.machinery.ModuleSpec(fullname, self, origin=__package__, is_package=is_package)
@@ -172,8 +172,7 @@ def install() -> None:
     if there is not None and not isinstance(getattr(there.__spec__, "loader", None), _Finder):
         raise ConfigurationError(
             f"aitoolbox is already imported, from {getattr(there, '__file__', None)}. Put `import "
-            "trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave this line out to use AIToolbox "
-            "itself."
+            "trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave this line out."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -336,9 +336,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         (package,) = _packages_of(other, joined=True)
         both = self._results.keys() & package.results_dict.keys()
         if both:
-            raise ConfigurationError(
-                f"both packages have results with these names: {', '.join(sorted(both))}. Use different names."
-            )
+            raise ConfigurationError(f"both packages have results with these names: {', '.join(sorted(both))}.")
         self.results_dict = {**self._results, **package.results_dict}
         return self
 
