@@ -191,7 +191,7 @@ def test_optuna_takes_no_distribution_of_scipy() -> None:
 def test_each_row_is_held_out_once_and_sizes_are_equal(rows_: int, folds: int, seed: int, stratified: bool) -> None:
     classes = np.random.default_rng(seed).integers(0, 3, rows_) if stratified else None
     if rows_ < folds:
-        with pytest.raises(ConfigurationError, match=f"num_bag_folds={folds} for {rows_} rows"):
+        with pytest.raises(ConfigurationError, match=f"num_bag_folds={folds} exceeds the number of rows"):
             make_folds(rows_, folds, seed=seed, classes=classes)
         return
     made = make_folds(rows_, folds, seed=seed, classes=classes)
