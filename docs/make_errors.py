@@ -207,7 +207,7 @@ def last_error(stderr: str) -> str:
         text = text.split("\n\n")[0]
     text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
     text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
-    if "got no gradient in the last backward on rank 1" in text:  # on both ranks: either may be the first to tell
+    if "On rank 1, these parameters got no gradient" in text:  # on both ranks: either may be the first to tell
         text = re.sub(r"\brank ([01])\b", lambda found: f"rank {1 - int(found[1])}", text)
     return text.removeprefix("trainloop.errors.")
 

@@ -68,7 +68,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
         return _first(int(devices), devices, count)
     if isinstance(devices, Sequence) and not isinstance(devices, (bytes, bytearray, memoryview)):
         return _indices(devices, devices, count)
-    raise _wrong(devices, f"a {type(devices).__name__} is not a number or list of devices", count)
+    raise _wrong(devices, f"a {type(devices).__name__} is neither a number nor a list of devices", count)
 
 
 def _parse_text(text: str, count: int) -> list[int]:
@@ -113,7 +113,7 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
             raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, but an index must be an int", count)
         index = int(entry)
         if index < 0:
-            raise _wrong(given, f"an index is 0 or more; -1 means 'all' only by itself, not in a list ({index})", count)
+            raise _wrong(given, f"index {index} is below 0 (-1 means 'all' only by itself, not in a list)", count)
         if index >= count:
             raise _wrong(given, f"there is no device {shown(index)}", count)
         if index in indices:
@@ -125,7 +125,7 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
 
 
 def _none_requested(given: object, count: int) -> DeviceError:
-    return _wrong(given, "no device was requested; to train without a GPU, use accelerator='cpu', devices=1", count)
+    return _wrong(given, "no device was requested (to train without a GPU, use accelerator='cpu', devices=1)", count)
 
 
 def _wrong(given: object, what: str, count: int) -> DeviceError:
@@ -278,14 +278,13 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
-            "Use devices=1 for one process, devices=2 for two; 'auto' means one."
+            "Use devices=1 for one process, or devices=2 for two. 'auto' means one process."
         )
     most = max(64, 8 * cores)  # many, so that small machines can try out many ranks
     if number > most:
         raise DeviceError(
-            f"devices={shown(devices)}: on the CPU, this is the number of processes, but there {_be(cores)} {cores} "
-            "core"
-            f"{'s' * (cores > 1)} available. Use devices={cores}; more than {most} are refused."
+            f"devices={shown(devices)}: on the CPU, this is the number of processes, of which at most {most} are "
+            f"allowed on {cores} core{'s' * (cores > 1)}. Use devices={cores}."
         )
     return number
 
@@ -376,9 +375,7 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     ``nvidia-ml-py`` (the extra ``gpu``) is installed, GPUs without other users' processes are tried first.
     """
     if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
-        raise DeviceError(
-            f"num_devices={shown(num_devices)}: must be an int: -1 for all usable GPUs, or their number (0 or more)."
-        )
+        raise DeviceError(f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or an int of 0 or more.")
     if num_devices == 0:
         return []
     count = _cuda_count()
@@ -389,8 +386,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         )
     if num_devices > count:
         raise DeviceError(
-            f"num_devices={num_devices}: only {count} CUDA devices are visible here. "
-            f"Ask for at most {count}, or -1 for all usable ones."
+            f"num_devices={num_devices}: only {count} CUDA device{'s' * (count > 1)} {_be(count)} visible here. "
+            f"Request at most {count}, or -1 for all usable ones."
         )
     return gpus.lease_usable(int(num_devices), count)
 
@@ -410,11 +407,11 @@ _MODES: dict[str, Mode] = {
     "fsdp2": "fsdp",
 }
 _REPLACED: dict[str, str] = {
-    "ddp2": "Lightning 1.8 removed it; use gpu_mode='ddp'",
-    "horovod": "use gpu_mode='ddp', with torchrun or Slurm for several machines",
-    "ddp_sharded": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
-    "fsdp_native": "use gpu_mode='fsdp'",
-    "deepspeed": "use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
+    "ddp2": "Use gpu_mode='ddp'",
+    "horovod": "Use gpu_mode='ddp', with torchrun or Slurm for several machines",
+    "ddp_sharded": "Use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
+    "fsdp_native": "Use gpu_mode='fsdp'",
+    "deepspeed": "Use gpu_mode='fsdp', which shards parameters, gradients and the optimizer's state",
 }
 
 
@@ -446,7 +443,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         # 'ddp_sharded_spawn', 'fsdp_native', 'deepspeed_stage_2' are variants of the strategies above.
         replaced = next((known for known in _REPLACED if word == known or word.startswith(f"{known}_")), None)
         if replaced is not None:
-            raise ConfigurationError(f"gpu_mode={shown(name)}: {_REPLACED[replaced]}.")
+            raise ConfigurationError(f"gpu_mode={shown(name)}: this strategy is not supported. {_REPLACED[replaced]}.")
         raise ConfigurationError(f"gpu_mode={shown(name)}: must be 'single', 'dp', 'ddp', 'fsdp' or 'auto'.")
     if num_nodes > 1 and not has_ranks(mode):
         raise ConfigurationError(

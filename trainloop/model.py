@@ -240,7 +240,9 @@ class ModelWrap(TTModel):
             raise ConfigurationError(f"module={module!r}: must be an nn.Module.")
         missing = [name for name in ("get_loss", "get_predictions") if not callable(getattr(feed, name, None))]
         if missing:
-            raise ConfigurationError(f"feed={feed!r} has no {' and no '.join(missing)}. Define them: see ModelWrap.")
+            raise ConfigurationError(
+                f"feed={feed!r} has no {' and no '.join(missing)}. Add what is missing: see ModelWrap."
+            )
         self.model = module
         self.batch_model_feed_def = feed
         self.loss_reduction = getattr(feed, "loss_reduction", None)
@@ -315,10 +317,10 @@ def check_signatures(model: Any) -> None:
 
 def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
     if not isinstance(batch_data, (list, tuple)) or len(batch_data) < 2:
-        size = f" of {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
+        size = f" of length {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
         raise ConfigurationError(
-            f"TTBasicModel needs batches (*inputs, target), but got a {type(batch_data).__name__}{size}. "
-            "For other batches subclass TTModel, and write get_loss and get_predictions."
+            f"TTBasicModel needs batches (*inputs, target), but got a {type(batch_data).__name__}{size}. For other "
+            "batches, subclass TTModel, and write get_loss and get_predictions."
         )
     return list(batch_data[:-1]), batch_data[-1]
 

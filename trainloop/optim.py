@@ -56,12 +56,12 @@ class MultiLoss(Mapping[str, Tensor]):
         for name, loss in loss_dict.items():
             if not isinstance(loss, Tensor):
                 raise ConfigurationError(
-                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, such as a criterion returns."
+                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, like the result of a criterion."
                 )
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
-                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}: "
-                "give each loss the index or the name of its optimizer."
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}. In the "
+                "map, give each loss the index or the name of its optimizer."
             )
         self.loss_dict = dict(loss_dict)
         self.loss_optimizer_map = None if loss_optimizer_map is None else dict(loss_optimizer_map)
@@ -156,8 +156,8 @@ class MultiLoss(Mapping[str, Tensor]):
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {_listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
-                "optimizer's losses, the map must have the index of each loss's optimizer. Pass a map with indices, "
-                "or call assigned_to(optimizer) first."
+                "optimizer's losses, pass a map with the index of each loss's optimizer, or call "
+                "assigned_to(optimizer) first."
             )
         return indices
 
@@ -229,7 +229,7 @@ class MultiOptimizer:
             return self.names.index(which)
         known = f"named {_listed(self.names)}" if self.names is not None else "without names"
         raise ConfigurationError(
-            f"{whose} is for optimizer {which!r}, but there are {len(self)} optimizers, counted from 0, {known}. "
+            f"{whose} is for optimizer {which!r}, but there are {len(self)} optimizers (counted from 0, {known}). "
             f"{way_out}"
         )
 

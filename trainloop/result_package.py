@@ -286,9 +286,9 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
         # Every score would count as a class, and each of them as wrong.
         if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
             raise ConfigurationError(
-                f"predictions are scores of shape {predicted.shape}, but targets of that shape are not one-hot rows. "
-                "For several labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, y_true, "
-                "metadata). For a class per element, return classes from get_predictions."
+                f"predictions are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot "
+                "rows. For several labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, "
+                "y_true, metadata). For a class per element, return classes from get_predictions."
             )
         return predicted.ravel(), targets.ravel()  # a class per element, such as a token or pixel
     predicted, targets = _as_classes(predicted), _as_classes(targets)
@@ -318,8 +318,8 @@ def _errors(y_pred: Any, y_true: Any) -> Array:
 def _check_lengths(predicted: Array, targets: Array) -> None:
     if predicted.shape != targets.shape:
         raise ConfigurationError(
-            f"predictions have shape {predicted.shape} and targets {targets.shape}: pass one prediction for each "
-            "target."
+            f"predictions have shape {predicted.shape}, but targets have shape {targets.shape}. Pass one prediction "
+            "for each target."
         )
 
 

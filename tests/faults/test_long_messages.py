@@ -50,13 +50,13 @@ class FailsToo(AbstractCallback):
 @pytest.mark.parametrize("error", [ValueError(MEGABYTES), Mute()], ids=["megabytes", "mute"])
 def test_a_hook_that_fails_over_a_failure_is_told_in_a_line(error: Exception) -> None:
     loop = make_loop(Raises(error))
-    with pytest.raises(type(error)) as caught, pytest.warns(UserWarning, match="on_exception failed while") as told:
+    with pytest.raises(type(error)) as caught, pytest.warns(UserWarning, match=r"on_exception failed \(") as told:
         loop.fit(1, callbacks=[FailsToo(Mute()), FailsToo(KeyError(MEGABYTES))])
     assert caught.value is error
     assert len(told) == 2
     assert all(len(str(warning.message)) < 2000 for warning in told)
-    assert f"FailsToo.on_exception failed while handling {type(error).__name__}: " in str(told[0].message)
-    assert str(told[0].message).endswith("Mute: <its text can't be computed>")
+    assert f") while handling {type(error).__name__}: " in str(told[0].message)
+    assert str(told[0].message).startswith("FailsToo.on_exception failed (Mute: <its text can't be computed>)")
 
 
 def test_a_message_of_megabytes_is_told_once_and_shortened(capfd: pytest.CaptureFixture[str]) -> None:
@@ -70,5 +70,5 @@ def test_a_message_of_megabytes_is_told_once_and_shortened(capfd: pytest.Capture
     assert text.count("ValueError: xxx") == 2  # in the sentence, and at the traceback's end
     assert "in get_loss\n    raise self.error" in text
     out, err = capfd.readouterr()
-    assert "FailsToo.on_exception failed while handling ValueError: xxx" in err  # pytest makes warnings errors
+    assert ") while handling ValueError: xxx" in err  # pytest makes warnings errors
     assert len(out) + len(err) < 10_000

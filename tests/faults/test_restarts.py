@@ -362,7 +362,7 @@ def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
 def test_a_failure_that_recurs_ends_the_run() -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
     assert "rank 0 of 1 raised LookupError: always" in error.message
-    assert "The same failure occurred again after step 4; another restart would not help." in error.message
+    assert "The same failure occurred again after step 4, so another restart would not help." in error.message
     assert "in on_batch_end" in error.traceback
     assert len(tl.restarts) == 1
 

@@ -159,7 +159,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     one.reached()
     zero.reached()
     zero.request(EARLY_STOP)
-    with pytest.raises(TimeoutError, match=r"rank 1 did not reach step boundary 2 within 0.2 s \(it is at 1\); rank 0"):
+    with pytest.raises(TimeoutError, match=r"rank 1 did not reach step boundary 2 within 0.2 s \(it is at 1\). Rank 0"):
         zero.reached()
 
 

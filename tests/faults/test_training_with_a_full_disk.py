@@ -47,6 +47,6 @@ def test_training_goes_on_with_a_full_disk(tmp_path: Path) -> None:
         assert counts == "[1, 2, 3] [1, 2, 7] 3 []"
         assert warning.startswith("RuntimeWarning the checkpoint of step 4 could not be written to ")
         assert "No space left on device" in warning
-        assert "Training continues; the newest complete one is" in warning
+        assert "Training continues. Newest complete checkpoint: " in warning
         assert "step=00000003.pt" in warning
         assert newest == "[7.0]"

@@ -168,6 +168,8 @@ def test_a_rank_that_is_done_but_does_not_end_costs_no_result() -> None:
         timeout=TIMEOUT_S,
         progress_bar=False,
     )
-    with pytest.warns(RuntimeWarning, match="(?s)1 of 2 ranks finished all work but did not exit within 4 s.*rank 1"):
+    with pytest.warns(
+        RuntimeWarning, match="(?s)1 of 2 ranks did not exit within 4 s after finishing all work.*rank 1"
+    ):
         assert loop.fit(num_epochs=1, callbacks=[LeavesAThread()]) is model
     assert loop.global_step == 6

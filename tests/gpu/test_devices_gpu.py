@@ -77,7 +77,7 @@ from trainloop.errors import DeviceError
 try:
     print(find_usable_cuda_devices(-1))
 except DeviceError as error:
-    print("refused", "leased by another run" in str(error))
+    print("refused", "leased by other runs" in str(error))
 """
     count = torch.cuda.device_count()
     assert run_python(code) == str(list(range(count)))
@@ -85,7 +85,7 @@ except DeviceError as error:
     try:
         assert found == list(range(count))
         assert run_python(code) == "refused True"
-        with pytest.raises(ResourceError, match="leased by other runs"):
+        with pytest.raises(ResourceError, match="other runs have leased"):
             lease.acquire({"gpu": lease.Request(1, gpus.names(count))}, timeout_s=0)
     finally:
         for held in gpus._own_leases.values():

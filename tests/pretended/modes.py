@@ -166,7 +166,7 @@ def failures(folder: Path) -> None:
 
 def fsdp(folder: Path) -> None:
     if WINDOWS:
-        with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp': not available on Windows\."):
+        with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp' does not work on Windows\."):
             make_loop(gpu_mode="fsdp", devices=2).fit(num_epochs=2)
         return
     loop = make_loop(gpu_mode="fsdp", devices=2)

@@ -177,7 +177,7 @@ def test_objects_in_one_process() -> None:
     ("call", "error", "message"),
     [
         (lambda: td.all_reduce(1, "avg"), ConfigurationError, "reduce='avg': must be 'mean', 'sum', 'min' or 'max'"),  # type: ignore[arg-type]
-        (lambda: td.broadcast_object(1, src=1), ConfigurationError, r"src=1: must be a rank, 0 to 0"),
+        (lambda: td.broadcast_object(1, src=1), ConfigurationError, r"src=1: must be a rank from 0 to 0"),
         (lambda: td.all_gather({"a": ["x"]}), TypeError, r"value\['a'\]\[0\] is of type str.*gather_object"),
         (lambda: td.all_gather(np.array(["x"])), TypeError, "value is of type ndarray, not a tensor or a number"),
         (lambda: td.all_gather(torch.eye(2).to_sparse()), TypeError, r"layout torch.sparse_coo.*\.to_dense\(\)"),
@@ -323,13 +323,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert errors["shapes"] == (
         "ValueError: all_gather: the ranks' values differ in structure or shape (rank 0: value['x']: float32 of shape "
         "(2, 3); rank 1: value['x']: float32 of shape (3, 3)). Every rank must pass the same structure and shapes. If "
-        "values differ in their first axis, as an uneven last batch does, all_gather(value, concat=True) joins them; "
-        "otherwise pad or cut the tensors to one shape first, or use gather_object, which accepts unequal ones."
+        "only the first axis differs, as in an uneven last batch, use all_gather(value, concat=True). Otherwise pad or "
+        "cut the tensors to one shape, or use gather_object, which accepts different shapes."
     )
     assert "rank 0: value: float32 of shape (); rank 1: value: float32 of shape (1,)" in errors["ndims"]
     assert "rank 0: nothing; rank 1: value[1]: int64 of shape ()" in errors["structure"]
-    assert errors["type on one rank"].startswith("TypeError: all_gather: on rank 1 value[0] is of type str, not a tens")
-    assert errors["type on both"].startswith("TypeError: all_reduce('sum'): on rank 0 value is of type str")
+    assert errors["type on one rank"].startswith("TypeError: all_gather: on rank 1, value[0] is of type str, not a ten")
+    assert errors["type on both"].startswith("TypeError: all_reduce('sum'): on rank 0, value is of type str")
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_gather)" in errors["other function"]
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_reduce('max'))" in errors["other reduction"]
     assert errors["complex"].startswith("TypeError: all_reduce('max'): value is complex")
@@ -337,9 +337,9 @@ def test_two_ranks(tmp_path: Path) -> None:
         "UnpicklableError: gather_object: the object of rank 1 can't be pickled (Unpicklable: RuntimeError: holds a "
     )
     assert errors["gather to"].startswith("UnpicklableError: gather_to: the object of rank 1 can't be pickled")
-    assert errors["gather to nobody"] == "ConfigurationError: gather_to: dst=2: must be a rank, 0 to 1."
+    assert errors["gather to nobody"] == "ConfigurationError: gather_to: dst=2: must be a rank from 0 to 1."
     assert errors["broadcast"].startswith("UnpicklableError: broadcast_object: the object of rank 1 can't be pickled")
-    assert errors["src"] == "ConfigurationError: broadcast_object: src=2: must be a rank, 0 to 1."
+    assert errors["src"] == "ConfigurationError: broadcast_object: src=2: must be a rank from 0 to 1."
     assert errors["int"].startswith("ConfigurationError: reduce='avg'")
 
 

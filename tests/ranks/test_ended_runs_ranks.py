@@ -36,10 +36,10 @@ def test_an_end_that_one_rank_asked_for(folder: Path, capfd: pytest.CaptureFixtu
 
     first, printed = fit()
     assert "begun" in printed
-    assert printed.count("Training ended after epoch 2 by one asks: rank 1 has seen enough.") == 1
+    assert printed.count("one asks ended training after epoch 2: rank 1 has seen enough.") == 1
     files = {path: os.stat(f"kept/{path}").st_mtime_ns for path in os.listdir("kept")}
     again, printed = fit()
     assert again == first
     assert "begun" not in printed  # no rank was started
-    assert printed.startswith("Nothing left to do: Training ended after epoch 2 by one asks")
+    assert printed.startswith("Nothing left to do: one asks ended training after epoch 2")
     assert {path: os.stat(f"kept/{path}").st_mtime_ns for path in os.listdir("kept")} == files

@@ -46,10 +46,14 @@ def test_the_meeting_point(init_method: str | None, environ: dict[str, str], poi
 @pytest.mark.parametrize(
     ("init_method", "environ", "message"),
     [
-        (None, {}, r"MASTER_ADDR='' and MASTER_PORT=''. Set both on every node"),
+        (None, {}, r"MASTER_ADDR='' and MASTER_PORT='' do not name one. Set both on every node"),
         (None, {"MASTER_ADDR": "a"}, r"MASTER_ADDR='a' and MASTER_PORT=''"),
-        (None, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}, r"MASTER_ADDR=a and MASTER_PORT=x: must be a host and a port"),
-        ("tcp://a", {}, r"init_method='tcp://a': must be a host and a port from 1 to 65535"),
+        (
+            None,
+            {"MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            r"MASTER_ADDR=a and MASTER_PORT=x: must name a host and a port",
+        ),
+        ("tcp://a", {}, r"init_method='tcp://a': must name a host and a port \(1 to 65535\)"),
         ("tcp://a:99999", {}, r"such as tcp://10\.0\.0\.1:29500"),
         ("udp://a:1", {}, r"init_method='udp://a:1'"),
     ],
@@ -253,7 +257,7 @@ def test_a_host_that_is_killed_is_lost(node: int) -> None:
         failure = here.wait_for_failure(10)
     assert failure is not None
     assert failure.rank == 2 * node
-    assert f"node {node} of 2 was lost: {'it sent nothing for' if node else 'the connection to it was lost'}" in (
+    assert f"node {node} of 2 was lost: {'it sent nothing for' if node else 'the connection to it failed'}" in (
         failure.message
     )
     leave(here)
@@ -272,7 +276,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatc
         failure = host.failure()
         assert failure is not None
         assert failure.rank == 2
-        assert "s: the link was cut, or the host is down" in failure.message
+        assert "s (the link was cut, or the host is down)" in failure.message
     with pytest.raises(ConfigurationError, match="node 1 of 3 was lost: it sent nothing for"):
         two.start_again()
     leave(zero, one, two)
@@ -326,7 +330,7 @@ def test_hosts_that_do_not_connect_are_named() -> None:
         {"port": port, "node_rank": 0, "num_nodes": 4, "wait_s": 1.5},
         {"port": port, "node_rank": 1, "num_nodes": 4, "wait_s": 5},
     )
-    missing = f"node 0 of 4 waited 1.5 s at 127.0.0.1:{port}; missing: node_rank 2, 3, connected: 1"
+    missing = f"node 0 of 4 waited 1.5 s at 127.0.0.1:{port} for the other nodes. Missing: node_rank 2, 3. Connected: 1"
     assert missing in str(zero)
     assert f"node 0 of 4 has ended its run: {missing}" in str(one)
 
@@ -334,7 +338,7 @@ def test_hosts_that_do_not_connect_are_named() -> None:
 def test_a_rendezvous_point_where_nobody_listens() -> None:
     port = free_port()
     with pytest.raises(
-        ConfigurationError, match=rf"node 1 of 2 tried for 1 s to connect to node 0 at 127.0.0.1:{port}: .*ref"
+        ConfigurationError, match=rf"node 1 of 2 could not connect to node 0 at 127.0.0.1:{port} within 1 s .*ref"
     ):
         meet(port, 1, wait_s=1.0)
 
@@ -347,12 +351,14 @@ def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> 
         {"port": port, "node_rank": 5},
         {"port": port, "node_rank": 1},
     )
-    assert "node 1 has num_nodes=2 and 3 ranks, node 0 has num_nodes=2 and 2 ranks" in str(ranks)
+    assert "node 1 has num_nodes=2 (ranks per node: 3), but node 0 has num_nodes=2 (ranks per node: 2)" in str(ranks)
     assert "node_rank=5 is used by another host" in str(taken)
     leave(zero, right)
     printed = capfd.readouterr().err
     assert (
-        printed.count("node 0 has num_nodes=2 and 2 ranks, node 1 has num_nodes=2 and 3 ranks: both numbers must be")
+        printed.count(
+            "num_nodes=2 (ranks per node: 2), but node 1 has num_nodes=2 (ranks per node: 3): both numbers must be"
+        )
         == 1
     )
     assert "Still waiting." in printed

@@ -47,7 +47,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
         assert waiting.is_alive()
     one = meet(port, 1, key=KEY)  # whose place nobody has taken
     waiting.join(30)
-    assert capfd.readouterr().err.count("set TRAINLOOP_KEY to the same secret on all hosts. Still waiting.") == 1
+    assert capfd.readouterr().err.count("Set TRAINLOOP_KEY to the same secret on all hosts. Still waiting.") == 1
     leave(outcomes[0], one)
 
 
@@ -63,7 +63,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     # To a node 0: as node 1.
     replay = threading.Thread(target=lambda: store_at(port).set("host/1", recorded[1]))
     replay.start()
-    with pytest.raises(ConfigurationError, match="missing: node_rank 1"):
+    with pytest.raises(ConfigurationError, match="Missing: node_rank 1"):
         meet(port, 0, key=KEY, wait_s=2)
     replay.join()
 

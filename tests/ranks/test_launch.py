@@ -144,7 +144,7 @@ def nested(stop: StopAgreement) -> None:
 
 
 def test_ranks_start_no_ranks() -> None:
-    with pytest.raises(Exception, match=r"a rank can't start ranks. Inside a rank, call fit\(\) with gpu"):
+    with pytest.raises(Exception, match=r"a rank can't start other ranks. Inside a rank, call fit\(\) with gpu"):
         launch(nested, ranks_per_node=1)
 
 
@@ -377,7 +377,7 @@ def test_which_rank_started_this_process(name: str) -> None:
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='x' in the environment"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "according to its environment .* is rank 2 of 2",
+            "according to the environment .*, this process is rank 2 of 2",
         ),
     ],
 )
@@ -410,7 +410,7 @@ def test_joining_where_nobody_started_ranks(monkeypatch: pytest.MonkeyPatch) -> 
         join(one_fact)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=r"local rank 1, but 1 devices were chosen \(cpu\)"):
+    with pytest.raises(ConfigurationError, match=r"local rank 1, but only these devices were chosen: cpu"):
         join(one_fact, devices=[torch.device("cpu")])
 
 

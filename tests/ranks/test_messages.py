@@ -124,18 +124,18 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
     expected = {
         "noise": "bytes that are not a message",
         "zeros": "bytes that are not a message",
-        "a pickle": "was not signed with this run's key" if with_key else "a body of form 2 in gather_object",
+        "a pickle": "was not signed with this run's key" if with_key else "an unknown format (2) in gather_object",
         "a pickle as plain data": "was not signed with this run's key" if with_key else "got",
-        "a form that is none": "was not signed with this run's key" if with_key else "a body of form 9",
-        "a huge size": "was not signed with this run's key" if with_key else "more than this machine's memory",
-        "a negative size": "was not signed with this run's key" if with_key else "more than this machine's memory",
+        "a form that is none": "was not signed with this run's key" if with_key else "an unknown format (9)",
+        "a huge size": "was not signed with this run's key" if with_key else "larger than this machine's memory",
+        "a negative size": "was not signed with this run's key" if with_key else "larger than this machine's memory",
     }
     if with_key:
-        expected["body"] = "a body that was not signed with this run's key"
+        expected["body"] = "data that was not signed with this run's key"
     for name, message in expected.items():
         assert facts[name].startswith("ConnectionError: rank 0 of 2 got "), (name, facts[name])
         assert message in facts[name], name
-        assert "instead of rank 1's: another program has connected to this run" in facts[name]
+        assert "instead of a valid message from rank 1. Another program has connected to this run" in facts[name]
     assert facts["the message before"].startswith("ValueError: ranks called different exchanges")
     for rank, mine in enumerate((facts, other)):
         for sender, theirs in enumerate(mine["afterwards"]):
@@ -151,7 +151,7 @@ def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key:
                 )
                 assert "set TRAINLOOP_KEY to the same secret on every host" in text
         assert "ranks called different exchanges (rank" in mine["calls mixed up"], rank
-        assert "a callback such as ModelCheckpoint must run on every rank" in mine["calls mixed up"]
+        assert "A callback such as ModelCheckpoint must run on every rank" in mine["calls mixed up"]
         assert mine["at the end"] == [[0], [1]]
 
 
@@ -200,7 +200,7 @@ KEYS = {
     "one without": (
         ("k" * 32, None),
         True,
-        "ConfigurationError: ranks 1 of 2 have no key, but the others have one: set TRAINLOOP",
+        "ConfigurationError: of 2 ranks, these have no key, but the others have one: 1. Set TRAINLOOP",
     ),
     "two keys": (
         ("k" * 32, "l" * 32),
@@ -244,12 +244,12 @@ def test_the_key_of_the_environment(tmp_path: Path) -> None:
     for mode in (0o640, 0o604, 0o620, 0o644):
         file.chmod(mode)
         with pytest.raises(
-            ConfigurationError, match=rf"mode {mode:o}: other users may read or change the key.*chmod 600"
+            ConfigurationError, match=rf"mode {mode:o}, so others may read or change the key.*chmod 600"
         ):
             key_from_environment({"TRAINLOOP_KEY": str(file)})
     with pytest.raises(ConfigurationError, match="No such file"):
         key_from_environment({"TRAINLOOP_KEY": str(tmp_path / "none")})
-    with pytest.raises(ConfigurationError, match="a key of 5 characters: must be 32 or more"):
+    with pytest.raises(ConfigurationError, match="a key of 5 characters, but must have 32 or more"):
         key_from_environment({"TRAINLOOP_KEY": "short"})
 
 

@@ -204,8 +204,8 @@ class PastTheUnit(Tower):
         return self.blocks[0].up(self.words(batch_data[0]).mean(1)).square().mean()
 
 
-LOST = r"bias is changed while the model runs.*on_after_optimizer_step"
-OUTSIDE = r"used outside of its unit's forward.*weight_decay.*'shard'"
+LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
+OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
 REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 
 

@@ -346,8 +346,8 @@ def test_unused_parameters_are_named_with_the_mend(two_ranks: list[dict[str, Any
         messages = facts["unused is explained"]
         assert sorted(messages) == ["check", "forward", "get_loss"]
         for message in messages.values():
-            assert f"on rank {rank}" in message
-            assert "averaged over ranks: unused.weight, unused.bias." in message
+            assert f"On rank {rank}, " in message
+            assert "in the last backward: unused.weight, unused.bias." in message
             assert "fit(..., ddp_model_args={'find_unused_parameters': True})" in message
             assert "Expected to have finished reduction in the prior iteration" in message
 

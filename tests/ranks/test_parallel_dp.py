@@ -150,10 +150,10 @@ def test_multi_losses_combine_by_name() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (torch.ones(2), r"get_loss returned a tensor of shape \(2,\): must be a 0-d tensor"),
-        (3.0, r"get_loss returned float: 3.0: must be"),
-        ((torch.tensor(1.0), torch.ones(2)), r"get_loss returned tuple: \(tensor.*\(loss, weight\)"),
-        (None, "get_loss returned NoneType: None"),
+        (torch.ones(2), r"get_loss returned a tensor of shape \(2,\). Return a 0-d tensor"),
+        (3.0, r"get_loss returned 3.0, a float. Return"),
+        ((torch.tensor(1.0), torch.ones(2)), r"get_loss returned \(tensor.*, a tuple. .*\(loss, weight\)"),
+        (None, "get_loss returned None, a NoneType"),
     ],
 )
 def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
@@ -420,12 +420,12 @@ def test_training_goes_on_after_an_in_place_change_of_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": 0}, "devices=0: must be the number of replicas on the CPU"),
+        ({"devices": 0}, "devices=0: must be 1 or more, the number of replicas on the CPU"),
         ({"devices": True}, "devices=True: must be"),
         ({"devices": "2"}, "devices='2': must be"),
         (
             {"devices": 2, "device_ids": [0]},
-            r"devices=2 asks for replicas on the CPU, but device_ids=\[0\].*one or the other",
+            r"devices=2 asks for replicas on the CPU, but device_ids=\[0\].*Pass devices, or the other two",
         ),
     ],
 )

@@ -170,13 +170,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "Rprop": (lambda: fitted(optimizer=torch.optim.Rprop), r"Rprop with gpu_mode='fsdp'.*such as AdamW"),
     "two low precisions": (
         lambda: fitted(use_amp="fp16", fit={"fsdp_model_args": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}),
-        r"use_amp runs operations in torch.float16, .* units in torch.bfloat16. Use only mp_policy",
+        r"use_amp runs operations in torch.float16, .* blocks in torch.bfloat16. Use only one ",
     ),
     "compile": (lambda: fitted(compile=True), r"compile=True with gpu_mode='fsdp'.*block.compile"),
     "a compiled step": (lambda: fitted(compile="step"), r"compile='step' with gpu_mode='fsdp'"),
     "an argument": (
         lambda: fitted(fit={"fsdp_model_args": {"shards": 2}}),
-        "FullyShardedDataParallel has no 'shards'",
+        "FullyShardedDataParallel has no argument 'shards'",
     ),
 }
 

@@ -164,7 +164,7 @@ if __name__ == "__main__":
     os.environ["KMP_DUPLICATE_LIB_OK"] = "True"  # as scikit-learn does
     assert outcome() == (server, True)
     os.environ["TORCH_LOGS"] = "+dynamo"
-    text = "changed since it started: TORCH_LOGS"
+    text = "these settings changed since the server started: TORCH_LOGS"
     first, second = outcome(), outcome()
     assert (first[0], first[1] > 0) == (text, True), first
     assert second == (text, 0), second

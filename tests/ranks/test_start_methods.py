@@ -122,7 +122,9 @@ def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     assert found["spawn"]["caller"] == found["process"]
     assert found["spawn"]["folder"] == str(tmp_path)
     assert len({number for rank in found["draws"] for number in rank}) == 12  # no two ranks draw alike
-    assert "changed since it started: SigIgn, TORCH_LOGS, priority. Use 'spawn'" in found["refused"]
+    assert (
+        "these settings changed since the server started: SigIgn, TORCH_LOGS, priority. Use 'spawn'" in found["refused"]
+    )
     assert found["as spawned"] == found["spawned"]
     assert found["spawn"]["umask"].strip() == "0027"
 

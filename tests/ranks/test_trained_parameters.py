@@ -183,17 +183,19 @@ class Drifts(AbstractCallback):
     [
         pytest.param(
             Acts(body_trains("epoch 1", rank=1)),
-            "body.2.weight, body.2.bias: trained on rank 1 (requires_grad), frozen on rank 0",
+            "body.2.weight, body.2.bias: trained on rank 1 (requires_grad), but frozen on rank 0",
             id="at an epoch's begin",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             Acts(body_trains("after step 3", rank=1)),
-            "rank 1 changed requires_grad of body.0.bias, body.0.weight, body.2.bias, body.2.weight, and rank 0",
+            "rank 1 changed requires_grad of body.0.bias, body.0.weight, body.2.bias, body.2.weight, but rank 0",
             id="after a step",
             marks=pytest.mark.slow,
         ),
-        pytest.param(Drifts(), "weights differ: head.bias on rank 1 differs from rank 0's by up to 0.25", id="weights"),
+        pytest.param(
+            Drifts(), "weights differ: head.bias differs by up to 0.25 between rank 0 and rank 1", id="weights"
+        ),
     ],
 )
 def test_ranks_that_differ_are_named(callback: Any, words: str) -> None:

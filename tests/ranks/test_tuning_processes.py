@@ -169,7 +169,7 @@ def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.M
     scales = {"scale": [0.0, 0.5]}
     kill_server()
     with pytest.warns(
-        UserWarning, match="from now on, models start in fresh interpreters.*exits_at_import.*it ended"
+        UserWarning, match="from now on, models start in fresh interpreters.*exits_at_import.*the server ended"
     ) as told:
         found = search(make_scaled, scales, preload=["exits_at_import"], **options)
     assert len(told) == 1
@@ -361,10 +361,10 @@ def test_a_search_waits_for_other_runs_or_gives_up(tmp_path: Path, capsys: pytes
 
     everything = [f"cpu-{cpu}" for cpu in sorted(os.sched_getaffinity(0))]
     with lease.acquire({"cpu": lease.Request(1, everything)}, timeout_s=0):
-        with pytest.raises(ResourceError, match=r"were not free within 0\.2 s"):
+        with pytest.raises(ResourceError, match=r"could not be leased within 0\.2 s"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0.2)
         assert "tune is waiting for other runs" in capsys.readouterr().err
-        with pytest.raises(ResourceError, match="were not free at once"):
+        with pytest.raises(ResourceError, match="could not be leased at once"):
             search(make_scaled, {"scale": [0.5]}, lease_timeout_s=0)
         # what fits beside the other run starts at once
         found = search(make_scaled, {"scale": [0.5]}, total=Q(1, 0), lease_timeout_s=0, num_bag_folds=2)

@@ -81,10 +81,10 @@ def test_two_nodes_give_the_scores_of_one_machine(nodes: Nodes) -> None:
     assert there.predict(rows()[0]).tolist() == here.predict(rows()[0]).tolist()
     # two CPUs in the cluster, and no node with both
     with pytest.raises(
-        ResourceError, match="One model needs 2 CPUs and 0 GPUs, but no node of the Ray cluster has both"
+        ResourceError, match="One model needs num_cpus=2 and num_gpus=0, but no node of the Ray cluster has both"
     ):
         search(make_scaled, space, per_model=Q(2))
-    with pytest.raises(ResourceError, match="the Ray cluster has 2 CPUs and 0 GPUs"):
+    with pytest.raises(ResourceError, match="the Ray cluster, which has num_cpus=2 and num_gpus=0"):
         search(make_scaled, space, total=Q(3, 0))
 
 

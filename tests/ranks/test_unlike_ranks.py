@@ -55,15 +55,15 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     "draws, of which only some are shared": (
         lambda rank: loader(weighted(number=65_000 + 1000 * rank)),
         lambda rank: {},
-        "train_loader has 65000 samples in 6 batches of 12000 over all ranks on rank 0, and 66000 samples in 6 batches",
+        "train_loader has 65000 samples in 6 global batches of 12000 on rank 0, but 66000 samples in 6 global batches",
     ),
     "draws of a short order": (
         lambda rank: loader(weighted(number=100 + rank), batch=10),
         lambda rank: {},
-        "100 samples in 5 batches of 20 over all ranks on rank 0, and 101 samples in 6 batches",
+        "100 samples in 5 global batches of 20 on rank 0, but 101 samples in 6 global batches",
     ),
-    "rows in order": (lambda rank: loader(rows=100 + 50 * rank), lambda rank: {}, "100 samples in 1 batches"),
-    "batch_size": (lambda rank: loader(batch=10 + rank), lambda rank: {}, "of 22 over all ranks on rank 1"),
+    "rows in order": (lambda rank: loader(rows=100 + 50 * rank), lambda rank: {}, "100 samples in 1 global batch of"),
+    "batch_size": (lambda rank: loader(batch=10 + rank), lambda rank: {}, "of 22 on rank 1"),
     "samplers": (
         lambda rank: loader(weighted() if rank else RandomSampler(range(ROWS))),
         lambda rank: {},
@@ -72,7 +72,7 @@ UNLIKE: dict[str, tuple[Callable[[int], Any], Callable[[int], dict[str, Any]], s
     "seeds": (
         lambda rank: loader(shuffle=True),
         lambda rank: {"seed": rank},
-        "rank 1 has a different seed from rank 0",
+        "rank 1 has a different seed than rank 0",
     ),
 }
 
@@ -149,36 +149,36 @@ class AtEpoch(AbstractCallback):
 FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     "data that each has read for itself": (
         lambda rank: loop_of(rows(40 + 20 * rank)).fit(1),
-        "train_loader has 40 samples in 2 batches of 20 over all ranks on rank 0, and 60 samples in 3",
+        "train_loader has 40 samples in 2 global batches of 20 on rank 0, but 60 samples in 3",
     ),
-    "num_epochs": (lambda rank: loop_of(rows()).fit(2 - rank), "fit(num_epochs=1) on rank 1, fit(num_epochs=2) on"),
+    "num_epochs": (lambda rank: loop_of(rows()).fit(2 - rank), "fit(num_epochs=1) on rank 1, but fit(num_epochs=2) on"),
     "num_iterations": (
         lambda rank: loop_of(rows()).fit(num_iterations=3 + rank),
-        "fit(num_iterations=4) on rank 1, fit(num_iterations=3) on rank 0",
+        "fit(num_iterations=4) on rank 1, but fit(num_iterations=3) on rank 0",
     ),
     "kinds of lengths": (
         lambda rank: loop_of(rows()).fit(**{"num_iterations" if rank else "num_epochs": 2}),
-        "fit(num_iterations=2) on rank 1, fit(num_epochs=2) on rank 0",
+        "fit(num_iterations=2) on rank 1, but fit(num_epochs=2) on rank 0",
     ),
     "accumulation": (
         lambda rank: loop_of(rows()).fit(1, grad_accumulation=1 + rank),
-        "fit(grad_accumulation=2) on rank 1, fit(grad_accumulation=1) on rank 0",
+        "fit(grad_accumulation=2) on rank 1, but fit(grad_accumulation=1) on rank 0",
     ),
     "clipping": (
         lambda rank: loop_of(rows(), gradient_clip_norm=0.5 if rank else None).fit(1),
-        "TrainLoop(gradient_clip_norm=0.5) on rank 1, TrainLoop(gradient_clip_norm=None) on rank 0",
+        "TrainLoop(gradient_clip_norm=0.5) on rank 1, but TrainLoop(gradient_clip_norm=None) on rank 0",
     ),
     "when to evaluate": (
         lambda rank: loop_of(rows(), rows(), end_auto_eval=1 + rank).fit(2),
-        "TrainLoop(end_auto_eval=2) on rank 1, TrainLoop(end_auto_eval=1) on rank 0",
+        "TrainLoop(end_auto_eval=2) on rank 1, but TrainLoop(end_auto_eval=1) on rank 0",
     ),
     "epochs behind them": (
         lambda rank: loop_of(rows()).fit(1, callbacks=[AtEpoch("at epoch")]),
-        "rank 1 would resume after epoch 1 and step 0, rank 0 after epoch 0 and step 0",
+        "rank 1 would resume after epoch 1 and step 0, but rank 0 after epoch 0 and step 0",
     ),
     "a validation_loader's length": (
         lambda rank: loop_of(rows(), rows(21 + rank, shuffle=True)).fit(1),
-        "validation_loader has 21 samples in 3 batches of 10 over all ranks on rank 0, and 22 samples in 3",
+        "validation_loader has 21 samples in 3 global batches of 10 on rank 0, but 22 samples in 3",
     ),
     "a validation_loader on one": (
         lambda rank: loop_of(rows(), None if rank else rows()).fit(1),
@@ -190,19 +190,19 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a list of batches": (
         lambda rank: loop_of(rows(), list(rows(40 + 10 * rank))).fit(1),
-        "validation_loader has 4 batches over all ranks on rank 0, and 5 batches",
+        "validation_loader has 4 global batches on rank 0, but 5 global batches",
     ),
     "a length in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(40 + 20 * rank)),
-        "data_loader has 40 samples in 4 batches of 10 over all ranks on rank 0, and 60 samples in 6",
+        "data_loader has 40 samples in 4 global batches of 10 on rank 0, but 60 samples in 6",
     ),
     "a batch_size in an evaluation": (
         lambda rank: loop_of(rows(), None, rows(40, 10 + rank)).evaluate_loss_on_test_set(),
-        "test_loader has 40 samples in 4 batches of 10 over all ranks on rank 0, and 40 samples in 4 batches of 11",
+        "test_loader has 40 samples in 4 global batches of 10 on rank 0, but 40 samples in 4 global batches of 11",
     ),
     "a shuffle's seed in predictions": (
         lambda rank: loop_of(rows(), seed=rank).predict_with_model(rows(shuffle=True)),
-        "rank 1 has a different seed from rank 0, so the order of data_loader",
+        "rank 1 has a different seed than rank 0, so these ranks would read data_loader",
     ),
     "a sampler in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(sampler=[3, 2, 1, 0] if rank else [0, 1, 2, 3])),

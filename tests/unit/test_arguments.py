@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "get_predictions returned two": (
         lambda: make(model=MadePairs()).predict_with_model(DataLoader(make_data(), batch_size=16)),
-        ["get_predictions returned a tuple of 2", "Return (y_pred, y_true, metadata)"],
+        ["get_predictions returned a tuple of length 2", "Return (y_pred, y_true, metadata)"],
     ),
     "accelerator is a device": (lambda: make(accelerator="cuda:1"), ["Did you mean accelerator='cuda', devices=[1]?"]),
     "accelerator is a torch.device": (
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: TrainLoop(Net(), [], [], other_optimizer(), nn.CrossEntropyLoss()),
         [
             "test_loader=SGD(...)",
-            "optimizer=..., criterion=... by name",
+            "optimizer=... and criterion=... by name",
             "the fourth argument is test_loader",
         ],
     ),

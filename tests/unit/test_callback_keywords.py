@@ -33,7 +33,7 @@ from trainloop.errors import ConfigurationError
         ("ExponentialMovingAverage", {"beta": 0.9}, "Did you mean decay=?"),
         ("TimeLimit", {"duration": 5}, "Did you mean seconds=?"),
         ("ConfusionMatrix", {"labels": ["a"]}, "Did you mean class_names=?"),
-        ("LearningRateMonitor", {"xyz": 1}, "'xyz'. It has: every_n_steps."),
+        ("LearningRateMonitor", {"xyz": 1}, "'xyz'. Its arguments: every_n_steps."),
     ],
 )  # fmt: skip
 def test_names_of_other_libraries(name: str, arguments: dict[str, Any], words: str) -> None:

@@ -112,11 +112,11 @@ def test_a_builtin_without_a_signature_gets_everything() -> None:
         (
             "on_epoch_end",
             lambda self, epoch: None,
-            r"Custom.on_epoch_end\(epoch\) can't be called with the 0 arguments of the loop. "
-            r"Its signature must be on_epoch_end\(self\)",
+            r"Custom.on_epoch_end\(epoch\) does not accept the arguments that the loop passes. "
+            r"Define it as on_epoch_end\(self\)",
         ),
-        ("on_log", lambda self, rows, *, step: None, r"Custom.on_log\(rows, \*, step\) can't be called with the 1 arg"),
-        ("on_exception", lambda self, *, error: None, r"Its signature must be on_exception\(self, exception"),
+        ("on_log", lambda self, rows, *, step: None, r"Custom.on_log\(rows, \*, step\) does not accept the arg"),
+        ("on_exception", lambda self, *, error: None, r"Define it as on_exception\(self, exception"),
     ],
     ids=["too many", "keyword", "keyword only"],
 )

@@ -98,14 +98,17 @@ def test_data_subset_of_a_stream() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: DataSubsetTestRun(0), "0 training, 0 validation and 0 test batches: training needs at least 1"),
-        (lambda: DataSubsetTestRun(1, -1), "no number may be negative"),
+        (lambda: DataSubsetTestRun(0), "num_train_batches=0 must be 1 or more, and num_val_batches=0"),
+        (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
             "the loop has no test_loader to take 2 batches from",
         ),
-        (lambda: FunctionOnTrainLoop(print), "FunctionOnTrainLoop: no point is chosen. Set at least one"),
-        (lambda: FunctionOnTrainLoop("print", epoch_end=True), "fn_to_execute='print' can't be called"),  # type: ignore[arg-type]
+        (
+            lambda: FunctionOnTrainLoop(print),
+            "FunctionOnTrainLoop: choose when to call the function",
+        ),
+        (lambda: FunctionOnTrainLoop("print", epoch_end=True), "fn_to_execute='print': must be a function"),  # type: ignore[arg-type]
         (
             lambda: InMultiProcessDataLoad("data"),
             "train_loader_build_fn='data': must be a function that returns a loader",

@@ -73,11 +73,11 @@ def test_kinds_of_rows(make: Any) -> None:
 @pytest.mark.parametrize(
     "y_pred, y_true, words",
     [
-        (torch.tensor([0.5, 0.2]), torch.tensor([0, 1]), "y_pred that are not classes"),
-        (torch.tensor([-100, 0]), torch.tensor([0, 1]), "y_pred that are not classes"),
-        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "predictions have shape (6,) and targets (2,)"),
-        (["cat", "dog"], torch.tensor([0, 1]), "y_pred that are not classes"),
-        (torch.tensor([0, 1, 1]), torch.tensor([0, 1]), "predictions have shape (3,) and targets (2,)"),
+        (torch.tensor([0.5, 0.2]), torch.tensor([0, 1]), "y_pred that get_predictions returned are not classes"),
+        (torch.tensor([-100, 0]), torch.tensor([0, 1]), "y_pred that get_predictions returned are not classes"),
+        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "predictions have shape (6,), but targets have shape (2,)"),
+        (["cat", "dog"], torch.tensor([0, 1]), "y_pred that get_predictions returned are not classes"),
+        (torch.tensor([0, 1, 1]), torch.tensor([0, 1]), "predictions have shape (3,), but targets have shape (2,)"),
     ],
 )
 def test_what_cannot_be_counted(y_pred: Any, y_true: Any, words: str) -> None:

@@ -58,8 +58,7 @@ def test_auto_mode_goes_by_the_name(name: str, rising_is_better: bool) -> None:
 def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.25, 1]), EarlyStopping("score")])
     assert (
-        "Training ended after epoch 2 by EarlyStopping: score = 0.25, best was 0.5 in epoch 1."
-        in capsys.readouterr().out
+        "EarlyStopping ended training after epoch 2: score = 0.25, best was 0.5 in epoch 1." in capsys.readouterr().out
     )
 
 
@@ -195,7 +194,7 @@ def test_time_limit_ends_the_running_step(
     loop.fit(num_epochs=5, callbacks=[limit, Clock(monkeypatch)])
     assert loop.global_step == 10
     assert limit.elapsed_s == 10.0
-    assert "by TimeLimit: the limit of 0:00:10 was reached at step 10." in capsys.readouterr().out
+    assert "the limit of 0:00:10 was reached at step 10." in capsys.readouterr().out
     # The time of a second fit is its own.
     loop.fit(num_epochs=1, callbacks=[limit, Clock(monkeypatch)])
     assert loop.global_step == 10 + STEPS_PER_EPOCH

@@ -144,12 +144,12 @@ def test_a_package_with_files_of_its_own() -> None:
         ),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformancePrintReport(["f1"])]),
-            "ModelPerformancePrintReport: 'f1' is not in the history. It has: ",
+            "ModelPerformancePrintReport: 'f1' is not in the history. The history has: ",
         ),
         (lambda: MetricHistoryRename("a", "b", True, True), "epoch_end=True, train_end=True: exactly one must be True"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[MetricHistoryRename("f1", "score")]),
-            "MetricHistoryRename: input_metric_getter returned 0 values instead of 1",
+            "MetricHistoryRename: input_metric_getter returned a list of length 0 instead of 1",
         ),
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
     ],
@@ -169,7 +169,7 @@ def test_print_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("\nval_rows: 33\n") == 2
     assert "---- Performance at the end of training ----" in out
     assert "\ntrain_end_val_rows: 33\n" in out
-    assert "'f1' is not in the history. It has: 'loss'" in out or "It has: 'accuracy'" in out
+    assert "'f1' is not in the history. The history has: 'loss'" in out or "The history has: 'accuracy'" in out
     assert "metrics: " in out
 
 
@@ -196,7 +196,7 @@ def test_metrics_made_of_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert loop.history["doubled"] == [2.0, 4.0, 6.0]
     assert loop.history["sum"] == [6.0]
     assert "never" not in loop.history
-    assert capsys.readouterr().out.count("returned 0 values instead of") == 3
+    assert capsys.readouterr().out.count("returned a list of length 0 instead of") == 3
 
 
 def test_history_plot(tmp_path: Path, may_leave: Callable[..., None]) -> None:

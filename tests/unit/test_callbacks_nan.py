@@ -213,7 +213,7 @@ def nan_warnings(batch: int, callbacks: list[AbstractCallback]) -> list[str]:
 
 def test_the_first_epoch_with_a_loss_that_is_nan_is_told_once() -> None:
     (text,) = nan_warnings(STEPS_PER_EPOCH, [])
-    assert text.startswith("NaN in epoch 2 of the training: loss. With fit(callbacks=[TerminateOnNaN()]) training ends")
+    assert text.startswith("NaN in the training loss of epoch 2 (loss). Use fit(callbacks=[TerminateOnNaN()]) to end")
     assert nan_warnings(STEPS_PER_EPOCH, [TerminateOnNaN()]) == []
     assert nan_warnings(-1, []) == []
 
@@ -222,7 +222,7 @@ def test_where_warnings_are_errors_it_costs_no_training(capfd: pytest.CaptureFix
     loop = make_loop(Breaks(0, "nan"), validation=False)
     loop.fit(num_epochs=2)  # pytest makes errors of warnings
     assert loop.epoch == 2
-    assert capfd.readouterr().err.count("NaN in epoch 1 of the training: loss. ") == 1
+    assert capfd.readouterr().err.count("NaN in the training loss of epoch 1 (loss). ") == 1
 
 
 def test_one_of_several_losses() -> None:
@@ -231,5 +231,5 @@ def test_one_of_several_losses() -> None:
             loss = super().get_loss(batch_data, criterion, device)
             return MultiLoss({"a": loss, "b": loss.detach() * math.nan})
 
-    with pytest.warns(UserWarning, match=r"NaN in epoch 1 of the training: loss, loss_b\. "):
+    with pytest.warns(UserWarning, match=r"NaN in the training loss of epoch 1 \(loss, loss_b\)\. "):
         make_loop(Two(), validation=False).fit(num_epochs=1)

@@ -154,19 +154,19 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
     [
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(wandb_pre_initialized=True)]),
-            "no run is active. Call wandb.init(...) before fit",
+            "no W&B run is active. Call wandb.init(...) before fit",
         ),
         (
             lambda: make_loop(gpu_mode="ddp", devices=2).fit(
                 num_epochs=1, callbacks=[WandBTracking(wandb_pre_initialized=True)]
             ),
-            "does not exist in the ranks of ddp",
+            "does not exist in the ranks. Leave",
         ),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(alerts=[AlertConfig("f1", 0.5)])]),
-            "an alert is set on 'f1', which is not in the history. It has: '",
+            "an alert is set on 'f1', which is not in the history. The history has: '",
         ),
-        (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': it must be an AlertConfig"),  # type: ignore[list-item]
+        (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': each must be an AlertConfig"),  # type: ignore[list-item]
         (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be an int of 1 or more, or None"),
         (lambda: AlertConfig("loss", 1.0, "min"), "objective='min': must be 'maximize' or 'minimize'"),  # type: ignore[arg-type]
         (

@@ -308,7 +308,9 @@ def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(under_test.checkpoint, "save", fails)
-        with pytest.warns(RuntimeWarning, match=r"could not be written .*RuntimeError: the store is away.*is none yet"):
+        with pytest.warns(
+            RuntimeWarning, match=r"could not be written .*RuntimeError: the store is away.*checkpoint: none yet"
+        ):
             loop.run_epoch()
     keeper.on_train_end()
     assert written(tmp_path) == [(0, 5, "end")]
@@ -425,7 +427,9 @@ def test_looking_for_permission_leaves_nothing_behind(tmp_path: Path, monkeypatc
 def test_safetensors_without_its_package_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ConfigurationError, match=r"safetensors=True needs a package: pip install '\.\[safetensors\]'"):
+    with pytest.raises(
+        ConfigurationError, match=r"safetensors=True needs safetensors: pip install '\.\[safetensors\]'"
+    ):
         ModelCheckpoint(tmp_path, safetensors=True)
 
 

@@ -100,6 +100,6 @@ def test_safetensors_without_its_package_names_the_extra(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(
-        ConfigurationError, match=r"writing '.*w.safetensors' needs a package: pip install '\.\[safetensors\]'"
+        ConfigurationError, match=r"writing '.*w.safetensors' needs safetensors: pip install '\.\[safetensors\]'"
     ):
         checkpoint.save_weights(tmp_path / "w.safetensors", {})

@@ -253,7 +253,7 @@ def test_where_it_can_not_be() -> None:
     first, last = model.layers[0], model.layers[3]
     loader = DataLoader(make_data(20), batch_size=10)
     both = MultiOptimizer([optim.LBFGS(first.parameters()), optim.Adam(last.parameters())])
-    with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* one of 2 optimizers.* Give it all parameters"):
+    with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* one of 2 optimizers.* Give LBFGS all parameters"):
         fit(model, loader, both)
     for amp in ("fp16", {"init_scale": 4.0}):
         with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* GradScaler.* Use use_amp='bf16'"):

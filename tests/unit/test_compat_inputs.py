@@ -357,7 +357,7 @@ def test_the_store_keeps_results_under_short_names() -> None:
     assert store.prediction_store == {"iteration_idx": 4, "val_pred": "rows", "val_loss": 0.5}
     assert store.has_val_predictions(4)
     assert not store.has_val_predictions(5)
-    with pytest.raises(ConfigurationError, match="there is a val_pred of iteration 4"):
+    with pytest.raises(ConfigurationError, match="the store has 'val_pred' for iteration 4"):
         store.insert_val_predictions("other", 4)
 
 

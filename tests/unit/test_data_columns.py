@@ -92,14 +92,16 @@ def test_parts_of_a_batch_of_any_kind() -> None:
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
-        ((torch.zeros(5, 4), torch.zeros(20)), r"\(5, 4\), a Tensor \(20,\)"),
-        ((torch.zeros(5, 4), torch.zeros(4, 5)), r"\(5, 4\), a Tensor \(4, 5\)"),
+        ((torch.zeros(5, 4), torch.zeros(20)), r"\(5, 4\), a Tensor of shape \(20,\)"),
+        ((torch.zeros(5, 4), torch.zeros(4, 5)), r"\(5, 4\), a Tensor of shape \(4, 5\)"),
         ({"text": "words"}, "no tensor"),
     ],
     ids=["flat target", "transposed", "no tensor"],
 )
 def test_columns_that_do_not_agree_are_refused(batch: Any, found: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"SplitBatches\(dim=1\): .*{found}.*flatten it in get_loss"):
+    with pytest.raises(
+        ConfigurationError, match=rf"SplitBatches\(dim=1\) can't split .*{found}.*flatten it in get_loss"
+    ):
         SplitBatches([batch]).columns(batch)
 
 

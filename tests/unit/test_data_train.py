@@ -379,7 +379,7 @@ class RepeatedLoader(DataLoader[Any]):
         ),
         (
             DataLoader(Stream(), 4),
-            r"train_loader: 2 ranks must exchange how many samples they have, but exchange_ints=None",
+            r"train_loader: 2 ranks must exchange their numbers of samples, but exchange_ints is None",
         ),
     ],
     ids=["no loader", "no samples", "no batches", "all dropped", "other ranks", "no exchange"],
@@ -401,7 +401,7 @@ def test_an_iterator_is_empty_the_second_time() -> None:
 
 def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
     feed = TrainFeed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
-    with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ yielded a batch without asking its sampler"):
+    with pytest.raises(ConfigurationError, match=r"RepeatedLoader.__iter__ yielded a batch without asking the sampler"):
         list(feed.steps(1))
 
 

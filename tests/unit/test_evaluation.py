@@ -73,7 +73,7 @@ def test_no_samples_is_an_error() -> None:
         (0.5, r"get_loss returned a float. Return a 0-d tensor, \(loss, weight\) or a MultiLoss."),
         (None, r"get_loss returned a NoneType. Return a 0-d tensor"),
         ((0.5, 3), r"get_loss returned a float as the loss. Return a 0-d tensor"),
-        ((torch.tensor(1.0),), r"get_loss returned a tuple of 1. Return a loss, or \(loss, weight\), for example"),
+        ((torch.tensor(1.0),), r"get_loss returned a tuple of length 1. Return a loss, or \(loss, weight\), where"),
         (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
     ids=["number", "nothing", "number and weight", "tuple", "unreduced"],

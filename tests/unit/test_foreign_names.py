@@ -42,7 +42,7 @@ def never(*_: Any) -> None:
         (TTDistributedDataParallel, {"local_rank": 0}, "Did you mean device_ids=, a list?"),
         (TTFullyShardedDataParallel, {"auto_wrap_policy": never}, "Did you mean shard=[Block], the classes of blocks?"),
         (TTFullyShardedDataParallel, {"mixed_precision": None}, "Did you mean mp_policy="),
-        (TTFullyShardedDataParallel, {"frobnicate": 1}, "'frobnicate'. It has: module, shard, mesh, replicas, "),
+        (TTFullyShardedDataParallel, {"frobnicate": 1}, "'frobnicate'. Its arguments: module, shard, mesh, replicas, "),
     ],
 )  # fmt: skip
 def test_names_of_other_libraries(function: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
@@ -57,11 +57,14 @@ def test_names_of_other_libraries(function: Callable[..., Any], arguments: dict[
 
 def test_arguments_of_wrappers_in_fit() -> None:
     for arguments, words in [
-        ({"ddp_model_args": {"find_unused": True}}, "has no 'find_unused'. Did you mean find_unused_parameters=?"),
+        (
+            {"ddp_model_args": {"find_unused": True}},
+            "has no argument 'find_unused'. Did you mean find_unused_parameters=?",
+        ),
         ({"fsdp_model_args": {"cpu_offload": True}}, "Did you mean offload_policy="),
         (
             {"dp_model_args": {"xyz": True}},
-            "TTDataParallel has no 'xyz'. It has: device_ids, output_device, dim, devices.",
+            "TTDataParallel has no argument 'xyz'. Its arguments: device_ids, output_device, dim, devices.",
         ),
     ]:
         with pytest.raises(ConfigurationError) as error:

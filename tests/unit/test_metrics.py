@@ -536,8 +536,8 @@ def test_options_may_not_change() -> None:
     log(recorder, "x", 1.0, prog_bar=True)
     with pytest.raises(
         ConfigurationError,
-        match=r"log\('x', reduce='sum', prog_bar=False\): it was logged with reduce='mean', prog_bar=True before. "
-        "Use the same options in all calls with this name.",
+        match=r"log\('x', reduce='sum', prog_bar=False\): this metric was logged with reduce='mean', prog_bar=True "
+        "before. Use the same options in all calls with this name.",
     ):
         log(recorder, "x", 1.0, reduce="sum")
 
@@ -565,8 +565,8 @@ def test_ranks_must_agree_on_options() -> None:
         return str(error.value)
 
     results, _ = in_ranks(2, work)
-    expected = "log('x', ...): rank 0 logs it with reduce='mean', rank 1 with reduce='sum'. Use the same options in "
-    expected += "all calls with this name."
+    expected = "log('x', ...): rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'. "
+    expected += "Use the same options in all calls with this name."
     assert results == [expected] * 2
 
 

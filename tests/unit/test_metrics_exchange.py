@@ -142,7 +142,7 @@ def test_ranks_must_agree_on_options_by_sums_too() -> None:
 
     gathered, reduced = both_ways(3, work)
     assert reduced == gathered
-    assert "rank 0 logs it with reduce='mean', rank 1 with reduce='sum'" in reduced[0]
+    assert "rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'" in reduced[0]
 
 
 # -- the cost ----------------------------------------------------------------------------------------------------------

@@ -135,15 +135,15 @@ def test_basic_model_takes_inputs_and_target() -> None:
     [
         (torch.ones(4, 2), "a Tensor"),
         ({"x": torch.ones(2), "y": torch.ones(2)}, "a dict"),
-        ((torch.ones(2),), "a tuple of 1"),
-        ([], "a list of 0"),
+        ((torch.ones(2),), "a tuple of length 1"),
+        ([], "a list of length 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_basic_model_refuses_other_batches(batch: Any, described: str) -> None:
     message = (
         rf"TTBasicModel needs batches \(\*inputs, target\), but got {described}. "
-        "For other batches subclass TTModel, and write get_loss and get_predictions."
+        "For other batches, subclass TTModel, and write get_loss and get_predictions."
     )
     for method, arguments in (("get_loss", (batch, nn.MSELoss(), CPU)), ("get_predictions", (batch, CPU))):
         with pytest.raises(ConfigurationError, match=message):
@@ -212,6 +212,6 @@ def test_wrap_refuses_what_it_can_not_train() -> None:
         ModelWrap(lambda x: x, Feed())  # type: ignore[arg-type]
     with pytest.raises(
         ConfigurationError,
-        match=r"feed=<object .*> has no get_loss and no get_predictions. Define them: see ModelWrap.",
+        match=r"feed=<object .*> has no get_loss and no get_predictions. Add what is missing: see ModelWrap.",
     ):
         ModelWrap(nn.Linear(1, 1), object())

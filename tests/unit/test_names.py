@@ -68,7 +68,7 @@ FIT_KEYWORDS = {
     "precision": "TrainLoop(use_amp=",
     "val_loader": "TrainLoop(validation_loader=",
     "num_epoch": "num_epochs=",
-    "zzz": "It has: num_epochs, num_iterations, callbacks",
+    "zzz": "Its arguments: num_epochs, num_iterations, callbacks",
 }
 
 

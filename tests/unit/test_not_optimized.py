@@ -30,7 +30,7 @@ def loop_with_a_swapped_layer() -> Any:
 
 def test_a_layer_that_was_swapped_after_the_optimizer_was_made_is_named_once_a_fit() -> None:
     loop = loop_with_a_swapped_layer()
-    words = r"fc\.weight, fc\.bias require gradients and are in no optimizer.*Create the optimizer after"
+    words = r"fc\.weight, fc\.bias require gradients, but are in no optimizer.*Create the optimizer after"
     with pytest.warns(UserWarning, match=words) as caught:
         loop.fit(num_epochs=2)
     assert len(caught) == 1

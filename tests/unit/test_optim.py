@@ -92,10 +92,10 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
     [
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
-        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, such as a criterion returns."),
+        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion."),
         (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
-            r"loss_optimizer_map names \['b'\], but the losses are \['a'\]: give each loss the index or the name",
+            r"loss_optimizer_map names \['b'\], but the losses are \['a'\]. In the map, give each loss the index",
         ),
     ],
     ids=lambda value: str(value)[:40],
@@ -113,7 +113,7 @@ def test_a_loss_finds_its_optimizer() -> None:
     by_name = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": "b", "y": "a"})
     for given in (by_name, losses(b=1.0, a=3.0)):
         assert given.assigned_to(named).for_optimizer(1).item() == 1.0  # type: ignore[union-attr]
-        with pytest.raises(ConfigurationError, match=r"the map must have the index of each loss's optimizer"):
+        with pytest.raises(ConfigurationError, match=r"pass a map with the index of each loss's optimizer"):
             given.for_optimizer(1)
 
 
@@ -126,13 +126,13 @@ def test_a_loss_finds_its_optimizer() -> None:
             r"losses 'a', 'c' for 2 optimizers, but not which loss .* loss_optimizer_map=\{'a': 0, 'c': 1\}",
         ),
         ({}, False, r"or name the optimizers after the losses: MultiOptimizer\(\{'a': ..., 'c': ...\}\)"),
-        ({}, True, r"loss 'c' is for optimizer 'c', but there are 2 optimizers, counted from 0, named 'a', 'b'."),
+        ({}, True, r"loss 'c' is for optimizer 'c', but there are 2 optimizers \(counted from 0, named 'a', 'b'\)."),
         ({"a": 0, "c": 2}, True, r"loss 'c' is for optimizer 2, but there are 2"),
         ({"a": 0, "c": -1}, True, r"loss 'c' is for optimizer -1"),
         (
             {"a": 0, "c": "b"},
             False,
-            r"loss 'c' is for optimizer 'b', but there are 2 optimizers, counted from 0, without names.",
+            r"loss 'c' is for optimizer 'b', but there are 2 optimizers \(counted from 0, without names\).",
         ),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_loss_without_an_optimizer_ends_the_run() -> None:
 
     model.get_loss = three  # type: ignore[method-assign]
     with pytest.raises(
-        ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2 optimizers, counted from 0, with"
+        ConfigurationError, match=r"loss 'c' is for optimizer 2, but there are 2 optimizers \(counted from 0, with"
     ):
         tl.fit(num_epochs=1)
 

@@ -201,7 +201,7 @@ def test_what_cannot_be_granted_is_refused(total: object, request_: dict[str, ob
 
 @pytest.mark.parametrize("folds", [0, 1])
 def test_without_bagging_the_bag_s_share_is_ignored_unvalidated_with_one_warning(folds: int) -> None:
-    with pytest.warns(UserWarning, match=f"per_bag is ignored: num_bag_folds={folds}") as caught:
+    with pytest.warns(UserWarning, match=f"per_bag is ignored: with num_bag_folds={folds}") as caught:
         p = plan(Q(8, 1), num_trials=4, num_bag_folds=folds, per_bag="nonsense")  # type: ignore[arg-type]
     assert len(caught) == 1
     assert facts(p) == facts(plan(Q(8, 1), num_trials=4))
@@ -365,8 +365,12 @@ def test_placements(fractions: list[float], num_gpus: int, expected: list[list[i
 @pytest.mark.parametrize(
     "fractions, num_gpus, what",
     [
-        ([0.6] * 3, 2, "3 requests of 0.6, 0.6, 0.6 GPUs do not fit on 2 devices: a fraction is never split"),
-        ([0.1], 0, "1 requests of 0.1 GPUs do not fit on 0 devices"),
+        (
+            [0.6] * 3,
+            2,
+            "3 models with 0.6, 0.6, 0.6 GPUs do not fit on 2 devices, because a fraction is never split",
+        ),
+        ([0.1], 0, "1 model with 0.1 GPUs do not fit on 0 devices"),
         ([2], 1, "do not fit on 1 device"),
         ([1, 0.01], 1, "do not fit on 1 device"),
         ([0.4, 0.4, 0.4, 0.3, 0.3, 0.3], 2, "do not fit on 2 devices"),

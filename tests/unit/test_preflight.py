@@ -109,7 +109,7 @@ def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]
-    assert "differs by" in report.findings[-1].detail
+    assert "differs between the two modes by" in report.findings[-1].detail
 
 
 def test_it_finds_a_sum_that_is_taken_for_a_mean() -> None:

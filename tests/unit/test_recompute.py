@@ -114,7 +114,7 @@ def test_which_modules_are_meant() -> None:
     for wrong, words in {
         "block.*": "no module of Net matches 'block",
         nn.LSTM: "matches LSTM",
-        3: "must be a class",
+        3: "must be a module class",
     }.items():
         with pytest.raises(ConfigurationError, match=words):
             TrainLoop(model, None, checkpoint_modules=wrong)

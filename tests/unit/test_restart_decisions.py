@@ -69,7 +69,7 @@ def test_a_bug_of_all_ranks_is_known_whichever_reports_it_first(failures: list[F
             supervisor.before_start(supervisor.next_order())
     assert (final is not None) == recurs
     if final is not None:
-        note = "The same failure occurred again before training was resumed after step 0; another restart would not"
+        note = "The same failure occurred again before training was resumed after step 0, so another restart would not"
         assert final.message == f"It failed. {note} help."
 
 

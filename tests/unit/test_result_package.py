@@ -122,7 +122,8 @@ def test_regression_is_that_of_scikit_learn() -> None:
 @pytest.mark.parametrize("metric", [rp.mse, rp.accuracy])
 def test_unequal_lengths_are_told(metric: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"predictions have shape \(3,\) and targets \(2,\): pass one prediction for each"
+        ConfigurationError,
+        match=r"predictions have shape \(3,\), but targets have shape \(2,\)\. Pass one prediction for each",
     ):
         metric([1, 2, 3], [1, 2])
 

@@ -132,7 +132,7 @@ def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.Captu
 
     first = make_whole()
     first.fit(num_epochs=5, callbacks=callbacks(make()))
-    assert f"by {name}" in capsys.readouterr().out or name == "stops"  # which gives no reason, and there is no table
+    assert f"{name} ended" in capsys.readouterr().out or name == "stops"  # which gives no reason, and there is no table
     before, written = state_of(first), files()
     assert first.epoch < 5
     again = make_whole()
@@ -141,7 +141,7 @@ def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.Captu
     assert files() == written
     assert taken[1].heard == []
     printed = capsys.readouterr().out
-    assert printed.startswith(f"Nothing left to do: Training ended after epoch {first.epoch} by {name}")
+    assert printed.startswith(f"Nothing left to do: {name} ended training after epoch {first.epoch}")
     # It goes on without the callback, or where that would not have ended it: to the end.
     for_all = later() if later else None
     on = make_whole()
@@ -160,7 +160,7 @@ def test_an_end_names_all_who_asked_after_the_row(capsys: pytest.CaptureFixture[
     tl.fit(num_epochs=3, callbacks=[Scores([1.0, 0.0, 0.0]), EarlyStopping("score", patience=1), Stops()])
     *_, row, line = capsys.readouterr().out.rstrip().split("\n")
     assert row.split()[0] == "2"
-    assert line == "Training ended after epoch 2 by stops and EarlyStopping: score = 0, best was 1 in epoch 1."
+    assert line == "stops and EarlyStopping ended training after epoch 2: score = 0, best was 1 in epoch 1."
 
 
 def test_an_end_that_no_callback_asked_for_is_one_of_the_user(folder: Path) -> None:

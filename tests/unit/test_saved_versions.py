@@ -40,13 +40,15 @@ def test_a_file_says_which_version_wrote_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "head, what",
     [
-        ("trainloop tabular predictor 2", "was written by an earlier version of trainloop, in layout 2; "),
-        ("trainloop tabular predictor 99 by 9.1", r"was written by trainloop 9\.1, in layout 99; "),
+        ("trainloop tabular predictor 2", "was written by an earlier version of trainloop in file layout 2, but "),
+        ("trainloop tabular predictor 99 by 9.1", r"was written by trainloop 9\.1 in file layout 99, but "),
     ],
 )
 def test_another_layout_names_its_version_and_is_not_read(head: str, what: str, tmp_path: Path) -> None:
     file_of(tmp_path / "p" / "predictor.pkl", head, b"not to be unpickled")
-    with pytest.raises(CheckpointError, match=what + f"this is trainloop {trainloop.__version__}, .*Load it with the"):
+    with pytest.raises(
+        CheckpointError, match=what + f"trainloop {trainloop.__version__} reads only .*Load it with the"
+    ):
         TabularPredictor.load(tmp_path / "p")
 
 

@@ -198,7 +198,7 @@ def test_which_optimizer_must_be_told(index: int | None) -> None:
     words = (
         "the loop has 2 optimizers. Choose one"
         if index is None
-        else f"optimizer_idx={index}: the loop has 2 optimizers (0 to 1)"
+        else f"optimizer_idx={index}: must be the index of one of the loop's optimizers (0 to 1)"
     )
     with pytest.raises(ConfigurationError) as error:
         make_loop(model, optimizer=both).fit(
@@ -226,9 +226,12 @@ def test_another_optimizer_s_scheduler() -> None:
         (lambda: LRScheduler("StepLR"), "scheduler='StepLR': must be a class of torch.optim.lr_scheduler"),
         (
             lambda: LRScheduler(lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=1), 1), gamma=0.5),
-            "scheduler is not a class, so ['gamma'] can't be passed to it. Pass the class: LRScheduler(StepLR, ...)",
+            "so these arguments can't be passed to it: gamma. Pass the class: LRScheduler(StepLR, ...)",
         ),
-        (lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"), "metrics are known once per epoch: interval"),
+        (
+            lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"),
+            "metrics are known only once per epoch. Use interval",
+        ),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be an int of 1 or more"),
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
         (
@@ -244,7 +247,7 @@ def test_arguments_that_cannot_work(make: Any, words: str) -> None:
 
 
 def test_a_function_may_make_a_plateau_scheduler() -> None:
-    with pytest.raises(ConfigurationError, match="metrics are known once per epoch"):
+    with pytest.raises(ConfigurationError, match="metrics are known only once per epoch"):
         make_loop().fit(num_epochs=1, callbacks=[LRScheduler(lambda o: lr_scheduler.ReduceLROnPlateau(o), "step")])
 
 

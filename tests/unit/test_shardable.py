@@ -42,7 +42,10 @@ def fused(kind: Any) -> Callable[[Tower], Any]:
 CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
     "hook": (hooked, r"blocks\.0\.up\.weight has a hook .*\(register_hook\).*on_after_gradient_update"),
     "step in backward": (stepped_in_backward, r"\(register_post_accumulate_grad_hook\), which would not be called"),
-    "dtypes": (of_two_dtypes, r"unit blocks\.0 has up\.weight of torch.bfloat16 and .* of torch.float32.*shard="),
+    "dtypes": (
+        of_two_dtypes,
+        r"blocks\.0 is sharded as one.*up\.weight: torch.bfloat16 and .*: torch.float32.*shard=",
+    ),
     "max_norm": (bounded, r"words is an Embedding with max_norm=1\.0.*change would be lost"),
     "fused SGD": (fused(torch.optim.SGD), r"SGD\(fused=True\) with gpu_mode='fsdp'.*Leave fused out"),
     "fused Adagrad": (fused(torch.optim.Adagrad), r"Adagrad\(fused=True\)"),

@@ -191,7 +191,7 @@ def test_a_stream_read_by_all_ranks_goes_on_with_another_number_of_them() -> Non
 def test_where_a_state_does_not_fit_the_epoch_is_read_again(make: Any, world_size: int) -> None:
     _, states, _ = epochs(loader(), 1, SEED, stop=(0, 1))
     whole, _, _ = epochs(make, world_size, SEED)
-    with pytest.warns(UserWarning, match="the checkpoint holds the stream's position for a different loader"):
+    with pytest.warns(UserWarning, match="the stream's position in the checkpoint is for a different loader"):
         after, _, _ = epochs(make, world_size, SEED, saved=((0, 1), states))
     assert after[0] == whole[0][1:]
 

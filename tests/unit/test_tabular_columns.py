@@ -98,14 +98,17 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
 @pytest.mark.parametrize(
     "data, what",
     [
-        (lambda f: f.drop(columns="class"), r"no column 'class', which is the label; it has 'number', 'count'"),
+        (lambda f: f.drop(columns="class"), r"no column 'class', which is the label. It has: 'number', 'count'"),
         (lambda f: f.assign(**{"class": "yes"}), r"label 'class' has only one value, 'yes'"),
         (lambda f: f.assign(**{"class": None}), r"label 'class' is missing in all 120 rows"),
         (lambda f: f.head(0), r"train_data has no rows"),
-        (lambda f: f.set_axis([*f.columns[:-2], "number", "class"], axis=1), r"more than one column 'number'"),
+        (
+            lambda f: f.set_axis([*f.columns[:-2], "number", "class"], axis=1),
+            r"columns with the same name: 'number'",
+        ),
         (lambda f: f[["class", "constant", "key"]], r"no column is left.*'constant': all its values are the same"),
         (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' has values that are not scalars"),
-        (lambda f: f.to_numpy(), r"train_data is a ndarray: must be a pandas DataFrame"),
+        (lambda f: f.to_numpy(), r"train_data is a ndarray, but must be a pandas DataFrame"),
         (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
         (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),
         (lambda f: f.assign(**{"class": f["key"]}), r"label 'class' is different in each of the 120 rows .*'k00000', "),
@@ -132,7 +135,7 @@ def test_a_csv_file_and_a_parquet_file_are_read(tmp_path: Path) -> None:
 def test_other_columns_at_prediction_are_named() -> None:
     frame = mixed()
     columns = Columns.learn(frame.drop(columns="class"))
-    with pytest.raises(ConfigurationError, match="lacks the columns 'number', 'colour' of the training data"):
+    with pytest.raises(ConfigurationError, match="lacks these columns of the training data: 'number', 'colour'"):
         columns.clean(frame.drop(columns=["number", "colour", "key"]))
     with pytest.raises(ConfigurationError, match="column 'number' of data has 'many', but had numbers in training"):
         columns.clean(frame.assign(number="many"))
@@ -171,7 +174,7 @@ def test_classes_come_back_as_they_were() -> None:
         target = Target.learn("y", values, "multiclass")
         chances = np.eye(len(classes))[target.encode(values)]
         assert target.decode(chances).tolist() == values.tolist()
-    with pytest.raises(ConfigurationError, match="label 'y' has 'd', which was not a class in training"):
+    with pytest.raises(ConfigurationError, match="label 'y' has the value 'd', which was not a class in training"):
         Target.learn("y", pd.Series(["a", "b"] * 2), None).encode(pd.Series(["a", "d"]))
     with pytest.raises(ConfigurationError, match="not finite numbers"):
         Target.learn("y", pd.Series(["a", "b", "c"]), "regression")
@@ -258,12 +261,12 @@ TUNED = {"num_trials": 2}
             {"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}},
             "has a search space .*num_leaves.*no search is requested",
         ),
-        ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "takes num_cpus, num_gpus and memory_limit"),
+        ({"hyperparameters": {"GBM": {"ag_args_fit": {"cpus": 1}}}}, "keys: num_cpus, num_gpus, memory_limit"),
         ({"hyperparameters": {"AG_IMAGE_NN": {}}}, "no model is left .*ImagePredictor: the table has no columns"),
         ({"hyperparameters": {"AG_TEXT_NN": ["huge"]}}, "text preset 'huge' is not known. Choose one of default"),
-        ({"hyperparameter_tune_kwargs": {"trials": 2}}, "takes searcher, .* and num_trials"),
+        ({"hyperparameter_tune_kwargs": {"trials": 2}}, "keys: searcher, .*, num_trials"),
         ({"hyperparameter_tune_kwargs": {"num_trials": 0}}, "num_trials=0: must be an int of 1 or more"),
-        ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \('local', 'ray'\)"),
+        ({"hyperparameter_tune_kwargs": {"scheduler": "slurm"}}, r"scheduler \(one of \('local', 'ray'\)\)"),
         ({"presets": "huge"}, "preset 'huge' is not known. Choose one of medium_quality"),
         # Where nothing is searched, too.
         ({"hyperparameters": {"LR": {}}, "hyperparameter_tune_kwargs": "best"}, "searcher='best': must be 'random'"),
@@ -274,19 +277,19 @@ TUNED = {"num_trials": 2}
         ({"num_bag_folds": "two"}, "num_bag_folds='two': must be an int"),
         (
             {"num_bag_folds": 2, "ag_args_ensemble": {"ag_args_fit": {"cpus": 1}}},
-            r"ag_args_ensemble\['ag_args_fit'\]=.*takes",
+            r"ag_args_ensemble\['ag_args_fit'\]=.*keys: ",
         ),
-        ({"ag_args_fit": 3}, "ag_args_fit=3: takes num_cpus, num_gpus and memory_limit"),
-        ({"presets": {"folds": 2}}, "presets=.*'folds'.*takes hyperparameters and num_bag_folds"),
-        ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: takes searcher"),
-        ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*takes ag_args_fit and fold_fitting_strategy"),
+        ({"ag_args_fit": 3}, "ag_args_fit=3: must be a dict .*keys: num_cpus, num_gpus, memory_limit"),
+        ({"presets": {"folds": 2}}, "presets=.*'folds'.*keys: hyperparameters, num_bag_folds"),
+        ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: must be a dict .*keys: searcher"),
+        ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*keys: ag_args_fit, fold_fitting_strategy"),
         ({"eval_metric": "r2"}, "the metrics of a binary problem are accuracy"),
-        ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data with num_bag_folds"),
-        ({"num_cpus": 10_000}, "num_cpus=10000: this process may use"),
+        ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data can't be used with num_bag_folds"),
+        ({"num_cpus": 10_000}, "num_cpus=10000 exceeds the number of CPUs"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
         ({"num_gpus": -1}, "num_gpus=-1: must be a finite number"),
         ({"memory_limit": 10_000_000}, "memory=.*this process may use"),
-        ({"memory_limit": "much"}, "memory='much': must be bytes"),
+        ({"memory_limit": "much"}, "memory='much': must be a number of bytes"),
         ({"num_cpus": 1, "ag_args_fit": {"num_cpus": 2}}, "per_model num_cpus=2 is more than num_cpus=1"),
     ],
 )

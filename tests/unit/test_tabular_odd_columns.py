@@ -113,7 +113,7 @@ def test_names_that_are_numbers_and_names_that_are_equal_then() -> None:
     frame = pd.DataFrame({0: [1.0, 2.0], 1: ["a", "b"], ("two", 3): [True, False]})
     assert list(read_table(frame).columns) == ["0", "1", "('two', 3)"]
     assert list(frame.columns) == [0, 1, ("two", 3)]  # the user's own stays as it is
-    with pytest.raises(ConfigurationError, match="train_data has more than one column '0'"):
+    with pytest.raises(ConfigurationError, match="train_data has columns with the same name: '0'"):
         read_table(frame.rename(columns={1: "0"}))
 
 

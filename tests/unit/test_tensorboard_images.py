@@ -53,7 +53,7 @@ def test_images_are_those_of_torchs_writer(images: Tensor, tmp_path: Path) -> No
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (2, 2, 8, 8), (0, 1, 8, 8)])
 def test_what_is_no_batch_of_images(shape: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"TensorBoard.write_images\('x'\): images of shape .*: must be \(n, 1"
+        ConfigurationError, match=r"TensorBoard.write_images\('x'\): images has shape .*, but must be \(n, 1"
     ):
         TensorBoard(tmp_path).write_images("x", torch.zeros(shape))
 

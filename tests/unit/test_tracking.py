@@ -197,11 +197,13 @@ def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) 
 
     experiment = Experiment("p", "e", tmp_path)
     loop, end = tracked(experiment, val=fails, test=rows)
-    with pytest.warns(RuntimeWarning, match=r"the validation result package failed: ValueError: no such class"):
+    with pytest.warns(
+        RuntimeWarning, match=r"scoring with the validation result package failed: ValueError: no such class"
+    ):
         loop.fit(num_epochs=1)
     assert end.results == {"test": {"rows": 101.0}}
     report = json.loads(experiment.folder.read_text("results/report.json"))
-    assert report["problems"] == ["the validation result package failed: ValueError: no such class"]
+    assert report["problems"] == ["scoring with the validation result package failed: ValueError: no such class"]
     assert "Problems" in experiment.folder.read_text("results/report.txt")
     assert "model.pt" in experiment.folder.names()
 
@@ -224,7 +226,7 @@ def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> 
 def test_a_package_without_its_data_is_told_before_training(tmp_path: Path) -> None:
     loop, _ = tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
     with pytest.raises(
-        ConfigurationError, match=r"test_result_package is given, but the loop has no test_loader to evaluate it on"
+        ConfigurationError, match=r"test_result_package is given, but the loop has no test_loader. Pass"
     ):
         loop.fit(num_epochs=1)
     assert not (tmp_path / "p").exists()

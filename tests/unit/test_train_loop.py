@@ -222,7 +222,7 @@ def test_a_hook_with_too_many_parameters_is_named() -> None:
             pass
 
     with pytest.raises(
-        ConfigurationError, match=r"Wrong\.on_epoch_end\(history.*can't be called with the 0 arguments of the loop"
+        ConfigurationError, match=r"Wrong\.on_epoch_end\(history.*does not accept the arguments that the loop passes"
     ):
         make().fit(num_epochs=1, callbacks=[Wrong()])
 
@@ -337,7 +337,7 @@ def test_a_weight_now_and_then_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "words"),
-    [(3.0, "get_loss returned a float"), ((1, 2, 3), "a tuple of 3"), (None, "get_loss returned a NoneType")],
+    [(3.0, "get_loss returned a float"), ((1, 2, 3), "a tuple of length 3"), (None, "get_loss returned a NoneType")],
 )
 def test_what_get_loss_may_return(returned: Any, words: str) -> None:
     class Odd(Net):

@@ -191,7 +191,7 @@ def test_optuna_takes_no_distribution_of_scipy() -> None:
 def test_each_row_is_held_out_once_and_sizes_are_equal(rows_: int, folds: int, seed: int, stratified: bool) -> None:
     classes = np.random.default_rng(seed).integers(0, 3, rows_) if stratified else None
     if rows_ < folds:
-        with pytest.raises(ConfigurationError, match=f"num_bag_folds={folds} for {rows_} rows"):
+        with pytest.raises(ConfigurationError, match=f"num_bag_folds={folds} exceeds the number of rows"):
             make_folds(rows_, folds, seed=seed, classes=classes)
         return
     made = make_folds(rows_, folds, seed=seed, classes=classes)
@@ -327,7 +327,7 @@ def test_an_untrained_loop_is_trained() -> None:
 @pytest.mark.parametrize(
     "made, changed, what",
     [
-        (object(), {}, "make_loop returned a object: it must return a TrainLoop, or an object with fit and predict"),
+        (object(), {}, "make_loop returned a object. Return a TrainLoop, or an object with fit and predict"),
         (None, {}, "make_loop returned a NoneType"),
         (Scaled(1.0), {"fold": None}, r"a Scaled without data to train it on\. Pass data=\(x, y\)"),
         (Scaled(1.0), {"data": None}, "a Scaled without data"),
@@ -577,10 +577,14 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"data": ([1, 2], [1])}, ConfigurationError, "with as many rows in x as in y"),
         ({"num_trials": 0}, ResourceError, "num_trials=0: must be an int of 1 or more"),
         ({"num_bag_folds": -1}, ResourceError, "num_bag_folds=-1"),
-        ({"total": Q(100000, 0)}, ResourceError, "num_cpus=100000: this process may use"),
+        ({"total": Q(100000, 0)}, ResourceError, "num_cpus=100000 exceeds the number of CPUs"),
         ({"total": Q(1, 0), "per_model": Q(2)}, ResourceError, "per_model num_cpus=2 is more than num_cpus=1"),
         ({"total": Q(1, 0), "per_model": Q(num_gpus=0.5)}, ResourceError, "no GPU granted"),
-        ({"num_bag_folds": 30, "targets": [1, 2]}, ConfigurationError, "num_bag_folds=30 for 2 rows"),
+        (
+            {"num_bag_folds": 30, "targets": [1, 2]},
+            ConfigurationError,
+            r"num_bag_folds=30 exceeds the number of rows \(2\)",
+        ),
     ],
 )
 def test_arguments_that_cannot_work(
@@ -748,8 +752,8 @@ def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
         ([([0], [1]), ([0], [])], r"folds\[1\]=\(\[0\], \[\]\): must be a pair"),
         ([([0.5], [1]), ([0], [1])], r"folds\[0\]=.* must be a pair of arrays of row numbers"),
         ([([True, False], [False, True]), ([0], [1])], r"folds\[0\]=.* must be a pair"),
-        ([([0], [6]), ([0], [1])], r"folds\[0\] has row 6: rows are numbered from 0 to 5"),
-        ([([0], [1]), ([-1], [1])], r"folds\[1\] has row -1"),
+        ([([0], [6]), ([0], [1])], r"folds\[0\] contains row 6, but rows are numbered from 0 to 5"),
+        ([([0], [1]), ([-1], [1])], r"folds\[1\] contains row -1"),
         ([([0, 1], [1, 2]), ([0], [1])], r"folds\[0\] trains on row 1 and also holds it out"),
     ],
 )
@@ -786,7 +790,7 @@ def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: P
 def test_cross_validation_of_one_setting_warns_of_nothing(pretended: Pretended) -> None:
     options: dict[str, Any] = {"num_trials": 1, "total": Q(2, 0), "seed": 0, "progress": False, "data": rows()}
     assert len(tune(make_scaled, {}, num_bag_folds=3, **options).best_trial.scores) == 3  # warnings are errors
-    with pytest.warns(UserWarning, match=r"space is empty: one model is trained.*num_bag_folds=5"):
+    with pytest.warns(UserWarning, match=r"space is empty, so one model is trained.*num_bag_folds=5"):
         tune(make_scaled, {}, **options)
 
 

@@ -188,7 +188,9 @@ def test_with_inductor_too(starts_processes: None) -> None:
 def test_what_is_no_graph_is_done_without(model: type[Net], callbacks: list[Any], reason: str) -> None:
     counts = Counts()
     loop = make_loop(model())
-    with pytest.warns(UserWarning, match=rf"compile='step': steps are not compiled from here on: .*{reason}") as told:
+    with pytest.warns(
+        UserWarning, match=rf"compile='step': steps are not compiled from here on\. The reason: .*{reason}"
+    ) as told:
         loop.fit(num_epochs=2, callbacks=[*callbacks, counts])
     assert len([one for one in told if "compile=" in str(one.message)]) == 1
     check(loop, by_hand(sgd))

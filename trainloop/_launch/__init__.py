@@ -250,7 +250,7 @@ class _Starts:
         # With several hosts, each would have to start again.
         if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
             self._disturbed = True
-            print(f"Restarting the ranks, once: {ranks.disturbance}", file=sys.stderr, flush=True)
+            print(f"Restarting the ranks (only once): {ranks.disturbance}", file=sys.stderr, flush=True)
             return
         if self._policy is None or ranks.cause is None:
             raise error
@@ -262,7 +262,7 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
-        raise ConfigurationError("a rank can't start ranks. Inside a rank, call fit() with gpu_mode='single'.")
+        raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
             "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes. Call "
@@ -381,10 +381,10 @@ def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool)
 def _explain(error: NoServerError, method: str) -> None:
     if method == "forkserver":
         raise ConfigurationError(
-            f"start_method='forkserver': a fork server can't be used here: {error}. Use 'spawn', or 'auto', which "
-            "then chooses 'spawn'."
+            f"start_method='forkserver': a fork server can't be used here, because {error}. Use 'spawn', or 'auto', "
+            "which then chooses 'spawn'."
         ) from error
-    logger.info("ranks are spawned, because a fork server can't be used: %s", error)
+    logger.info("ranks are spawned: a fork server can't be used, because %s", error)
 
 
 # -- ranks that stay for the next call ---------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
         host, port_text = environ.get("MASTER_ADDR", "").strip("[]"), environ.get("MASTER_PORT", "")
         if not host or not port_text:
             raise ConfigurationError(
-                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r}. Set "
-                "both on every node to an address of node 0 and a free port there, or pass init_method='tcp://host:port'."
+                f"several nodes need a rendezvous point, but MASTER_ADDR={host!r} and MASTER_PORT={port_text!r} do not "
+                "name one. Set both on every node to an address and a free port of node 0, or pass "
+                "init_method='tcp://host:port'."
             )
         given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
     else:
@@ -41,7 +42,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
             host = ""
     if not host or not port_text.isdigit() or not 0 < int(port_text) < 65536:
         raise ConfigurationError(
-            f"{given}: must be a host and a port from 1 to 65535, such as tcp://10.0.0.1:29500, on node 0."
+            f"{given}: must name a host and a port (1 to 65535) on node 0, such as tcp://10.0.0.1:29500."
         )
     return host, int(port_text)
 

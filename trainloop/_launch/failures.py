@@ -258,19 +258,18 @@ _HINTS = [
     ),
     (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
-        "a DataLoader worker died: num_workers=0 shows its error in this process. The usual cause is lack of memory.",
+        "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank raises its error.",
     ),
     (
         r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
-        "ranks called different collectives, or passed different shapes: every rank must make the same calls in the "
-        "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL names them). For unequal shapes, such as those of an uneven "
-        "last batch, use "
-        "trainloop.distributed.all_gather(value, concat=True).",
+        "ranks called different collectives, or passed different shapes. Every rank must make the same calls in the "
+        "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls). For different shapes, as with an uneven last "
+        "batch, use trainloop.distributed.all_gather(value, concat=True).",
     ),
     (
         r"(?s:(distributed_c10d|distributed/nn/functional).*Connection (reset|closed) by peer)",
-        "another rank left in the middle of a collective. If no rank failed before, ranks passed unequal shapes to "
-        "torch's collective (an uneven last batch): use trainloop.distributed.all_gather(value, concat=True).",
+        "another rank left in the middle of a collective. If no rank failed before, ranks passed different shapes to "
+        "torch's collective, as with an uneven last batch: use trainloop.distributed.all_gather(value, concat=True).",
     ),
 ]
 
@@ -279,8 +278,8 @@ def hint(failure: Failure) -> str:
     """Return advice if the cause is known; else an empty text."""
     if failure.timeout:
         return (
-            "at least one rank never reached a collective operation that others were waiting in: see the stacks below. "
-            "Every rank must make the same collective calls; TrainLoop(timeout=seconds) waits longer."
+            "at least one rank never reached a collective operation that others were waiting in (see the stacks "
+            "below). Every rank must make the same collective calls. For slow ranks, raise TrainLoop(timeout=seconds)."
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:
@@ -290,16 +289,16 @@ def hint(failure: Failure) -> str:
             return advice
     if failure.type is None and failure.exitcode == STATUS_LOST:
         return (
-            "ranks also have this exit code if their fork server was killed. The fork server is a process of this "
-            "program, listed as multiprocessing.forkserver. The next call starts a new one; start_method='spawn' "
-            "needs none."
+            "a possible cause is that the fork server, which starts the ranks, was killed. It is a process of this "
+            "program, listed as multiprocessing.forkserver. The next call starts a new one. start_method='spawn' needs "
+            "no fork server."
         )
     if failure.type is None and failure.exitcode is not None and failure.exitcode < 0:
         ended_by = exit_text(failure.exitcode).removeprefix("signal ")
         if ended_by == "SIGKILL":
             return (
-                "it did not end itself: either the kernel killed it because memory ran out (see dmesg, or the "
-                "memory limit of the job or container), or another process sent the signal."
+                "either the kernel killed the rank because memory ran out (see dmesg, or the memory limit of the job "
+                "or container), or another process sent the signal."
             )
         # A page of a mapped file could not be allocated: the memory file system is full.
         if ended_by == "SIGBUS":

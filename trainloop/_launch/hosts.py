@@ -234,7 +234,7 @@ class Hosts:
         theirs = entries.refused(node)
         if theirs is not None and node not in self._refused:
             if theirs == self._entry["facts"]:
-                why = f"node {node} does not have the same key: set {KEY_VARIABLE} to the same secret on all hosts"
+                why = f"node {node} has a different key, or none. Set {KEY_VARIABLE} to the same secret on all hosts"
             else:
                 why = self._contradiction(0, node, theirs)
             self._refused[node] = why
@@ -242,11 +242,11 @@ class Hosts:
 
     def _missing(self) -> str:
         missing = sorted(set(range(1, self._num_nodes)) - set(self._others))
-        connected = f", connected: {', '.join(map(str, sorted(self._others)))}" if self._others else ""
+        connected = f". Connected: {', '.join(map(str, sorted(self._others)))}" if self._others else ""
         return (
-            f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name}; missing: node_rank "
-            f"{', '.join(map(str, missing))}{connected}. Start the script on these nodes with the same rendezvous "
-            "point, and check that no firewall blocks the connection."
+            f"node 0 of {self._num_nodes} waited {self._wait_s:g} s at {self._name} for the other nodes. Missing: "
+            f"node_rank {', '.join(map(str, missing))}{connected}. Start the script on the missing nodes with the same "
+            "rendezvous point, and check that no firewall blocks the connection."
             + "".join(f" Note: {self._refused[node]}." for node in missing if node in self._refused)
         )
 
@@ -270,15 +270,15 @@ class Hosts:
                     return entries
             except RuntimeError as error:  # of torch's store
                 raise ConfigurationError(
-                    f"{who} connected to node 0 at {self._name}, which then closed the connection: see the error of "
+                    f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error on "
                     "node 0."
                 ) from error
             reason = "it is busy with another run, or still ending an earlier one"
             time.sleep(0.2)
         raise ConfigurationError(
-            f"{who} tried for {self._wait_s:g} s to connect to node 0 at {self._name}: {reason}. Start the script with "
-            "node_rank=0 on the host that has this address, with the same port, and check that no firewall blocks "
-            "the connection."
+            f"{who} could not connect to node 0 at {self._name} within {self._wait_s:g} s ({reason}). Start the script "
+            "with node_rank=0 on the host with this address, with the same port, and check that no firewall blocks the "
+            "connection."
         )
 
     def _connected(self, who: str) -> dist.TCPStore:
@@ -341,7 +341,8 @@ class Hosts:
                 raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             time.sleep(_MEET_S)
         raise ConfigurationError(
-            f"{who} is connected to node 0 at {self._name}, but not all nodes connected within {self._wait_s:g} s."
+            f"{who} is connected to node 0 at {self._name}, but others did not connect within {self._wait_s:g} s. See "
+            "node 0's error."
         )
 
     def _key_error(self, who: str, why: str) -> str:
@@ -365,15 +366,15 @@ class Hosts:
     def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
         own = self._entry["facts"]
         if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
-            return "fit(max_restarts=...) was passed only on some hosts: pass it on all of them, or on none"
+            return "fit(max_restarts=...) was passed only on some hosts: pass it on all hosts, or on none"
         return (
-            f"node {here} has num_nodes={own['num_nodes']} and {own['ranks']} ranks, node {there} has "
-            f"num_nodes={theirs.get('num_nodes')} and {theirs.get('ranks')} ranks: both numbers must be the same on "
-            "all nodes"
+            f"node {here} has num_nodes={own['num_nodes']} (ranks per node: {own['ranks']}), but node {there} has "
+            f"num_nodes={theirs.get('num_nodes')} (ranks per node: {theirs.get('ranks')}): both numbers must be the "
+            "same on all nodes"
         )
 
     def _index_in_use(self) -> str:
-        return f"node_rank={self._me} is used by another host: give each host its own number, from 0 to num_nodes - 1."
+        return f"node_rank={self._me} is used by another host. Give each host its own, from 0 to num_nodes - 1."
 
     # -- during the run --------------------------------------------------------------------------------------------
 
@@ -418,7 +419,7 @@ class Hosts:
                 return node, f"was lost: {self._losses[node]}"
             if silent_s > silence_s:
                 why = "the link was cut, or the host is down"
-                return node, f"was lost: it sent nothing for {silent_s:.0f} s: {why}"
+                return node, f"was lost: it sent nothing for {silent_s:.0f} s ({why})"
         node, why = self._others.get(0, {}).get("lost") or (self._me, "")
         return None if node == self._me else (int(node), str(why))
 
@@ -506,7 +507,7 @@ class Hosts:
             try:
                 self._exchange()
             except RuntimeError as error:
-                self._losses[0] = f"the connection to it was lost ({str(error).splitlines()[0]})"
+                self._losses[0] = f"the connection to it failed ({str(error).splitlines()[0]})"
                 return
             # Node 0 keeps the store for hosts that have not left yet.
             stays = self._me == 0 and not all(e["left"] or n in self._losses for n, e in self._others.items())

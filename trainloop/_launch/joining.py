@@ -74,9 +74,8 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
         return None
     if not 0 <= rank < world_size:
         raise ConfigurationError(
-            "according to its environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS) this process is rank "
-            f"{rank} of {world_size}, but a rank must be from 0 to world size - 1. To start ranks from here, unset "
-            "these variables."
+            "according to the environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS), this process is "
+            f"rank {rank} of {world_size}, but ranks count from 0. To start ranks from here, unset these variables."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 
@@ -169,8 +168,8 @@ def join(
     if devices:
         if me.local_rank >= len(devices):
             raise ConfigurationError(
-                f"local rank {me.local_rank}, but {len(devices)} devices were chosen ({', '.join(map(str, devices))}). "
-                f"Start at most {len(devices)} processes here, or choose more devices."
+                f"this process has local rank {me.local_rank}, but only these devices were chosen: "
+                f"{', '.join(map(str, devices))}. Start no more processes here than devices, or choose more devices."
             )
         device = devices[me.local_rank]
     if backend is None:

@@ -78,7 +78,7 @@ def dumped_settings() -> bytes:
                 _dumped(value)
                 kept[name] = value
             except Exception as error:
-                warn(f"this process's {name} can't be sent to the ranks: {error}")
+                warn(f"this process's {name} can't be sent to the ranks ({error}). They use the default.")
         return _dumped(kept)
 
 

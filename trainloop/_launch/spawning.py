@@ -329,8 +329,8 @@ class Ranks:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warn(
-            f"{len(still)} of {self._spec.world_size} ranks finished all work but did not exit within "
-            f"{self._spec.timeout_s:g} s, and were ended. The stacks below show what they waited for (usually a thread "
+            f"{len(still)} of {self._spec.world_size} ranks did not exit within {self._spec.timeout_s:g} s after "
+            "finishing all work, and had to be ended. The stacks below show what they waited for (usually a thread "
             f"that is not a daemon).{text}",
             RuntimeWarning,
         )
@@ -421,7 +421,7 @@ class Ranks:
             if text:
                 stacks[self._spec.first_rank + r] = text
             elif ask:
-                starting = "it is still starting: the script's imports? " if self._state(r) == State.STARTING else ""
+                starting = "it is still starting (the script's imports?); " if self._state(r) == State.STARTING else ""
                 stacks[self._spec.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
@@ -492,7 +492,7 @@ def _process_state(process: Any) -> str:
             state = next(line.split(":", 1)[1].strip() for line in file if line.startswith("State:"))
     except (OSError, StopIteration):
         return "it did not respond"
-    return f"it did not respond; the system reports '{state}'"
+    return f"it did not respond (process state: {state})"
 
 
 def _kill_strays(line_marks: set[str], token: str = "") -> None:

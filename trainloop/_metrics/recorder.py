@@ -278,8 +278,8 @@ class Recorder:
             earlier, asked_now = before.asked._asdict() if before.asked else {}, asked._asdict()
             changed = [option for option in asked_now if asked_now[option] != earlier[option]]
             raise ConfigurationError(
-                f"log({name!r}, {', '.join(f'{option}={asked_now[option]!r}' for option in changed)}): it was logged "
-                f"with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same "
+                f"log({name!r}, {', '.join(f'{option}={asked_now[option]!r}' for option in changed)}): this metric was "
+                f"logged with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same "
                 "options in all calls with this name."
             )
 

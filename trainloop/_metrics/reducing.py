@@ -97,8 +97,8 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
                 ours, theirs = known[0][0]._asdict(), entry[0]._asdict()
                 differing = [option for option in ours if ours[option] != theirs[option]]
                 raise ConfigurationError(
-                    f"log({name!r}, ...): rank {first[name]} logs it with "
-                    f"{', '.join(f'{option}={ours[option]!r}' for option in differing)}, rank {rank} with "
+                    f"log({name!r}, ...): rank {first[name]} logs this metric with "
+                    f"{', '.join(f'{option}={ours[option]!r}' for option in differing)}, but rank {rank} with "
                     f"{', '.join(f'{option}={theirs[option]!r}' for option in differing)}. Use the same options in all "
                     "calls with this name."
                 )

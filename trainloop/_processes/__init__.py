@@ -151,13 +151,13 @@ def begin_server(modules: Sequence[str]) -> None:
                 undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
                 raise NoServerError(
-                    "every user of this host could reach it with this version of Python (CVE-2022-42919)"
+                    "every user of this host could reach the server with this version of Python (CVE-2022-42919)"
                 )
             order["environment"] = {name: os.environ.get(name) for name in changed}
             with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
                 forkserver.ensure_running()
     except OSError as error:  # ChildProcessError: this process is a fork of the one that owns the server
-        raise NoServerError(f"it cannot be started: {error}") from error
+        raise NoServerError(f"the server can't be started ({error})") from error
 
 
 _folder: Scratch | None = None  # of the server's socket
@@ -201,7 +201,7 @@ def from_server(
         try:
             return _forked(calls, modules, environment or {})
         except (EOFError, OSError) as error:
-            problem = f"it ended several times while it started processes ({type(error).__name__}: {error})"
+            problem = f"the server ended several times while it started processes ({type(error).__name__}: {error})"
     raise NoOwnServerError(problem)
 
 
@@ -270,9 +270,9 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
             answers = [report.recv() for report in reports]
             changed = {name for _, names in answers for name in names}
             if _NOT_OWN in changed:
-                raise NoOwnServerError("other code of this program started it, or it ended before it could fork")
+                raise NoOwnServerError("other code started the server, or the server ended before it could fork")
             if changed:
-                problem = f"changed since it started: {', '.join(sorted(changed))}"
+                problem = f"these settings changed since the server started: {', '.join(sorted(changed))}"
                 _refused = (answers[0][0], fixed, problem)
                 raise NoServerError(problem)
         except BaseException:

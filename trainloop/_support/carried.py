@@ -37,13 +37,13 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
     for path, module, name, dim in places_of(model):
         if not isinstance(dim, int) or not hasattr(module, name):
             raise ConfigurationError(
-                f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict from the name of "
-                f"an attribute (set it in __init__, self.{name} = None) to the dimension of its columns, an int."
+                f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict that maps the "
+                f"name of an attribute (set in __init__: self.{name} = None) to the dimension of its columns, an int."
             )
         if name in module._buffers or name in module._parameters:
             raise ConfigurationError(
                 f"carried_state names {path}, which is a buffer or parameter, so ranks would get rank 0's value. Make "
-                f"it a plain attribute, self.{name} = None in __init__."
+                f"it a plain attribute (in __init__: self.{name} = None)."
             )
         if gpu_mode == "dp":
             raise ConfigurationError(

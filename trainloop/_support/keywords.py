@@ -165,7 +165,7 @@ def hint(name: str, own: Sequence[str], others: Mapping[str, Sequence[str]] | No
         close = nearest(name.lower(), arguments)
         if close is not None:
             return f". Did you mean {function}({close}=...)?" if function else f". Did you mean {close}=?"
-    return f". It has: {', '.join(own)}." if own else ". It has no arguments."
+    return f". Its arguments: {', '.join(own)}." if own else ". It has no arguments."
 
 
 def refuse(

@@ -169,9 +169,8 @@ class SharedStop:
                     raise ConnectionAbortedError("another rank failed while this one waited for it at a step boundary")
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"rank {rank} did not reach step boundary {boundary} within {self._timeout_s:g} s "
-                        f"(it is at {vote >> _BITS}); rank {self._rank} was waiting there to stop training at the "
-                        f"same step."
+                        f"rank {rank} did not reach step boundary {boundary} within {self._timeout_s:g} s (it is at "
+                        f"{vote >> _BITS}). Rank {self._rank} was waiting there to stop training at the same step."
                     )
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1e-3)

@@ -69,7 +69,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
     def __getattr__(name: str) -> object:
         if name in _REMOVED:  # an AttributeError's text would not reach `from trainloop.callbacks import ...`
             raise ImportError(
-                f"trainloop.callbacks has no {name} since 0.2.0. {_REMOVED[name]} A script written for AIToolbox keeps "
-                "its imports: add `import trainloop.compat.aitoolbox` above them."
+                f"trainloop.callbacks has no {name} since 0.2.0. {_REMOVED[name]} To keep the imports of a script "
+                "written for AIToolbox, add `import trainloop.compat.aitoolbox` above them."
             )
         raise AttributeError(f"module 'trainloop.callbacks' has no attribute {name!r}")

@@ -382,8 +382,8 @@ def _hook(callback: Any, name: str) -> Hook:
             continue
         return method if count == offered else partial(_call_with_fewer, method, count)
     raise ConfigurationError(
-        f"{type(callback).__name__}.{name}{signature} can't be called with the {offered} arguments of the loop. "
-        f"Its signature must be {name}{inspect.signature(getattr(AbstractCallback, name))}."
+        f"{type(callback).__name__}.{name}{signature} does not accept the arguments that the loop passes. Define it as "
+        f"{name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
 
 

@@ -124,8 +124,8 @@ class DataSubsetTestRun(AbstractCallback):
         super().__init__("DataSubsetTestRun", execution_order=-100)
         if num_train_batches < 1 or num_val_batches < 0 or num_test_batches < 0:
             raise ConfigurationError(
-                f"DataSubsetTestRun: {num_train_batches} training, {num_val_batches} validation and {num_test_batches} "
-                "test batches: training needs at least 1, and no number may be negative."
+                f"DataSubsetTestRun: num_train_batches={num_train_batches} must be 1 or more, and "
+                f"num_val_batches={num_val_batches} and num_test_batches={num_test_batches} must be 0 or more."
             )
         self.num_batches = {
             "train_loader": num_train_batches,
@@ -138,8 +138,8 @@ class DataSubsetTestRun(AbstractCallback):
         for name, number in self.num_batches.items():
             if number and getattr(loop, name) is None:
                 raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Use 0, or pass a "
-                    "loader to TrainLoop."
+                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Set that number to 0, "
+                    f"or pass a {name} to TrainLoop."
                 )
         for name, number in self.num_batches.items():
             if number:
@@ -197,7 +197,7 @@ class FunctionOnTrainLoop(AbstractCallback):
     ) -> None:
         super().__init__("FunctionOnTrainLoop", execution_order, device_idx_execution)
         if not callable(fn_to_execute):
-            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={fn_to_execute!r} can't be called.")
+            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={fn_to_execute!r}: must be a function.")
         chosen = {
             "on_train_loop_registration": tl_registration,
             "on_epoch_begin": epoch_begin,
@@ -213,7 +213,7 @@ class FunctionOnTrainLoop(AbstractCallback):
         self.hooks = [name for name, wanted in chosen.items() if wanted]
         if not self.hooks:
             raise ConfigurationError(
-                "FunctionOnTrainLoop: no point is chosen. Set at least one, such as epoch_end=True."
+                "FunctionOnTrainLoop: choose when to call the function, for example with epoch_end=True."
             )
         self._take_hooks()
 

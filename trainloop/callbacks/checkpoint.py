@@ -204,8 +204,7 @@ class ModelCheckpoint(Saver):
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
                 "ModelCheckpoint, and train for at least one epoch. If training has warned that writing failed, free "
-                "space or choose another dirpath. If every value was NaN, add TerminateOnNaN to find the first step "
-                "with a NaN."
+                "space or change dirpath. If every value was NaN, add TerminateOnNaN to find the first step with a NaN."
             )
         state = checkpoint.load(path)
         loop = self.train_loop_obj
@@ -365,8 +364,8 @@ class ModelCheckpoint(Saver):
             moved = changed(self._left_out, self._now_left_out(state["model"]))
             if moved:
                 raise CheckpointError(
-                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out. "
-                    "Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
+                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out "
+                    "of checkpoints. Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
                 )
             state = without(state, self._left_out)
         self._restart_clock()
@@ -453,7 +452,7 @@ class ModelCheckpoint(Saver):
             newest = self._own.newest_known or "none yet"
             warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
-                f"{error}). Training continues; the newest complete one is {newest}. Free space, or change dirpath.",
+                f"{error}). Training continues. Newest complete checkpoint: {newest}. Free space, or change dirpath.",
                 RuntimeWarning,
             )
 

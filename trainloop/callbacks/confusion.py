@@ -153,8 +153,8 @@ def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
         numbers = classes.dtype.kind in "biuf" and bool(np.isfinite(classes).all())
         if not numbers or (classes != np.floor(classes)).any() or (classes < 0).any():
             raise ConfigurationError(
-                f"ConfusionMatrix: get_predictions returned {name} that are not classes. Return classes (whole numbers "
-                "from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
+                f"ConfusionMatrix: the {name} that get_predictions returned are not classes. Return classes (whole "
+                "numbers from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
             )
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
     pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64))

@@ -233,7 +233,7 @@ class FailureRecorder(AbstractCallback):
         if looks and not run.place.scaler.is_enabled():
             names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
             if names:
-                more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
+                more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
                 gradient = f"the gradient of {names[0]!r}{more} is not finite"
                 what = f"{what}; {gradient}" if what else gradient
         if looks:
@@ -249,9 +249,9 @@ class FailureRecorder(AbstractCallback):
 
     def _record_values(self, what: str) -> None:
         weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
-        if weights:
-            what += f"; before this step {len(weights)} parameters were already not finite (such as {weights[0]!r})"
         where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
+        if weights:
+            where += f"; parameters that were not finite before this step: {len(weights)} (such as {weights[0]!r})"
         try:
             refused = self._refused()
             if refused:
@@ -315,9 +315,8 @@ class FailureRecorder(AbstractCallback):
         if not sharded:
             return ""
         return (
-            f"FailureRecorder wrote no record: {len(sharded)} parameters were sharded at that moment, such as "
-            f"{sharded[0]!r}, but a record needs whole parameters. To get a record, resume from a checkpoint with "
-            "gpu_mode='ddp'."
+            "FailureRecorder wrote no record: a record needs whole parameters, but some were sharded at that moment "
+            f"(for example {sharded[0]!r}). To get a record, resume from a checkpoint with gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:
@@ -456,7 +455,7 @@ def _packed(value: Any) -> dict[str, Any]:
     try:
         torch.save(value, file)
     except Exception as error:
-        return {"problem": f"{type(value).__name__} can't be pickled: {described(error)}"}
+        return {"problem": f"{type(value).__name__} can't be pickled ({described(error)})"}
     return {"pickle": file.getvalue()}
 
 

@@ -87,8 +87,8 @@ class Monitor:
             known = list(dict.fromkeys([*own, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
-                f" Or is the name misspelt? Metrics known before training: {names}; the model and callbacks may log "
-                f"more.",
+                f" Or is the name misspelt? Metrics known before training: {names}. The model and callbacks may log "
+                "more.",
             )
         if self.name == "val_loss" and loop.validation_loader is None:
             raise ConfigurationError(
@@ -117,9 +117,8 @@ class Monitor:
             meant = nearest(self.name, loop.history, _NEAR)
             hint = "" if meant is None else f" Did you mean {meant!r}?"
             raise ConfigurationError(
-                f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. "
-                f"It has: {names}.{hint} Monitor one of these, or log it: "
-                f"self.log({self.name!r}, value) in the model."
+                f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. The history "
+                f"has: {names}.{hint} Monitor one of these, or call self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
             return None  # evaluated only every n epochs: an old value must not count twice

@@ -160,7 +160,7 @@ class TerminateOnNaN(GradientCallbackBase):
         loss = (step, None) in bad
         parameters = tuple(dict.fromkeys(name for at, name in bad if at == step and name is not None))
         if parameters:
-            more = f" and of {len(parameters) - 1} more" if len(parameters) > 1 else ""
+            more = f" (and of {len(parameters) - 1} more)" if len(parameters) > 1 else ""
             what = f"the gradient of {parameters[0]!r}{more} is not finite"
             what = f"the loss is not finite; {what}" if loss else what
         else:

@@ -233,7 +233,7 @@ class ModelPerformancePrintReport(AbstractCallback):
 
     def _report_missing(self, name: str, history: Iterable[str]) -> None:
         known = ", ".join(map(repr, history))
-        message = f"ModelPerformancePrintReport: {name!r} is not in the history. It has: {known}."
+        message = f"ModelPerformancePrintReport: {name!r} is not in the history. The history has: {known}."
         if self.strict_metric_reporting:
             raise ConfigurationError(message)
         print(message)
@@ -317,8 +317,8 @@ class TrainHistoryFormatter(AbstractCallback):
         if found == expected:
             return True
         message = (
-            f"{type(self).__name__}: input_metric_getter returned {found} values instead of {expected}. "
-            "Put this callback after the one that computes the metric."
+            f"{type(self).__name__}: input_metric_getter returned a list of length {found} instead of {expected}. Put "
+            "this callback after the one that computes the metric."
         )
         if self.strict_metric_extract:
             raise ConfigurationError(message)

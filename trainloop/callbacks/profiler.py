@@ -84,7 +84,7 @@ class Profiler(AbstractCallback):
         try:
             os.makedirs(self.dirpath, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"Profiler(dirpath={self.dirpath!r}) can't be created: {error}.") from error
+            raise ConfigurationError(f"Profiler: dirpath={self.dirpath!r} can't be created ({error}).") from error
 
     def on_train_begin(self) -> None:
         self._steps = 0

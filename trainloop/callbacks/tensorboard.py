@@ -133,8 +133,8 @@ class TensorBoard(AbstractCallback):
         loop = self.train_loop_obj
         if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
             raise ConfigurationError(
-                f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': "
-                "rank 0 writes the histograms, but has only a part of each parameter. Leave them out, or use "
+                f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': rank 0 "
+                "writes the histograms, but has only a shard of each parameter. Leave histograms out, or use "
                 "GradientStats."
             )
         if self._chosen and (self.log_dir is None or loop.global_step == 0):
@@ -318,8 +318,8 @@ class TensorBoard(AbstractCallback):
         shape = tuple(images.shape)
         if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
             raise ConfigurationError(
-                f"TensorBoard.write_images({tag!r}): images of shape {shape}: must be (n, 1 or 3 channels, height, "
-                "width). For a single image pass images[None]; without channels pass images[:, None]."
+                f"TensorBoard.write_images({tag!r}): images has shape {shape}, but must be (n, 1 or 3 channels, "
+                "height, width). For a single image, pass images[None]. Without channels, pass images[:, None]."
             )
         if not self._writes:
             return

@@ -223,7 +223,7 @@ class WandBTracking(_Tracking):
         super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: it must be an AlertConfig.")
+                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: each must be an AlertConfig.")
         self.metric_names = None if metric_names is None else list(metric_names)
         self.batch_log_frequency = batch_log_frequency
         self.tags = None if tags is None else list(tags)
@@ -241,8 +241,8 @@ class WandBTracking(_Tracking):
         self.project_name = self.project_name or getattr(loop, "project_name", None)
         if self.wandb_pre_initialized and has_ranks(loop.gpu_mode):
             raise ConfigurationError(
-                "WandBTracking(wandb_pre_initialized=True): the run that is active here does not exist in the ranks "
-                "of ddp. Leave wandb_pre_initialized out; rank 0 then starts a run."
+                "WandBTracking(wandb_pre_initialized=True): the W&B run of this process does not exist in the ranks. "
+                "Leave wandb_pre_initialized out, so that rank 0 starts a run."
             )
 
     def _active_run(self) -> Any:
@@ -254,7 +254,7 @@ class WandBTracking(_Tracking):
             self._run = wandb.run
             if self._run is None:
                 raise ConfigurationError(
-                    "WandBTracking(wandb_pre_initialized=True): no run is active. Call wandb.init(...) before fit, "
+                    "WandBTracking(wandb_pre_initialized=True): no W&B run is active. Call wandb.init(...) before fit, "
                     "or leave wandb_pre_initialized out."
                 )
         else:
@@ -290,8 +290,8 @@ class WandBTracking(_Tracking):
             if alert.metric_name not in self.train_loop_obj.history:
                 names = ", ".join(map(repr, self.train_loop_obj.history))
                 raise ConfigurationError(
-                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. It has: "
-                    f"{names}."
+                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. The "
+                    f"history has: {names}."
                 )
             message = alert.message(self._newest[alert.metric_name]) if alert.metric_name in self._newest else None
             if message is not None:

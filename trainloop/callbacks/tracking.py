@@ -263,7 +263,7 @@ class ExperimentEndSave(AbstractCallback):
             ("test_result_package", self.test_result_package, "test_loader"),
         ):
             if package is not None and getattr(loop, loader) is None:
-                raise ConfigurationError(f"{name} is given, but the loop has no {loader} to evaluate it on. Pass one.")
+                raise ConfigurationError(f"{name} is given, but the loop has no {loader}. Pass one to the loop.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}
@@ -286,7 +286,7 @@ class ExperimentEndSave(AbstractCallback):
                 metadata = {**(metadata or {}), "loss": loss()}
             if loop.is_global_zero:
                 score = partial(self._score, part, package, y_pred, y_true, metadata)
-                problems += self._try(f"the {part} result package", score)
+                problems += self._try(f"scoring with the {part} result package", score)
         try:
             self.results = distributed.broadcast_object(self.results)
         except UnpicklableError as error:  # without a key, ranks exchange only plain values
@@ -295,8 +295,8 @@ class ExperimentEndSave(AbstractCallback):
         if state is not None:
             where = self.experiment.folder
             info = checkpoint.CheckpointInfo(loop.epoch, loop.global_step, reason="end")
-            problems += self._try("the model", lambda: checkpoint.save(where.path("model.pt"), state, info))
-            self._try("the report", lambda: self._write_report(problems))
+            problems += self._try("saving the model", lambda: checkpoint.save(where.path("model.pt"), state, info))
+            self._try("writing the report", lambda: self._write_report(problems))
 
     def _score(self, part: str, package: Any, y_pred: Any, y_true: Any, metadata: Any) -> None:
         if hasattr(package, "hyperparameters"):

@@ -117,13 +117,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         made = _is_scheduler(scheduler)
         if not made and not callable(scheduler):
             raise ConfigurationError(
-                f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function of the "
-                "optimizer, or a scheduler."
+                f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function "
+                "(optimizer) -> scheduler, or a scheduler."
             )
         if made and kwargs:
             raise ConfigurationError(
-                f"LRScheduler: scheduler is not a class, so {sorted(kwargs)} can't be passed to it. "
-                f"Pass the class: LRScheduler({type(scheduler).__name__}, ...)."
+                "LRScheduler: scheduler is not a class, so these arguments can't be passed to it: "
+                f"{', '.join(sorted(kwargs))}. Pass the class: LRScheduler({type(scheduler).__name__}, ...)."
             )
         self.scheduler = scheduler if made else None
         self.factory: Callable[..., Any] | None = None if made else scheduler
@@ -181,16 +181,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
-            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training "
-            f"ends after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
-            "returns the number of optimizer steps). If further calls of fit will continue the schedule, ignore this."
+            f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training ends "
+            f"after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) counts "
+            "optimizer steps). Ignore this if further calls of fit continue the schedule."
         )
 
     def _check_plateau(self) -> None:
         if self.interval == "step":
             raise ConfigurationError(
-                "LRScheduler: ReduceLROnPlateau needs a metric, and metrics are known once per epoch: "
-                "interval must be 'epoch'."
+                "LRScheduler: ReduceLROnPlateau needs a metric, and metrics are known only once per epoch. Use "
+                "interval='epoch'."
             )
 
     def _optimizer(self) -> Optimizer:
@@ -217,7 +217,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             return optimizers[0]
         if not 0 <= index < len(optimizers):
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={index}: the loop has {len(optimizers)} optimizers (0 to "
+                f"LRScheduler: optimizer_idx={index}: must be the index of one of the loop's optimizers (0 to "
                 f"{len(optimizers) - 1})."
             )
         return optimizers[index]

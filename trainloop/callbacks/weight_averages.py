@@ -109,8 +109,8 @@ class WeightAverage(AbstractCallback):
         if set(state["average"]) != set(weights):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
-                f"the average in the checkpoint belongs to another model: it differs in {', '.join(missing[:5])}. "
-                "Resume with the model whose weights were averaged."
+                "the average in the checkpoint belongs to another model. These weights are in only one of the two: "
+                f"{', '.join(missing[:5])}. Resume with the model whose weights were averaged."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
@@ -287,15 +287,15 @@ class StochasticWeightAveraging(WeightAverage):
         loop = self.train_loop_obj
         if isinstance(self.start, float) and not loop.num_epochs:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(start={self.start}) is a fraction of num_epochs, but fit was given "
+                f"StochasticWeightAveraging: start={self.start} is a fraction of num_epochs, but fit was given "
                 "num_iterations. Pass start as a number of epochs."
             )
         has_batchnorm = any(isinstance(module, BatchNorm) for module in loop.model.modules())
         if self.update_batchnorm and loop.sync_batchnorm and has_batchnorm:
             raise ConfigurationError(
-                "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks have different "
-                "numbers of batches in the pass that updates the statistics. Use update_batchnorm=False, or "
-                "sync_batchnorm=False."
+                "StochasticWeightAveraging(update_batchnorm=True) with sync_batchnorm=True: ranks may have different "
+                "numbers of batches in the pass that updates the statistics, and would then hang. Use "
+                "update_batchnorm=False, or sync_batchnorm=False."
             )
 
     @property

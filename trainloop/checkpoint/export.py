@@ -62,7 +62,9 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     end = 0
     for name, value in model.items():
         if value.dtype not in _DTYPES:
-            raise CheckpointError(f"{name} has dtype {value.dtype}, which the safetensors format does not support.")
+            raise CheckpointError(
+                f"{name} has dtype {value.dtype}, which safetensors does not support. Use torch.save instead."
+            )
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()

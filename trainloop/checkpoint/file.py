@@ -232,7 +232,7 @@ def require_safetensors(what: str) -> Any:
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ConfigurationError(f"{what} needs a package: {pip_install('safetensors')}.") from error
+        raise ConfigurationError(f"{what} needs safetensors: {pip_install('safetensors')}.") from error
     return safetensors.torch
 
 
@@ -279,7 +279,8 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             # weights_only=True would also read these, by older code of torch; trainloop never wrote one.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
-                    f"{shown} is a pickle in an older format than trainloop writes. It was refused; no code was run."
+                    f"{shown} is a pickle in an old format, which trainloop never writes. It was refused, and no code "
+                    "was run."
                 )
             local.seek(0)
             state = torch.load(local, map_location="cpu", weights_only=True)
@@ -289,15 +290,15 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{shown}: no such file. Pass a checkpoint's path, or resume_from='last'.") from error
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()
-        named = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
+        named = next((f"{line.strip()} " for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
         raise CheckpointError(
             f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was refused, and "
-            f"no code in it was run. {named} If you trust its author, read it with torch.load(path, "
+            f"no code in it was run. {named}If you trust its author, read it with torch.load(path, "
             "weights_only=False) and load the weights yourself."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         raise CheckpointError(
-            f"{shown} can't be read: {type(error).__name__}: {error}. Use another checkpoint."
+            f"{shown} can't be read ({type(error).__name__}: {error}). Use another checkpoint."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -326,21 +327,23 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     size = file.seek(0, os.SEEK_END)
     problem = f"{shown} is not a complete checkpoint"
     if size < _END.size:
-        raise CheckpointError(f"{problem}: it has {size} bytes. Use another one.")
+        raise CheckpointError(f"{problem}: it has only {size} bytes. Use another one.")
     file.seek(size - _END.size)
     mark = file.read(_END.size)
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
-        raise CheckpointError(f"{problem}: it has no end mark: it is truncated or not trainloop's. Use another one.")
+        raise CheckpointError(
+            f"{problem}: it has no end mark, so it is truncated, or not trainloop's. Use another one."
+        )
     if length + info_length + _END.size != size:
         raise CheckpointError(
-            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. "
-            "Use another one."
+            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. Use another "
+            "one."
         )
     file.seek(length)
     described = file.read(info_length)
     if zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
-        raise CheckpointError(f"{problem}: the checksum of its end is wrong. Use another one.")
+        raise CheckpointError(f"{problem}: its end is damaged (wrong checksum). Use another one.")
     known = CheckpointInfo.__dataclass_fields__
     # A later version may have more fields.
     fields = {key: value for key, value in json.loads(described).items() if key in known}
@@ -354,7 +357,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
     while left:
         chunk = file.read(min(_CHUNK, left))
         if not chunk:
-            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended while it was read. Use another one.")
+            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended during reading. Use another one.")
         crc = zlib.crc32(chunk, crc)
         left -= len(chunk)
     if crc != expected:

@@ -128,8 +128,8 @@ def _refuse(value: Any, where: str) -> NoReturn:
     dtype = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic, Tensor)) else ""
     raise CheckpointError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}{dtype}, which a checkpoint can't contain: only tensors, "
-        "numbers, strings and containers of these are allowed, so that reading it runs no code. Make "
-        "state_dict() return its content in these types, and load_state_dict() create the object again."
+        "numbers, strings and containers of these are allowed, so that reading a checkpoint runs no code. Make "
+        "state_dict() return these types, and load_state_dict() create the object again."
     )
 
 

@@ -98,7 +98,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
         try:
             found = size_and_checksum(full)
         except OSError as error:
-            raise CheckpointError(f"{full}: {error.strerror}. Use another checkpoint.") from error
+            raise CheckpointError(f"{full} can't be read ({error.strerror}). Use another checkpoint.") from error
         if found != (size, crc):
             raise CheckpointError(
                 f"{full} is damaged: it has {found[0]} bytes with the checksum {found[1]:08x}, but {size} bytes "

@@ -49,8 +49,8 @@ def check_offered(location: str, *, safetensors: bool) -> None:
         )
     if "://" in location:
         raise ConfigurationError(
-            f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be "
-            "on a disk that they share. Pass a path."
+            f"ModelCheckpoint({location!r}) with gpu_mode='fsdp': all ranks write into one folder, which must be on a "
+            "disk that they share. Pass its path."
         )
 
 
@@ -167,7 +167,7 @@ class FolderWriting:
             missing = set(table["files"]).difference(os.listdir(self._folder))
             if missing:  # another process has deleted files
                 raise OSError(
-                    f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although a rank has written it"
+                    f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although other ranks wrote them"
                 )
             save(os.path.join(self._folder, STATE), {**self._state, "shards": table}, info)
             publish(self._folder, os.path.join(self._where, name))

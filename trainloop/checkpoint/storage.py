@@ -233,7 +233,7 @@ def why_not_writable(location: str) -> str:
         while not _is_there(nearest):
             nearest = os.path.dirname(nearest)
         if not os.path.isdir(nearest):
-            return f"{nearest} is a file" if os.path.exists(nearest) else f"{nearest} is a link to nothing"
+            return f"{nearest} is a file" if os.path.exists(nearest) else f"{nearest} is a broken link"
         probe = os.path.join(nearest, temporary_name("probe", "", _kernel()))
         if nearest == location:
             _new_locked(probe).close()

@@ -57,8 +57,8 @@ class SplitBatches:
     def __init__(self, loader: Iterable[Any], dim: int = 1) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise ConfigurationError(
-                f"SplitBatches(loader={loader!r}): must be a DataLoader, or an iterable of batches whose __iter__ "
-                f"starts from the beginning each time."
+                f"SplitBatches(loader={loader!r}): must be a DataLoader, or another iterable whose __iter__ starts "
+                "from the first batch each time."
             )
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
             raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be the columns' dimension, an int of 0 or more.")
@@ -88,9 +88,9 @@ class SplitBatches:
         if len(counts) != 1 or None in counts:
             found = ", ".join(counts.values()) or "no tensor"
             raise ConfigurationError(
-                f"SplitBatches(dim={self.dim}): the parts of a batch have different numbers of columns: the batch has "
-                f"{found}. Each tensor must have the same size in dimension {self.dim}, or one dimension of that size: "
-                "for example, give a target the shape of its input, and flatten it in get_loss."
+                f"SplitBatches(dim={self.dim}) can't split this batch by columns: it contains {found}. All tensors "
+                f"must have the same number of columns, in dimension {self.dim} or in their only dimension. For "
+                "example, give a target the shape of its input, and flatten it in get_loss."
             )
         (columns,) = counts
         assert columns is not None  # checked above
@@ -132,7 +132,10 @@ def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:
-            yield batch.shape[axis] if axis < batch.ndim else None, f"a {type(batch).__name__} {tuple(batch.shape)}"
+            yield (
+                batch.shape[axis] if axis < batch.ndim else None,
+                f"a {type(batch).__name__} of shape {tuple(batch.shape)}",
+            )
     elif _is_column(batch):
         yield len(batch), f"a list of {len(batch)}"
     else:

@@ -85,8 +85,8 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     if sampler.num_replicas != world_size:
         raise ConfigurationError(
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
-            f"Make the sampler for {world_size} ranks, or pass a loader without one, which trainloop then splits "
-            "over ranks."
+            f"Make the sampler for {world_size} ranks, or pass a loader without a DistributedSampler, which trainloop "
+            "then splits over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
     sampler.rank = rank
@@ -135,9 +135,9 @@ def check_requested(log: Sized, loader: Any, name: str) -> None:
     """
     if not log:
         raise ConfigurationError(
-            f"{name}: {type(loader).__name__}.__iter__ yielded a batch without asking its sampler for it, so its "
-            f"batches can't be split over ranks. Make its __iter__ iterate over super().__iter__(), or pass a loader "
-            f"that is already distributed (with a DistributedSampler)."
+            f"{name}: {type(loader).__name__}.__iter__ yielded a batch without asking the sampler for its indices, so "
+            "batches can't be split over ranks. Make this __iter__ iterate over super().__iter__(), or pass a loader "
+            "that is already distributed (with a DistributedSampler)."
         )
 
 
@@ -154,9 +154,8 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     raise ConfigurationError(
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
-        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, "
-        "which have the same seed on all ranks, or from a generator that you seed with the same number on every rank. "
-        "Its data and weights must also be the same on every rank."
+        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, or from "
+        "a generator that has the same seed on every rank. Its data and weights must also be the same on every rank."
     )
 
 
@@ -191,25 +190,24 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
     if NO_LOADER in (first, other):
         without, with_one = (0, rank) if first == NO_LOADER else (rank, 0)
         raise ConfigurationError(
-            f"{name} is None on rank {without}, but not on rank {with_one}. Its batches are split over ranks: "
-            "pass it on every rank, or on no rank."
+            f"{name} is None on rank {without}, but not on rank {with_one}. Its batches are split over ranks, so pass "
+            "it on every rank, or on no rank."
         )
     if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
         raise ConfigurationError(
-            f"{name} has {_counted(first)} on rank 0, and {_counted(other)} on rank {rank}: every rank must have the "
-            "whole dataset, from which trainloop takes the rank's part. Pass the same dataset, sampler and batch_size "
-            "on every rank; or, if each rank has its own data, a loader that is already distributed (with a "
+            f"{name} has {_counted(first)} on rank 0, but {_counted(other)} on rank {rank}. Every rank must have the "
+            "whole dataset, from which trainloop takes the rank's shard. Pass the same dataset, sampler and batch_size "
+            "on every rank. If each rank has its own data, pass a loader that is already distributed (with a "
             "DistributedSampler, or an IterableDataset split by rank)."
         )
     if other.rule != first.rule:
         raise ConfigurationError(
             f"{name} is a different kind of loader, or has a different kind of sampler, on rank {rank} than on rank 0, "
-            "so its samples can't be split over ranks. Make it in the same way on every rank."
+            "so its samples can't be split over ranks. Create it in the same way on every rank."
         )
     raise ConfigurationError(
-        f"rank {rank} has a different seed from rank 0, so the order of {name}, which determines how samples are "
-        "split, would differ. Pass the same TrainLoop(seed=) on every rank; each rank derives its own numbers for "
-        "augmentation from it."
+        f"rank {rank} has a different seed than rank 0, so these ranks would read {name} in different orders. Pass the "
+        "same TrainLoop(seed=...) on every rank. Random numbers for augmentation still differ between ranks."
     )
 
 
@@ -219,9 +217,9 @@ def seed_in_common(seed: int | None) -> int:
 
 
 def _counted(shared: Shared) -> str:
-    known = {"samples": shared.samples, "batches": shared.batches}
-    parts = [f"{count} {what}" for what, count in known.items() if count >= 0] or ["no known length"]
-    return " in ".join(parts) + (f" of {shared.batch_size}" if shared.batch_size >= 0 else "") + " over all ranks"
+    known = (("sample", "samples", shared.samples), ("global batch", "global batches", shared.batches))
+    parts = [f"{n} {one if n == 1 else more}" for one, more, n in known if n >= 0] or ["no known length"]
+    return " in ".join(parts) + (f" of {shared.batch_size}" if shared.batch_size >= 0 else "")
 
 
 def check_iterable(loader: Any, name: str) -> None:

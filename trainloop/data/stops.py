@@ -65,8 +65,8 @@ def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
     # Only the text of a worker's exception arrives, as the argument.
     where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
     return RuntimeError(
-        f"{name}: its dataset or collate function raised StopIteration, which would end the epoch as if there were no "
-        f"more data, on this rank only. Usually it is raised by a next() without a default: catch it there, and "
+        f"{name}: its dataset or collate function raised StopIteration, which would end the epoch on this rank only, "
+        "as if there were no more data. The usual cause is a next() without a default. Catch StopIteration there, and "
         f"raise another error or restart the iterator. Raised at: {where}"
     )
 

@@ -183,9 +183,9 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(
-            f"{kind} calls torch.distributed.{asked[0]}() while it is iterated. If it splits its samples over "
-            f"ranks, set {kind}.is_distributed = True: each rank then reads its own samples. If all copies yield "
-            "the same samples, set it to False: trainloop then splits them."
+            f"{kind} calls torch.distributed.{asked[0]}() while it is iterated, so it may already split its samples "
+            f"over ranks. If it does, set {kind}.is_distributed = True, and each rank reads its own samples. If it "
+            "yields the same samples on all ranks, set this to False, and trainloop splits them."
         )
     return chain(first, _rest_of(stream))
 

@@ -72,8 +72,8 @@ class TrainFeed:
         self._source = _source_of(loader, rank, world_size, seed, name)
         if not self._source.sizes_known and world_size > 1 and exchange_ints is None:
             raise ConfigurationError(
-                f"{name}: {world_size} ranks must exchange how many samples they have, but exchange_ints=None "
-                f"was given. Pass trainloop.distributed.exchange_ints."
+                f"{name}: {world_size} ranks must exchange their numbers of samples, but exchange_ints is None. Pass "
+                "exchange_ints=trainloop.distributed.exchange_ints."
             )
         self.num_batches = self._source.num_batches
         """Micro-batches of an epoch, the maximum over ranks; None if unknown before reading."""
@@ -175,7 +175,7 @@ class TrainFeed:
         if not any_step:
             raise ConfigurationError(
                 f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. An "
-                f"iterator can be read only once; pass an object whose __iter__ starts from the beginning each epoch."
+                "iterator can be read only once: pass an object whose __iter__ starts from the beginning each epoch."
             )
 
     def _items_of_new_workers(self, first_batch: int) -> Iterator[tuple[Any, Any]]:
@@ -234,10 +234,10 @@ class TrainFeed:
             return True
         if self._rank == 0:
             warn(
-                f"{self._name}: the checkpoint holds the stream's position for a different loader, or for different "
+                f"{self._name}: the stream's position in the checkpoint is for a different loader, or for different "
                 f"numbers of ranks ({resumed['world_size']} then, {self._world_size} now) or workers, so the epoch is "
-                "read again from its start. This is correct unless positions continue across epochs; in that case "
-                f"resume with the same loader and numbers as before."
+                "read again from its start. This is correct unless positions continue across epochs. In that case, "
+                "resume with the same loader, ranks and workers."
             )
         return False
 
@@ -282,7 +282,7 @@ class TrainFeed:
         except Exception as error:  # an error of the user's code
             warn(
                 f"{self._name}: its state_dict() can't be stored in a checkpoint, so a resumed run will read the epoch "
-                f"again from its start: {error}"
+                f"again from its start. The error: {error}"
             )
             state = None
         if state is None:

@@ -21,7 +21,7 @@ __all__ = ["KEY_VARIABLE", "SharedKey", "key_from_environment", "new_key", "run_
 
 KEY_VARIABLE = "TRAINLOOP_KEY"
 _LEAST = 32  # characters: 128 bits if they are hexadecimal
-_ADVICE = 'create one with: python -c "import secrets; print(secrets.token_hex(32))"'
+_ADVICE = 'Create one with: python -c "import secrets; print(secrets.token_hex(32))"'
 
 _of_this_run: bytes | None = None
 
@@ -59,7 +59,8 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | Non
         given = _read(given)
     if len(given) < _LEAST:
         raise ConfigurationError(
-            f"{where} a key of {len(given)} characters: must be {_LEAST} or more, the same on all hosts; {_ADVICE}."
+            f"{where} a key of {len(given)} characters, but must have {_LEAST} or more, and be the same on all hosts. "
+            f"{_ADVICE}."
         )
     return hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
 
@@ -71,14 +72,15 @@ def _read(path: str) -> str:
             data = file.read(1 << 16)
     except OSError as error:
         raise ConfigurationError(
-            f"{KEY_VARIABLE}={path!r}: {error.strerror}. Pass a file that every rank can read, or the key itself; "
-            f"{_ADVICE}."
+            f"{KEY_VARIABLE}={path!r}: the file can't be read ({error.strerror}). Name a file that every rank can "
+            f"read, or the key itself. {_ADVICE}."
         ) from None
     own = user_id()
     if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):
         raise ConfigurationError(
-            f"{KEY_VARIABLE}={path!r} is owned by user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}: other "
-            f"users may read or change the key. Make yourself its owner and run: chmod 600 {path}"
+            f"{KEY_VARIABLE}={path!r}: the file is owned by user {found.st_uid} with mode "
+            f"{stat.S_IMODE(found.st_mode):o}, so others may read or change the key. Make yourself the owner, and run: "
+            f"chmod 600 {path}"
         )
     return data.decode("utf-8", "surrogateescape").strip()
 

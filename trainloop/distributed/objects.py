@@ -157,7 +157,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     """
     world_size = get_world_size()
     if not 0 <= src < world_size:
-        raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank, 0 to {world_size - 1}.")
+        raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank from 0 to {world_size - 1}.")
     if not has_group():
         return obj
     group, session, sends = cpu_group(), session_here(), dist.get_rank() == src
@@ -199,7 +199,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     """
     world_size = get_world_size()
     if not 0 <= dst < world_size:
-        raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank, 0 to {world_size - 1}.")
+        raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank from 0 to {world_size - 1}.")
     if not has_group():
         return [obj]
     session = session_here()

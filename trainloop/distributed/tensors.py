@@ -53,7 +53,7 @@ def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> 
 def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise TypeError(f"value{path} is a tensor of layout {value.layout}; pass a dense one (.to_dense())")
+            raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, float):  # float64 holds a Python float exactly; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
@@ -64,7 +64,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return torch.as_tensor(np.asarray(value))
     raise TypeError(
-        f"value{path} is of type {type(value).__name__}, not a tensor or a number; use gather_object for other objects"
+        f"value{path} is of type {type(value).__name__}, not a tensor or a number. Use gather_object for other objects"
     )
 
 
@@ -122,9 +122,9 @@ def _agreed(
         listed = "; ".join(f"rank {rank}: {', '.join(leaves) or 'nothing'}" for rank, leaves in enumerate(odd))
         raise ValueError(
             f"{call}: the ranks' values differ in structure or shape ({listed}). Every rank must pass the same "
-            "structure and shapes. If values differ in their first axis, as an uneven last batch does, "
-            "all_gather(value, concat=True) joins them; otherwise pad or cut the tensors to one shape first, or use "
-            "gather_object, which accepts unequal ones."
+            "structure and shapes. If only the first axis differs, as in an uneven last batch, use all_gather(value, "
+            "concat=True). Otherwise pad or cut the tensors to one shape, or use gather_object, which accepts "
+            "different shapes."
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
@@ -143,7 +143,7 @@ def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, 
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
-            raise TypeError(f"{call}: on rank {rank} {theirs}.")
+            raise TypeError(f"{call}: on rank {rank}, {theirs}.")
     return everyone  # type: ignore[return-value]  # no str is left
 
 
@@ -320,7 +320,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
     for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
-            raise TypeError(f"{call}: value{path} is complex; complex numbers have no order.")
+            raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
     reduced: dict[str, Tensor] = {}
     for path, (dtype, direct, _) in agreed.items():
         own = _routed(tensors[path], direct).to(_accumulation_dtype(dtype, reduce))

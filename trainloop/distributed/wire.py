@@ -47,8 +47,8 @@ CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "bar
 """Functions that exchange messages."""
 
 SAME_CALLS = (
-    "Every rank must make the same calls in the same order. The usual cause is code under `if rank == 0:`; a callback "
-    "such as ModelCheckpoint must run on every rank."
+    "Every rank must make the same calls in the same order. The usual cause is code under `if rank == 0:`. A callback "
+    "such as ModelCheckpoint must run on every rank, too."
 )
 
 
@@ -83,9 +83,9 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
             return Form.PLAIN, encode(obj)
         except NotPlain as what:
             return Form.REFUSED, (
-                f"contains an object {what}, which needs a pickle, but without a key its sender can't be "
-                f"verified. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or "
-                f"set {KEY_VARIABLE} to the same secret on every host"
+                f"contains an object {what}, which needs a pickle, and without a key the sender of a pickle can't be "
+                "verified. Exchange plain data (numbers, strings, arrays, tensors, lists and dicts of these), or set "
+                f"{KEY_VARIABLE} to the same secret on every host"
             ).encode()
     except Exception as error:
         reason = (
@@ -104,7 +104,7 @@ def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
     if message.form == Form.PICKLE and session.key is not None:
         return loads(body)
     if message.form != Form.PLAIN:
-        raise session.untrusted_error(message.rank, f"a body of form {message.form} in {message.call}")
+        raise session.untrusted_error(message.rank, f"data of an unknown format ({message.form}) in {message.call}")
     try:
         return decode(body)
     except Malformed as error:
@@ -133,8 +133,9 @@ class Session:
         if any(have != with_key[0] for have in with_key):
             without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
             raise ConfigurationError(
-                f"ranks {without} of {self._world_size} have no key, but the others have one: set {KEY_VARIABLE} to "
-                "the same secret for every rank, or for no rank. (If you did, another program has connected as a rank.)"
+                f"of {self._world_size} ranks, these have no key, but the others have one: {without}. Set "
+                f"{KEY_VARIABLE} to the same secret for all ranks, or for none. If you did, another program has "
+                "connected as a rank."
             )
         if key is None:
             key = self._shared_key(group) if self._world_size > 1 else new_key()
@@ -197,7 +198,7 @@ class Session:
         if number != self._number or CALLS[number_of_call] != call:
             raise self._out_of_step(rank, CALLS[number_of_call], number, call)
         if size > self._largest:
-            raise self.untrusted_error(rank, f"a message of {size} bytes, more than this machine's memory")
+            raise self.untrusted_error(rank, f"a message larger than this machine's memory ({size} bytes)")
         tag = bytes(block[_FIELDS.size : _FIELDS.size + _TAG])
         body = block[_HEAD : _HEAD + size] if size <= SHORT else None
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
@@ -205,7 +206,7 @@ class Session:
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
         """Verify that the body of a second exchange is the announced one."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
-            raise self.untrusted_error(message.rank, "a body that was not signed with this run's key")
+            raise self.untrusted_error(message.rank, "data that was not signed with this run's key")
 
     def next(self) -> None:
         """Count an exchange: the messages of all ranks have arrived."""
@@ -230,18 +231,18 @@ class Session:
 
     def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:
         return ValueError(
-            f"ranks called different exchanges (rank {self._rank}: {mine}, exchange {self._number + 1}; rank {rank}: "
-            f"{theirs}, exchange {number + 1}). {SAME_CALLS}"
+            f"ranks called different exchanges (rank {self._rank}: exchange {self._number + 1} was {mine}; rank "
+            f"{rank}: exchange {number + 1} was {theirs}). {SAME_CALLS}"
         )
 
     def untrusted_error(self, rank: int, what: str) -> ConnectionError:
         """Return the error for bytes that rank ``rank`` did not send."""
         also = ""
         if self.key is not None:
-            also = f" (Or {KEY_VARIABLE} is not the same on all hosts.)"
+            also = f", or {KEY_VARIABLE} is not the same on all hosts"
         return ConnectionError(
-            f"rank {self._rank} of {self._world_size} got {what} instead of rank {rank}'s: another program has "
-            f"connected to this run, or the data was damaged on the way. It was not used.{also} See SECURITY.md."
+            f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Another "
+            f"program has connected to this run, or the data was damaged{also}. The data was not used. See SECURITY.md."
         )
 
 

@@ -66,10 +66,10 @@ def check_torch(r: Readings) -> Iterator[Check]:
         if library is not None:
             remedy = remedy_for(library, r.torch_requirements)
         else:
-            remedy = "pip install --force-reinstall torch. python -X faulthandler -c 'import torch' shows the crash."
+            remedy = "pip install --force-reinstall torch. To see the crash: python -X faulthandler -c 'import torch'."
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
-    yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPUs")
+    yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPU{'s' * (torch['gpus'] != 1)}")
     if torch["warnings"]:  # an old driver, for instance
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
@@ -128,9 +128,8 @@ def check_places(r: Readings) -> Iterator[Check]:
             "/dev/shm",
             "attention",
             f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 send their batches through it, and fail with 'Bus error' if it is full: "
-            "use docker run --shm-size=8g, "
-            "or num_workers=0.",
+            "loaders with num_workers > 0 send their batches through /dev/shm, and fail with 'Bus error' if it is "
+            "full: use docker run --shm-size=8g, or num_workers=0.",
         )
     else:
         yield Check("/dev/shm", "ok", f"{r.shm[1] / GIB:.1f} of {r.shm[0] / GIB:.1f} GiB free")
@@ -150,7 +149,7 @@ def check_places(r: Readings) -> Iterator[Check]:
         "file descriptors",
         "attention" if few else "ok",
         f"{soft} (at most {hard})",
-        "the workers of loaders open many files (Too many open files): run ulimit -n "
+        "loaders with many workers may fail with 'Too many open files': run ulimit -n "
         f"{min(65536, hard) if hard > 0 else 65536}."
         if few
         else "",
@@ -212,7 +211,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
     tasks = r.environ.get("SLURM_NTASKS", "")
     if r.environ.get("SLURM_JOB_ID") or tasks:
         cpus, job = r.environ.get("SLURM_CPUS_PER_TASK", ""), r.environ.get("SLURM_JOB_ID", "?")
-        found = f"job {job}, {tasks or '1'} tasks, {cpus or '1'} CPUs each"
+        found = f"job {job}, tasks: {tasks or '1'}, CPUs per task: {cpus or '1'}"
         if r.environ.get("SLURM_PROCID") and tasks.isdecimal() and int(tasks) > 1:
             found += f": fit joins as rank {r.environ['SLURM_PROCID']}"
         few = not cpus and tasks.isdecimal() and int(tasks) >= 1
@@ -220,7 +219,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             "slurm",
             "attention" if few else "ok",
             found,
-            "without --cpus-per-task each rank shares one CPU with its loaders' workers." if few else "",
+            "without --cpus-per-task, each rank shares one CPU with its loaders' workers." if few else "",
         )
 
 
@@ -248,17 +247,17 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     stem = library.partition(".so")[0].removeprefix("lib").partition("_")[0].lower()
     if stem in ("cuda", "nvidia-ml"):
         return (
-            f"{library} is part of NVIDIA's driver: install it, or start the container with GPUs (docker run --gpus "
-            "all); on a machine without GPUs install a CPU build of torch."
+            f"{library} is part of NVIDIA's driver: install the driver, or start the container with GPUs (docker run "
+            "--gpus all). On a machine without GPUs, install a CPU build of torch."
         )
     package = rf"nvidia-{re.escape(_PACKAGES.get(stem, stem))}(-cu\d+)?(?![\w-])"
     needed = next((requirement for requirement in requirements if re.match(package, requirement)), None)
     if needed is None:
-        return f"find the package that contains {library} (apt-file search {library}), or reinstall its importer."
+        return f"find the package that contains {library} (apt-file search {library}), or reinstall what needs it."
     wanted = re.sub(r"[\s()]|;.*", "", needed)
     return (
-        f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: "
-        "check LD_LIBRARY_PATH."
+        f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: check "
+        "LD_LIBRARY_PATH."
     )
 
 

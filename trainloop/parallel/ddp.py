@@ -315,8 +315,8 @@ for _owner, _names in _TORCHS_OWN:
     for _name in _names.split():
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
-                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. "
-                "Install a torch from 2.6 to 2.15, or a newer trainloop."
+                f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. Install "
+                "torch 2.6 to 2.15, or a newer trainloop."
             )
 
 
@@ -347,11 +347,11 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     indices.sort(reverse=wrapper._tt_reversed)  # in DDP's order
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
     return RuntimeError(
-        f"These parameters got no gradient in the last backward on rank {dist.get_rank(wrapper.process_group)}, so the "
-        f"gradients could not be averaged over ranks: {unused}. If that is intended, pass find_unused_parameters=True "
-        "to the wrapper (in a TrainLoop: fit(..., ddp_model_args={'find_unused_parameters': True})); otherwise "
-        "make the loss depend on them, or freeze them with requires_grad_(False) before wrapping.\n\n"
-        f"DistributedDataParallel's own message: {text}"
+        f"On rank {dist.get_rank(wrapper.process_group)}, these parameters got no gradient in the last backward: "
+        f"{unused}. Gradients could therefore not be averaged over ranks. If this is intended, pass "
+        "find_unused_parameters=True to the wrapper (in a TrainLoop: fit(..., "
+        "ddp_model_args={'find_unused_parameters': True})). Otherwise make the loss depend on these parameters, or "
+        f"freeze them with requires_grad_(False) before wrapping.\n\nDistributedDataParallel's own message: {text}"
     )
 
 

@@ -183,9 +183,9 @@ class TTDataParallel(Transparent, DataParallel):
             names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
-                    "the replicas' parts of one batch yielded losses for different optimizers at the same position, or "
-                    "different numbers of losses. Make the sequence depend only on values that are the same for all "
-                    "parts."
+                    "for the parts of one batch (one for each replica), get_loss yielded losses for different "
+                    "optimizers at the same position, or different numbers of losses. Make the sequence of losses "
+                    "depend only on values that are the same for all parts."
                 )
             losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
             loss = self._loss_of_all(losses, sizes, criterion)
@@ -203,11 +203,11 @@ class TTDataParallel(Transparent, DataParallel):
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(f"devices={devices!r}: must be the number of replicas on the CPU, 1 or more.")
+        raise ConfigurationError(f"devices={devices!r}: must be 1 or more, the number of replicas on the CPU.")
     if device_ids is not None or output_device is not None:
         raise ConfigurationError(
             f"devices={devices} asks for replicas on the CPU, but device_ids={device_ids!r} and "
-            f"output_device={output_device!r} for GPUs. Pass one or the other."
+            f"output_device={output_device!r} ask for GPUs. Pass devices, or the other two."
         )
     on = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
     if on:

@@ -120,7 +120,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         if any(is_sharded(p) for p in module.parameters()):
             raise ConfigurationError(
                 f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
-                "sharded. Pass the model before sharding."
+                "sharded. Pass a model that is not sharded."
             )
         can_undo()
         guard_forks()
@@ -287,20 +287,19 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
     world_size = dist.get_world_size()
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
         raise ConfigurationError(
-            f"replicas={replicas!r}: must divide the number of ranks, {world_size}, since each replica is sharded "
-            "over the same number of ranks."
+            f"replicas={replicas!r}: must be an int that divides the number of ranks ({world_size})."
         )
     if mesh is not None:
         if replicas != 1:
             raise ConfigurationError(
-                f"replicas={replicas} with a mesh: the first dimension of a two-dimensional mesh is the number of "
-                "replicas. Pass one of the two."
+                f"replicas={replicas} with a mesh: a two-dimensional mesh sets the number of replicas itself. Pass "
+                "either replicas or mesh."
             )
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None.")
         if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
             raise ConfigurationError(
-                f"mesh={mesh!r}: must have one dimension, or two with names: init_device_mesh('cpu', (2, 2), "
+                f"mesh={mesh!r}: must have one dimension, or two with names, such as init_device_mesh('cpu', (2, 2), "
                 "mesh_dim_names=('replicate', 'shard'))."
             )
         return mesh
@@ -354,7 +353,7 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigurationError(
                 f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, but has no "
-                "reset_parameters() to initialize its tensors. Write one, or build the model on the CPU."
+                "reset_parameters() to initialize its tensors. Write this method, or build the model on the CPU."
             )
     made: dict[int, nn.Parameter] = {}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -19,17 +19,16 @@ def explain_sharded(error: RuntimeError) -> None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': a parameter was used outside of its unit's forward, where it is sharded (a DTensor). Use "
-            "it in the forward of its block (calling a submodule of the block does not run the block's forward), use "
-            "weight_decay for a penalty over self.parameters(), make it part of a larger unit with "
-            f"fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
+            "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
+            "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (calling a "
+            "submodule of the block does not run that), use weight_decay for a penalty over self.parameters(), choose "
+            f"larger blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
-            "gpu_mode='fsdp': backward needs the parameters of a unit again after they were freed. This occurs if "
-            "a gradient penalty (torch.autograd.grad(..., create_graph=True)) is computed before another forward "
-            "of the same loss. Compute the penalty after all other forwards of the loss, or use gpu_mode='ddp'. "
-            f"torch says: {text}"
+            "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
+            "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
+            f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
 
 
@@ -92,9 +91,9 @@ class WatchedForwards:
                 self.end()
                 shown = seen.name.removeprefix("module.")
                 raise ConfigurationError(
-                    f"gpu_mode='fsdp': {shown} is changed while the model runs. At that time it is a gathered copy, so "
-                    "the change would be lost. Change parameters in a callback's on_after_optimizer_step, on all "
-                    "ranks: there each parameter is a DTensor, and target.lerp_(online, 0.01) works as usual. Or use "
+                    f"gpu_mode='fsdp': {shown} is changed during the forward pass. It is a gathered copy there, so the "
+                    "change would be lost. On all ranks, change parameters in a callback's on_after_optimizer_step, "
+                    "where each parameter is a DTensor and target.lerp_(online, 0.01) works as usual, or use "
                     "gpu_mode='ddp'."
                 )
         if is_root and torch.is_grad_enabled():

@@ -179,10 +179,11 @@ def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
 
 
 def _wrong_loss(loss: Any) -> ConfigurationError:
-    given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}: {loss!r}"
+    is_tensor = isinstance(loss, Tensor)
+    given = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else f"{loss!r}, a {type(loss).__name__}"
     return ConfigurationError(
-        f"get_loss returned {given}: must be a 0-d tensor that is a mean over the batch's samples, a MultiLoss "
-        "of these, or (loss, weight) with a loss that is a mean over `weight` units."
+        f"get_loss returned {given}. Return a 0-d tensor with the mean over the batch's samples, a MultiLoss of such "
+        "tensors, or (loss, weight), where loss is a mean over `weight` units."
     )
 
 

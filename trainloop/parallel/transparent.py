@@ -144,7 +144,7 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
     ]
     if lazy:
         raise ConfigurationError(
-            f"{wrapper}: {', '.join(lazy)} of {type(module).__name__} are lazy and have no shape yet. Run one batch "
+            f"{wrapper}: {type(module).__name__} has lazy tensors without a shape: {', '.join(lazy)}. Run one batch "
             "through the model first, e.g. `model(inputs)` under torch.no_grad()."
         )
 

@@ -46,8 +46,8 @@ def can_undo() -> None:
         missing = missing or next((f"{module} has no {name}" for name in names if not hasattr(found, name)), "")
     if missing:
         raise ConfigurationError(
-            f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Use "
-            "a torch from 2.6 to 2.13, or gpu_mode='ddp'."
+            f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
+            "torch 2.6 to 2.15, or use gpu_mode='ddp'."
         )
 
 

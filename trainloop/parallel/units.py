@@ -61,10 +61,11 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
         if p.requires_grad:
             found.setdefault(p.dtype, name)
     if len(found) > 1:
-        shown = " and ".join(f"{name} of {dtype}" for dtype, name in found.items())
+        shown = " and ".join(f"{name}: {dtype}" for dtype, name in found.items())
         raise ConfigurationError(
-            f"TTFullyShardedDataParallel: the unit {unit} has {shown}, but only gradients of one dtype can be reduced "
-            "together. Convert them (model.to(dtype)), or give each its own unit with shard=."
+            f"TTFullyShardedDataParallel: {unit} is sharded as one unit, but its parameters have several dtypes "
+            f"({shown}), whose gradients can't be reduced together. Convert them to one dtype (model.to(dtype)), or "
+            "pass modules of one dtype each as shard=."
         )
 
 
@@ -119,8 +120,8 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
             return lambda name, part: bool(shard(part))
         return lambda name, part: bool(shard(name, part))
     raise ConfigurationError(
-        f"shard={shard!r}: must be a class of modules, a list of these, a function module -> bool, or None for the "
-        "repeated blocks of the model."
+        f"shard={shard!r}: must be a module class, a list of module classes, a function (module -> bool), or None for "
+        "the repeated blocks of the model."
     )
 
 

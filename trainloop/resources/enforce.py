@@ -66,14 +66,14 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     if quota.num_cpus != "auto":
         if quota.num_cpus > machine.num_cpus:
             raise ResourceError(
-                f"num_cpus={quota.num_cpus}: this process may use {machine.num_cpus}, "
-                f"limited by {_least(machine.cpu_limits)}. Ask for at most {machine.num_cpus}, or 'auto'. "
-                "print(trainloop.resources.available()) shows the limits."
+                f"num_cpus={quota.num_cpus} exceeds the number of CPUs that this process may use ({machine.num_cpus}, "
+                f"limited by {_least(machine.cpu_limits)}). Request at most {machine.num_cpus}, or 'auto'. "
+                "print(trainloop.resources.available()) shows all limits."
             )
         if quota.num_cpus < ranks:
             raise ResourceError(
-                f"num_cpus={quota.num_cpus} for {ranks} ranks: each needs at least one CPU. "
-                f"Ask for {ranks} CPUs or more, or start fewer ranks."
+                f"num_cpus={quota.num_cpus} is too few for {ranks} ranks: each rank needs at least one CPU. Request at "
+                f"least {ranks}, or start fewer ranks."
             )
     if quota.num_gpus != "auto":
         gpus = exact(quota.num_gpus)
@@ -89,8 +89,8 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
             )
     if quota.memory != "auto" and int(quota.memory) > machine.memory:
         raise ResourceError(
-            f"memory={format_bytes(int(quota.memory))}: this process may use {format_bytes(machine.memory)}, "
-            f"limited by {_least(machine.memory_limits)}. Request less, or 'auto'."
+            f"memory={format_bytes(int(quota.memory))} exceeds the memory that this process may use "
+            f"({format_bytes(machine.memory)}, limited by {_least(machine.memory_limits)}). Request less, or 'auto'."
         )
 
 
@@ -127,8 +127,8 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
         return devices
     if not (isinstance(asked, str) and asked.strip().lower() == "auto"):
         raise ResourceError(
-            f"devices={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. "
-            f"Use devices='auto', or num_gpus={len(devices)}."
+            f"devices={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. Use "
+            f"devices='auto', or ResourceQuota(num_gpus={len(devices)})."
         )
     import torch
 
@@ -244,7 +244,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
         return num_workers
     warn(
         f"num_workers={num_workers} is lowered to {most}: the quota has {most + 1} CPU{'s' * (most > 0)} for each "
-        f"rank, and its main process uses one. Raise num_cpus for more workers, or set num_workers={most}."
+        "rank, and the rank's main process uses one. For more workers, raise the quota's num_cpus."
     )
     return most
 
@@ -321,7 +321,7 @@ def _narrow_affinity(
     elif quota is not None and quota.num_cpus != "auto":
         cpus = free_cpus(quota.num_cpus, before, undo)
         if not platform.affinity():
-            warn(f"num_cpus={quota.num_cpus} limits only threads: this system can't bind a process to CPUs.")
+            warn(f"num_cpus={quota.num_cpus} limits only threads, because this system can't bind processes to CPUs.")
     if cpus != before:
         undo.callback(_widen_affinity, before, cpus, _own_threads())
         platform.set_affinity(cpus)
@@ -425,8 +425,8 @@ def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) 
     if usage.rss > share:
         each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise ResourceError(
-            f"memory={format_bytes(share)}{each}: this process already uses {format_bytes(usage.rss)}. "
-            "Ask for more, or load less before training."
+            f"memory={format_bytes(share)}{each}: this process already uses {format_bytes(usage.rss)}. Request more "
+            "memory, or load less before training."
         )
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit = usage.data + share - usage.rss

@@ -103,9 +103,8 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
     for index in indices:
         if not 0 <= index < len(visible):
             raise DeviceError(
-                f"device {index} was chosen for a child process, but {len(visible)} are visible here "
-                f"(CUDA_VISIBLE_DEVICES={','.join(visible)}). Choose by position in this list, "
-                f"from 0 to {len(visible) - 1}."
+                f"device {index} was chosen for a child process, but CUDA_VISIBLE_DEVICES={','.join(visible)} has no "
+                f"such position. Choose positions from 0 to {len(visible) - 1} in this list."
             )
     names = [visible[index] for index in indices]
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
@@ -194,8 +193,8 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
         if not usable or (num_devices != -1 and len(usable) < wanted):
             occupied = sorted({*range(count)} - {*usable})
             raise DeviceError(
-                f"num_devices={num_devices}: only {len(usable)} of {count} GPUs are usable now. Occupied, "
-                f"or leased by another run: {occupied}. Ask for fewer, or wait until another run ends."
+                f"num_devices={num_devices}: only {len(usable)} of {count} GPUs can be used now. Occupied, or leased "
+                f"by other runs: GPUs {occupied}. Request fewer, or wait until another run ends."
             )
         unless_enough.pop_all()
         _own_leases.update(leases)
@@ -264,7 +263,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
             raise
         cause = f"{type(error).__name__}: {' '.join(text.split())[:300]}"
     warn(
-        f"Training starts again on the CPU, because no GPU can be used ({cause}). "
-        "Install the library's GPU build and check CUDA_VISIBLE_DEVICES, or set the device to the CPU to silence this."
+        f"Training starts again on the CPU, because no GPU can be used ({cause}). To use a GPU, install the library's "
+        "GPU build and check CUDA_VISIBLE_DEVICES. To silence this warning, choose the CPU."
     )
     return fit_on_cpu()

@@ -120,7 +120,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
             )
     if fcntl is None:
-        warn("CPUs and GPUs are not leased on Windows: separate the runs on this machine with devices= and num_cpus=.")
+        warn("CPUs and GPUs are not leased on Windows. Separate this machine's runs by devices= and num_cpus=.")
         return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     leases = _LeaseFolder(folder() if where is None else where)
     timeout_s = _DAY_S if timeout_s is None else timeout_s
@@ -143,11 +143,11 @@ def _refusal(
     requests: Mapping[str, Request], timeout_s: float, taken: Mapping[str, Mapping[str, str]]
 ) -> ResourceError:
     wanted = " and ".join(f"{r.enough} of {len(r.pool)} {kind}s" for kind, r in requests.items() if r.number)
-    names = "; ".join(f"leased by other runs: {', '.join(holders)}" for holders in taken.values() if holders)
+    names = "; ".join(f"{kind}s {', '.join(holders)}" for kind, holders in taken.items() if holders)
     holders = ", ".join(dict.fromkeys(holder for holders in taken.values() for holder in holders.values()))
     return ResourceError(
-        f"{wanted} were not free {f'within {timeout_s:g} s' if timeout_s else 'at once'} ({names}; held by {holders}). "
-        "Wait longer, request fewer, or end another run on this machine."
+        f"{wanted} could not be leased {f'within {timeout_s:g} s' if timeout_s else 'at once'}, because other runs "
+        f"have leased {names} ({holders}). Wait longer, request fewer, or end another run on this machine."
     )
 
 
@@ -164,8 +164,8 @@ class _LeaseFolder:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_id():
             what = "folder" if stat.S_ISDIR(found.st_mode) else "link or file"
             raise UnsafeFolderError(
-                f"leases are stored in {str(self._where)!r}, but there is a {what} of {_user(found.st_uid)}, who "
-                "could change them. Have it removed, or set TRAINLOOP_LEASE_DIR to a folder that you own."
+                f"leases can't be stored in {str(self._where)!r}: it is a {what} of {_user(found.st_uid)}, but must be "
+                "your own folder, so that nobody else can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR."
             )
         if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
             self._where.chmod(0o755)
@@ -177,8 +177,8 @@ class _LeaseFolder:
         if lock is None:
             raise ResourceError(
                 f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by "
-                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}; a lock is normally held only for a moment. "
-                f"End that process, or set TRAINLOOP_LEASE_DIR to another folder."
+                f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}. A lock is normally held only for a moment. End "
+                "that process, or set TRAINLOOP_LEASE_DIR to another folder."
             )
         try:
             self._sign(f"{name}.lock")

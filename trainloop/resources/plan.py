@@ -162,7 +162,9 @@ def plan(
     num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
-        warn(f"per_bag is ignored: num_bag_folds={num_bag_folds} trains one model per trial. Use per_model instead.")
+        warn(
+            f"per_bag is ignored: with num_bag_folds={num_bag_folds}, a trial trains one model. Use per_model instead."
+        )
         per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
     whole = _total(total)
@@ -240,9 +242,8 @@ def _total(total: ResourceQuota | Resources) -> WholeQuota:
     figures = _figures("total", total)
     if figures.cpus is None:
         raise ResourceError(
-            f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs "
-            "default to 0). Pass num_cpus, or "
-            "total=trainloop.resources.available() for the whole machine."
+            f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs default "
+            "to 0). Pass total=ResourceQuota(num_cpus=...), or trainloop.resources.available() for the whole machine."
         )
     return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)
 
@@ -389,9 +390,10 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
             if _fits([full] * (num_devices - owned), parts):
                 return _lowest(sizes, num_devices, full)
     raise ResourceError(
-        f"{len(requests)} requests of {', '.join(as_text(request) for request in requests[:20])} GPUs do not fit "
-        f"on {num_gpus} device{'s' * (num_gpus != 1)}: a fraction is never split over devices. "
-        "Request smaller fractions, or run fewer models at once."
+        f"{len(requests)} model{'s' * (len(requests) != 1)} with "
+        f"{', '.join(as_text(request) for request in requests[:20])} GPUs do not fit on {num_gpus} "
+        f"device{'s' * (num_gpus != 1)}, because a fraction is never split. Request smaller fractions, or run fewer "
+        "models at once."
     )
 
 

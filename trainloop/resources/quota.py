@@ -199,7 +199,7 @@ def parse_memory(memory: object) -> int:
         size = Fraction(float(memory)) if not isinstance(memory, Integral) else Fraction(int(memory))
     if size is None or size < 1:
         raise ResourceError(
-            f"memory={memory!r}: must be bytes (an int of 1 or more), or text with a unit such as '512MiB' or '1.5GB', "
+            f"memory={memory!r}: must be a number of bytes (1 or more), text with a unit such as '512MiB' or '1.5GB', "
             "or 'auto' for no limit."
         )
     return int(size)

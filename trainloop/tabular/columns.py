@@ -44,16 +44,16 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
             data = (pd.read_parquet if path.lower().endswith((".parquet", ".pq")) else pd.read_csv)(path)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigurationError(
-                f"{what}={path!r} can't be read: {error}. Pass a DataFrame, or a path to CSV or Parquet."
+                f"{what}={path!r} can't be read ({error}). Pass a DataFrame, or a path to CSV or Parquet."
             ) from error
     if not isinstance(data, pd.DataFrame):
         raise ConfigurationError(
-            f"{what} is a {type(data).__name__}: must be a pandas DataFrame, or a path to a CSV or Parquet file."
+            f"{what} is a {type(data).__name__}, but must be a pandas DataFrame, or a path to a CSV or Parquet file."
         )
     names = pd.Index([str(name) for name in data.columns])
     if names.has_duplicates:
         twice = _listed(names[names.duplicated()].unique().sort_values())
-        raise ConfigurationError(f"{what} has more than one column {twice}. Rename or drop all but one of each.")
+        raise ConfigurationError(f"{what} has columns with the same name: {twice}. Rename or drop all but one of each.")
     if not len(data):
         raise ConfigurationError(f"{what} has no rows (its columns: {_listed(names)}). Pass at least one row.")
     return data.set_axis(names, axis=1)
@@ -78,8 +78,8 @@ class Columns:
                 distinct = series.nunique(dropna=False)
             except TypeError as error:
                 raise ConfigurationError(
-                    f"column {name!r} has values that are not scalars ({error}). Use one value per cell: split it into "
-                    "columns, or drop it."
+                    f"column {name!r} has values that are not scalars ({error}). Use one value per cell: split the "
+                    "column into several, or drop it."
                 ) from error
             if distinct <= 1:
                 dropped[name] = f"all its values are {'missing' if series.isna().all() else 'the same'}"
@@ -107,8 +107,8 @@ class Columns:
         """Return the used columns, as floats or text. Missing values are NaN, or ``''`` in text."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
-                f"{what} lacks the column{'s' * (len(missing) > 1)} {_listed(missing)} of the training "
-                f"data; it has {_listed(frame.columns)}. Pass a table with these columns."
+                f"{what} lacks these columns of the training data: {_listed(missing)}. It has: "
+                f"{_listed(frame.columns)}. Pass a table with all columns of the training data."
             )
         cleaned: dict[str, Rows] = {}
         for name, kind in self.kinds.items():

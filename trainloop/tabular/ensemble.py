@@ -61,7 +61,7 @@ class Ensemble:
         """Return probabilities of the classes, or numbers, from one model or by default from the ensemble."""
         name = _NAME if name is None else name
         if name not in self.names:
-            raise ConfigurationError(f"model={name!r}: the models are {', '.join(self.names)}.")
+            raise ConfigurationError(f"model={name!r}: must be one of {', '.join(self.names)}.")
         return self._predict_all(frame, [*self.weights] if name == _NAME else [name])[name]
 
     def _predict_all(self, frame: pd.DataFrame, names: list[str]) -> dict[str, Rows]:

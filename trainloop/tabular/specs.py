@@ -116,8 +116,8 @@ def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) ->
     if fits:
         found |= {name: value for name, value in (given or {}).items() if value is not None}
     if not fits or any(found[name] not in those for name, those in choices.items()):
-        takes = [f"{name} {choices[name]}" if name in choices else name for name in defaults]
-        raise ConfigurationError(f"{where}={given!r}: takes {', '.join(takes[:-1])} and {takes[-1]}.")
+        takes = [f"{name} (one of {choices[name]})" if name in choices else name for name in defaults]
+        raise ConfigurationError(f"{where}={given!r}: must be a dict with some of these keys: {', '.join(takes)}.")
     return found
 
 
@@ -195,7 +195,7 @@ def parse_options(
     strategies = ("parallel_local", "sequential_local")
     ensemble = known_words("ag_args_ensemble", ag_args_ensemble, ag_args_fit=None, fold_fitting_strategy=strategies)
     if folds <= 1 and ensemble["ag_args_fit"]:
-        warn("ag_args_ensemble is ignored: without num_bag_folds there are no bags.")
+        warn("ag_args_ensemble is ignored, because without num_bag_folds there are no bags.")
     searches, search = search is not None, {"searcher": search} if isinstance(search, str) else search
     backends = ("local", "ray")
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
@@ -315,7 +315,7 @@ def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tu
         model = _model_of(key)
         used = columns.only(model.reads)
         if not used.kinds:
-            skipped[model.name] = f"the table has no columns that it reads ({', '.join(model.reads)})"
+            skipped[model.name] = f"the table has no columns that this model reads ({', '.join(model.reads)})"
             continue
         check_installed(model.needs, "tabular", repr(key))
         for settings in values if isinstance(values, (list, tuple)) else [values]:

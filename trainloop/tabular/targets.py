@@ -59,7 +59,7 @@ class Target:
                 wrong = "has values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
-            wrong = f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass', or leave it out"
+            wrong = f"has {len(classes)} classes, but problem_type='binary' needs 2. Use 'multiclass' or None"
         elif 1 < len(classes) == len(values):
             wrong = (
                 f"is different in each of the {len(values)} rows ({classes[0]!r}, {classes[1]!r} ...), so no class can "
@@ -79,8 +79,8 @@ class Target:
         places = {value: place for place, value in enumerate(self.classes)}
         if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in places]:
             raise ConfigurationError(
-                f"label {self.label!r} has {unknown[0]!r}, which was not a class in training ({self.classes!r:.200}). "
-                "Leave these rows out."
+                f"label {self.label!r} has the value {unknown[0]!r}, which was not a class in training "
+                f"({self.classes!r:.200}). Leave such rows out."
             )
         return np.array([places[value] for value in values], dtype=np.int64)
 
@@ -121,12 +121,14 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
     frame = read_table(data, what)
     if label not in frame.columns:
         raise ConfigurationError(
-            f"{what} has no column {label!r}, which is the label; it has {', '.join(map(repr, frame.columns))}. "
-            f"Pass a table with this column, or another name to TabularPredictor(label=...)."
+            f"{what} has no column {label!r}, which is the label. It has: {', '.join(map(repr, frame.columns))}. Pass "
+            "a table with this column, or another name to TabularPredictor(label=...)."
         )
     known = frame[label].notna()
     if not known.any():
-        raise ConfigurationError(f"the label {label!r} is missing in all {len(frame)} rows of {what}.")
+        raise ConfigurationError(
+            f"the label {label!r} is missing in all {len(frame)} rows of {what}. Pass labelled rows."
+        )
     return frame[known]
 
 
@@ -170,7 +172,7 @@ class Task:
             return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
         if folds > 1:
             raise ConfigurationError(
-                "tuning_data with num_bag_folds: a bag validates on its own folds. Remove one of the two."
+                "tuning_data can't be used with num_bag_folds, because a bag validates on its own folds. Remove either."
             )
         more = labelled_rows(tuning_data, label, "tuning_data")
         both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)

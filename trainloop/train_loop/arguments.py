@@ -50,7 +50,7 @@ def check_model(model: Any) -> Any:
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(
             f"{type(model).__name__}.loss_reduction={short(reduction)}: must be 'mean', 'sum' or None. It says how "
-            "get_loss reduces the samples of a batch; if it is None, the criterion decides."
+            "get_loss reduces the losses of a batch's samples. With None, the criterion decides."
         )
     return model
 
@@ -82,7 +82,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
 
 _ORDER = (
     "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth argument is test_loader. "
-    "Pass optimizer=..., criterion=... by name."
+    "Pass optimizer=... and criterion=... by name."
 )
 
 
@@ -281,9 +281,9 @@ def check_restarts(
     if num_nodes > 1 and (gpu_mode == "fsdp" or (init_method or "").startswith("file:")):
         why = "gpu_mode='fsdp', where no host has the whole state" if gpu_mode == "fsdp" else f"{init_method=}"
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: ranks can't be restarted from "
-            "here. Use torchrun --max-restarts, Slurm or Kubernetes, with a ModelCheckpoint in callbacks on storage "
-            "that all hosts share, and fit(resume_from='last')."
+            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: fit can't restart these ranks. Use "
+            "torchrun --max-restarts, Slurm or Kubernetes, with fit(resume_from='last') and a ModelCheckpoint on "
+            "storage that all hosts share."
         )
     return RestartOptions(most, restart_every_steps)
 
@@ -293,8 +293,8 @@ def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(
-                f"{name}={short(value)}: must be an int. One of num_epochs and num_iterations must be positive, and "
-                "the other 0. Pass callbacks by keyword: fit(..., callbacks=[...])."
+                f"{name}={short(value)}: must be an int of 0 or more. One of num_epochs and num_iterations must be "
+                "positive, and the other 0. Pass callbacks by keyword: fit(..., callbacks=[...])."
             )
     num_epochs, num_iterations = int(num_epochs), int(num_iterations)
     if (num_epochs > 0) == (num_iterations > 0):
@@ -309,10 +309,10 @@ def check_fit_parts(
 ) -> None:
     """Raise an error if a part that only training needs is missing."""
     if train_loader is None and not made_in_ranks:
-        raise ConfigurationError("fit needs a train_loader, but the loop was made with train_loader=None. Pass one.")
+        raise ConfigurationError("fit needs a train_loader, but the loop has train_loader=None. Pass one to TrainLoop.")
     if optimizer is None:
         raise ConfigurationError(
-            "fit needs an optimizer, but the loop was made with optimizer=None. Pass one, for example "
+            "fit needs an optimizer, but the loop has optimizer=None. Pass one to TrainLoop, for example "
             "torch.optim.Adam(model.parameters())."
         )
     loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
@@ -332,9 +332,9 @@ def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device
         return
     if len(optimizers) > 1:
         raise ConfigurationError(
-            f"{asking} evaluates the loss several times in a step (step(closure)), but it is one of "
-            f"{len(optimizers)} optimizers, whose weights would change in between. Give it all parameters, or use "
-            "optimizers that need no closure, such as Adam."
+            f"{asking} evaluates the loss several times in a step (step(closure)), but it is one of {len(optimizers)} "
+            f"optimizers, whose weights would change in between. Give {asking} all parameters, or use optimizers that "
+            "need no closure, such as Adam."
         )
     if yields_losses(model):
         raise ConfigurationError(
@@ -358,7 +358,9 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     known = [key for key in keywords_of(wrapper) if key != "module"]
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ConfigurationError(f"{name}={given!r}: {wrapper.__name__} has no {unknown[0]!r}{hint(unknown[0], known)}")
+        raise ConfigurationError(
+            f"{name}={given!r}: {wrapper.__name__} has no argument {unknown[0]!r}{hint(unknown[0], known)}"
+        )
     if issubclass(wrapper, nn.parallel.DistributedDataParallel):
         _check_ddp_args(given, name)
     return dict(given)

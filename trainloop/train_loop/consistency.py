@@ -96,26 +96,25 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
     refused = next((rank for rank, theirs in enumerate(everyone) if theirs is None), None)
     if refused is not None:
         raise ConfigurationError(
-            f"rank {refused} refused its arguments; see that rank's own error, and fix its cause. All ranks stop, "
-            f"because they take each step together."
+            f"rank {refused} refused its arguments. See that rank's own error, and fix its cause. All ranks stop, "
+            "because they take each step together."
         )
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         for argument, of_first in zip(theirs["arguments"], first["arguments"], strict=True):
             if argument != of_first:
                 raise ConfigurationError(
-                    f"{argument} on rank {rank}, {of_first} on rank 0. All ranks take each step together: pass the "
-                    "same value on every rank."
+                    f"{argument} on rank {rank}, but {of_first} on rank 0. All ranks take each step together, so pass "
+                    "the same value on every rank."
                 )
     epoch, step = first["place"]
     for rank, theirs in enumerate(everyone):
         if theirs["place"] != first["place"]:
             other_epoch, other_step = theirs["place"]
             raise ConfigurationError(
-                f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, rank 0 after epoch {epoch} "
-                f"and step {step}. All ranks take each step together: resume from the same checkpoint on every rank "
-                "(with resume_from='last', in a folder that all hosts share), and call fit the same number of times "
-                "on each."
+                f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, but rank 0 after epoch "
+                f"{epoch} and step {step}. All ranks take each step together, so resume from the same checkpoint on "
+                "every rank (for resume_from='last', in a folder that all hosts share), and call fit equally often."
             )
     for i, name in enumerate(_LOADERS):
         check_shared([Shared(*theirs["loaders"][i]) for theirs in everyone], name)

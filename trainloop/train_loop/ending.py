@@ -43,9 +43,9 @@ def requesting_callback(loop: LoopView) -> End | None:
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
     """Describe in one line why training ended after an epoch, counted from 1."""
-    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which no callback set"
+    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which was set outside of callbacks,"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
-    return f"Training ended after epoch {epoch} by {names}{': ' if reasons else '.'}{reasons}"
+    return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
@@ -78,7 +78,7 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
     begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
     done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
     asked = loop.num_epochs or loop.num_iterations
-    return f"{done} of {asked} {what}s are done. To continue, ask for more." if done >= asked else ""
+    return f"{done} of {asked} {what}s are done. To continue, ask fit for more." if done >= asked else ""
 
 
 def has_work_at_end(loop: TrainLoop[Any]) -> bool:

@@ -210,7 +210,7 @@ def predictions(
 def check_rows(output: Any) -> None:
     """Raise an error if ``get_predictions`` returned an invalid result for a batch."""
     if not isinstance(output, tuple) or len(output) != 3:
-        what = f"a tuple of {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
+        what = f"a tuple of length {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ConfigurationError(
             f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
         )
@@ -218,8 +218,8 @@ def check_rows(output: Any) -> None:
     rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]
     if None not in rows and rows[0] != rows[1]:
         raise ConfigurationError(
-            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch. Return one row of "
-            "each per sample."
+            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch. Return one "
+            "prediction and one target for each sample."
         )
 
 

@@ -91,8 +91,8 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
         loop.site = site = site_under_launcher(site, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
             warn(
-                f"max_restarts={job.restarts.most} has no effect here: only torchrun or Slurm can restart these ranks. "
-                "Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
+                f"max_restarts={job.restarts.most} has no effect here, because only torchrun or Slurm can restart "
+                "these ranks. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
         as_rank = partial(_as_rank, loop, work, args, job, None)
         return launch.join(as_rank, devices=site.devices, **options)
@@ -244,7 +244,7 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     if not loop.options.compiles_step:
         return kind
     if peculiar:
-        warn(f"compile='step': steps are not compiled: {peculiar}.")
+        warn(f"compile='step': steps are not compiled, because {peculiar}.")
         return kind
     return WholeStepTraining
 

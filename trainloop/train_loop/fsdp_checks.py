@@ -51,15 +51,15 @@ def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[st
     if options.compile_args is not None or options.compiles_step:
         given = "'step'" if options.compiles_step else "True"
         raise ConfigurationError(
-            f"compile={given} with gpu_mode='fsdp': a graph of the whole model can't gather units one by one. "
-            "Compile the blocks in the script, `for block in model.blocks: block.compile()`, and leave compile out."
+            f"compile={given} with gpu_mode='fsdp': a graph of the whole model can't gather the sharded blocks one by "
+            "one. Compile the blocks yourself, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     _check_modules(model, wrapper_args.get("shard"))
     units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
     if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
         raise ConfigurationError(
-            f"use_amp runs operations in {options.amp.dtype}, but mp_policy in fsdp_model_args runs units in "
-            f"{units_in}. Use only mp_policy, which makes exchanges smaller, or only use_amp, or one dtype in both."
+            f"use_amp runs operations in {options.amp.dtype}, but mp_policy in fsdp_model_args runs the sharded blocks "
+            f"in {units_in}. Use only one (mp_policy also makes exchanges smaller), or the same dtype in both."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
@@ -78,8 +78,8 @@ def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[st
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
-                        f"{tuple(value.shape)} belongs to a parameter of shape {tuple(p.shape)}, and can't be sharded "
-                        "like it. Start with an optimizer without state, or use gpu_mode='ddp'."
+                        f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
+                        "Start with a new optimizer, or use gpu_mode='ddp'."
                     )
 
 
@@ -95,7 +95,7 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
             if p.requires_grad and not stays_whole(p) and getattr(p, kind, None):
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called, "
-                    "since shards replace the parameter. Change gradients in a callback's on_after_gradient_update, "
+                    "because shards replace the parameter. Change gradients in a callback's on_after_gradient_update, "
                     "where p.grad is sharded, or in a module's register_full_backward_hook."
                 )
     for name, part in model.named_modules():

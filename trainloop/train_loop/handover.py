@@ -186,7 +186,7 @@ class RankSide:
     def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
         if not isinstance(state, dict):
             return state
-        return {k: v for k, v in state.items() if self._can_send(v, f"{callback!r}: {k} can no longer be pickled")}
+        return {k: v for k, v in state.items() if self._can_send(v, f"{callback!r}: its {k} can no longer be pickled")}
 
 
 def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:

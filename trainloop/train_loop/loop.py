@@ -488,8 +488,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         if self.left_behind:
             raise ConfigurationError(
                 f"{who}: the model still has its initial values. The trained values are only in the checkpoint, "
-                "because fit was called with gather=False. Continue with fit(resume_from='last'), or make another "
-                "TrainLoop with a model that has loaded the checkpoint: "
+                "because fit was called with gather=False. Continue with fit(resume_from='last'), or load the "
+                "checkpoint into the model of another TrainLoop: "
                 "model.load_state_dict(trainloop.checkpoint.load(folder)['model'])."
             )
 

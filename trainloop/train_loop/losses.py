@@ -42,8 +42,8 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     if isinstance(output, tuple):
         if len(output) != 2:
             raise ConfigurationError(
-                f"get_loss returned a tuple of {len(output)}. Return a loss, or (loss, weight), for example with the "
-                "number of tokens that the loss is a mean over."
+                f"get_loss returned a tuple of length {len(output)}. Return a loss, or (loss, weight), where weight "
+                "is, for example, the number of tokens."
             )
         loss, weight = output
     else:
@@ -51,8 +51,8 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     # A method that returns super().get_loss(...), which contains a yield.
     if isinstance(loss, Generator):
         raise ConfigurationError(
-            "get_loss returned a generator, but is not a generator function itself, so it was called like any other "
-            "method. Write it with yield, for example `yield from super().get_loss(...)`."
+            "get_loss returned a generator, but does not contain yield itself. Write it with yield, for example `yield "
+            "from super().get_loss(...)`."
         )
     if not isinstance(loss, (Tensor, MultiLoss)):
         raise ConfigurationError(
@@ -112,8 +112,8 @@ def explain_batch_of_one(error: ValueError) -> None:
 
 _ONE_SAMPLE = (
     "In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an epoch may be "
-    "this small, or the part of it that a rank or replica gets. DataLoader(drop_last=True) leaves that batch out; "
-    "TrainLoop(sync_batchnorm=True) computes the statistics over all ranks."
+    "this small, or the part of it that a rank or replica gets. Use DataLoader(drop_last=True) to leave that batch "
+    "out, or TrainLoop(sync_batchnorm=True) to compute the statistics over all ranks."
 )
 
 
@@ -139,8 +139,8 @@ def split_yielded(item: Any) -> Yielded:
     loss, weight = split_loss(item)
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            "get_loss yielded a MultiLoss. Yield the losses one by one, each after its optimizer's name, as in "
-            "`yield 'generator', loss`; or return the MultiLoss."
+            "get_loss yielded a MultiLoss. Yield the losses one by one, each after its optimizer's name, as in `yield "
+            "'generator', loss`, or return the MultiLoss."
         )
     return Yielded(optimizer, loss, weight)
 
@@ -152,7 +152,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         groups.setdefault(optimizer, []).append(loss.reshape(()))
     if not groups:
         raise ConfigurationError(
-            "get_loss yielded no loss for a batch. It is a generator, since it contains yield: yield at least one loss."
+            "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
         )
     # With mean(): a division would look as if a sum over samples became a mean; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
@@ -162,8 +162,8 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
-            f"get_loss yielded losses for optimizers {names}, and others without an optimizer. Put the optimizer's "
-            "name or index before each, as in `yield 'generator', loss`, or before none."
+            f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
+            "name or index before each loss, as in `yield 'generator', loss`, or before none."
         )
     return means[None], weight
 

@@ -36,7 +36,7 @@ ATTRIBUTES = {
     "logger add_callback": "fit(callbacks=[...])",
     "lr_find lr_finder": "find_lr()",
     "scale_batch_size": "find_batch_size()",
-    "state_dict": "checkpoint_state() in a callback; ModelCheckpoint keeps it",
+    "state_dict": "checkpoint_state() in a callback, or a ModelCheckpoint",
 }
 
 _ATTRIBUTE = table_of(ATTRIBUTES)
@@ -74,4 +74,4 @@ def hides_unknown(function: Function) -> Function:
 def attribute_hint(name: str) -> str:
     """Return a sentence that names the replacement of another library's attribute; empty if unknown."""
     here = _ATTRIBUTE.get(name)
-    return "" if here is None else f". Here it is {here}"
+    return "" if here is None else f". The equivalent here is {here}"

@@ -203,7 +203,7 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
                         found.append(f"{path}.{name}{at} is on {part.device}")
     if found:
         error.args = (
-            f"{error} The run is on {device}, but {', '.join(found[:3])}. An attribute is moved only if it is a "
+            f"{error} The run is on {device}, but {', '.join(found[:3])}. A tensor attribute is moved only if it is a "
             "buffer: self.register_buffer('name', tensor).",
         )
 

@@ -39,8 +39,8 @@ def predict(
     nodes = max(loop.num_nodes, loop.process.num_nodes)
     if nodes > 1:
         raise ConfigurationError(
-            f"stream=True on {nodes} nodes: the rows are in files of the host that predicted them, which other hosts "
-            "can't read. Predict on one node, or save the rows that you need in on_after_batch_prediction."
+            f"stream=True on {nodes} nodes: each host writes its rows to its own files, which other hosts can't read. "
+            "Predict on one node, or save the rows that you need in a callback's on_after_batch_prediction."
         )
 
     if loop.running is not None or (has_ranks(loop.gpu_mode) and rank_from_launcher() is not None):

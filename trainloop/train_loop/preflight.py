@@ -156,8 +156,8 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     total = sum(map(_bytes, loop.model.parameters()))
     if not units and ranks > 1:
         raise _Found(
-            f"no repeated blocks: the whole model, {format_bytes(total)}, is gathered on each rank for each step. Pass "
-            "its blocks: fit(fsdp_model_args={'shard': [Block]})."
+            f"no repeated blocks: the whole model ({format_bytes(total)}) is gathered on each rank for each step. Pass "
+            "the class of its blocks: fit(fsdp_model_args={'shard': [Block]})."
         )
     gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
@@ -251,7 +251,7 @@ def _gradients(loop: TrainLoop[Any]) -> str:
         )
     if lines:
         raise _Found("\n".join(lines))
-    return f"all {len(trainable)} trainable parameters get one"
+    return f"all {len(trainable)} trainable parameters get a gradient"
 
 
 def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
@@ -283,9 +283,9 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
         for rank, form in enumerate(forms[1:], start=1):
             if form != forms[0]:
                 raise _Found(
-                    f"step {seen + 1}: rank 0 has {forms[0][0]}, rank {rank} has {form[0]}. Training works, but "
-                    "all_gather in get_loss would fail, and steps take as long as the largest batch. Pad to one shape, "
-                    "or sort by length."
+                    f"step {seen + 1}: rank 0 has {forms[0][0]}, but rank {rank} has {form[0]}. Training works, but "
+                    "all_gather in get_loss would fail, and each step takes as long as its largest batch. Pad to one "
+                    "shape, or sort by length."
                 )
         seen += 1
     return f"same shapes and dtypes in {seen} steps" if seen else "fewer samples than ranks: nothing to compare"
@@ -331,8 +331,9 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
             worst, where = difference, name
     if not worst <= TOLERANCE:
         raise _Found(
-            f"after {steps} steps {where} differs by {worst:.1e}, relative to its largest value. Check that get_loss "
-            "is a mean over samples (else return (loss, weight)), and that it depends only on the batch."
+            f"after {steps} steps, {where} differs between the two modes by {worst:.1e}, relative to its largest "
+            "value. Check that get_loss is a mean over samples (else return (loss, weight)) and depends only on the "
+            "batch."
         )
     return f"weights agree to {worst:.0e} after {steps} steps"
 

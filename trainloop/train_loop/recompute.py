@@ -42,7 +42,7 @@ def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
         if not matched:
             shown = part.__name__ if isinstance(part, type) else repr(part)
             raise ConfigurationError(
-                f"checkpoint_modules: no module of {type(model).__name__} matches {shown}. It has: "
+                f"checkpoint_modules: no module of {type(model).__name__} matches {shown}. The model has: "
                 f"{', '.join(list(modules)[:8]) or 'none'}{', ...' if len(modules) > 8 else ''}."
             )
         found.update(matched)
@@ -60,8 +60,8 @@ def _matcher(part: Any) -> Callable[[str, nn.Module], bool]:
     if callable(part) and not isinstance(part, (type, nn.Module)):
         return lambda name, module: bool(part(name, module))
     raise ConfigurationError(
-        f"checkpoint_modules={part!r}: must be a class of modules, a name such as 'encoder.layers.*', a function "
-        "(name, module) -> bool, or a list of these."
+        f"checkpoint_modules={part!r}: must be a module class, a name such as 'encoder.layers.*', a function (name, "
+        "module) -> bool, or a list of these."
     )
 
 

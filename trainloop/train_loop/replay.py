@@ -78,7 +78,7 @@ class Replay:
         lines += [f"first module with a value that is not finite: {self.module}"] if self.module else []
         if self.function:
             lines.append(
-                "first backward function with such a gradient: "
+                "first backward function with a gradient that is not finite: "
                 f"{self.function}{f', of {self.line}' if self.line else ''}"
             )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -168,9 +168,9 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
         return packed["plain"]
     if not trusted:
         raise CheckpointError(
-            f"{os.fspath(path)} has a pickled batch or carried state, because it contains objects other than tensors, "
-            "numbers, strings and containers of these. Reading a pickle can run any code. If you trust the person who "
-            "made the file, pass trusted=True."
+            f"{os.fspath(path)} has a batch or carried state that is pickled, because it contains objects other than "
+            "tensors, numbers, strings and containers of these. Reading a pickle can run any code. If you trust the "
+            "person who made the file, pass trusted=True."
         )
     return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
 
@@ -178,7 +178,9 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
 def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
-        raise ConfigurationError("replay: the record is of a DataLoader that failed, but train_loader has no dataset.")
+        raise ConfigurationError(
+            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use that loader."
+        )
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)
     with rng.isolated():
@@ -327,8 +329,8 @@ def _notes(record: dict[str, Any]) -> list[str]:
         notes.append("get_loss changed a tensor of the batch in place: the record has the changed values")
     if unread := record.get("random_unread"):
         notes.append(
-            f"Python's or numpy's generator was used for the first time in {rng.Snapshots.PERIOD} forwards, and "
-            f"the recorder had read its state {unread} forwards before the failing one: the replay begins with that one"
+            f"Python's or numpy's generator was used for the first time in {rng.Snapshots.PERIOD} forwards, and its "
+            f"recorded state is from {unread} forwards before the failing one"
         )
     if record["not_put_back"]:
         notes.append(f"buffers have the values after the failing forward: {', '.join(record['not_put_back'])}")

@@ -171,10 +171,10 @@ class Supervisor:
             return error
         if failure.type == LOST_HOST:
             advice = "with a ModelCheckpoint on storage that all hosts share and resume_from='last'"
-            return with_note(error, f"Start all hosts again, {advice}: max_restarts needs all hosts to be running.")
+            return with_note(error, f"Start all hosts again, {advice}. max_restarts needs all hosts to be running.")
         if self._last_failure is not None and self._last_failure.recurs_in(seen):
             when = f"after step {step}" if trains else f"before training was resumed after step {step}"
-            return with_note(error, f"The same failure occurred again {when}; another restart would not help.")
+            return with_note(error, f"The same failure occurred again {when}, so another restart would not help.")
         if done == self._most:
             return with_note(error, f"All restarts have been used (max_restarts={self._most}).")
         self._last_failure = seen

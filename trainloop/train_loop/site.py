@@ -60,7 +60,7 @@ def settled(
     found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
     if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
         if found[0].type != "cuda":
-            raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU to select. Leave it out.")
+            raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
         # Not when the loop is created: fit may run hours later, and the lease lasts as long as the process.
@@ -70,7 +70,7 @@ def settled(
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
         what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
-        raise ConfigurationError(f"{what}: not available on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
+        raise ConfigurationError(f"{what} does not work on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
     if mode == "fsdp" and devices[0].type == "cpu" and torch.__version__ < TorchVersion("2.7"):
         raise ConfigurationError(
             f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch 2.7 or "
@@ -129,8 +129,8 @@ def devices_for(
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
             f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. To use GPUs, leave on_gpu out. To "
-            f"use the CPU, leave num_gpus out; accelerator='cpu', devices={num_gpus} starts that many processes "
-            f"(ddp) or replicas (dp)."
+            "use the CPU, leave num_gpus out. For several processes (ddp) or replicas (dp) on the CPU, use "
+            f"accelerator='cpu', devices={num_gpus}."
         )
     if on_gpu and on_cpu:
         raise ConfigurationError(
@@ -162,8 +162,8 @@ def devices_for(
     found = resolve(accelerator, devices)
     if mode == "single" and len(found) > 1:
         raise ConfigurationError(
-            f"devices={devices!r} with gpu_mode='single', which uses one device. Use gpu_mode='ddp' (or 'dp') for "
-            "several devices."
+            f"devices={devices!r}: gpu_mode='single' uses only one device. Use gpu_mode='ddp' (or 'dp') for several "
+            "devices."
         )
     return found
 
@@ -202,7 +202,7 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
         if missing:
             raise ConfigurationError(
                 f"num_nodes={num_nodes}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. "
-                "Set MASTER_ADDR and MASTER_PORT to an address of node 0 on every node, or pass "
+                "On every node, set MASTER_ADDR and MASTER_PORT to an address and a free port of node 0, or pass "
                 "init_method='tcp://ADDRESS:PORT'."
             )
     return rank
@@ -225,8 +225,8 @@ def check_backend(backend: Any, site: Site) -> str | None:
         lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
         if lacking is not None:
             raise ConfigurationError(
-                f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. If "
-                "you leave backend out, the loop uses gloo on the CPU and nccl on CUDA."
+                f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. Leave "
+                "backend out for gloo on the CPU and nccl on CUDA."
             )
         kind = site.devices[0].type
         if not any(_serves(part, kind) for part in backend.lower().split(",")):

@@ -141,10 +141,9 @@ class AlternatingTraining(Training):
         everyone.discard(_NONE)
         if len(everyone) > 1 or everyone == {_DIFFER}:
             raise ConfigurationError(
-                "the batches of one step (micro-batches, or those of several ranks) yielded losses for different "
-                "optimizers at the same position, or different numbers of losses. get_loss must yield the same "
-                "sequence for all batches: make it depend only on values that are the same for all batches, such as "
-                "the step's number."
+                "for the batches of one step (micro-batches, or batches of several ranks), get_loss yielded losses for "
+                "different optimizers at the same position, or different numbers of losses. Make the sequence of "
+                "losses depend only on values that are the same for all batches, such as the step's number."
             )
         (index,) = everyone
         return None if index == _ENDED else index
@@ -184,7 +183,7 @@ class AlternatingTraining(Training):
 
 
 _BY_YIELD = (
-    "Yield one of these before the loss, as in `yield 0, loss`; or name the optimizers, for example "
+    "Yield one of these before the loss, as in `yield 0, loss`, or name the optimizers, for example "
     "MultiOptimizer({'d': ..., 'g': ...}) for `yield 'd', loss`."
 )
 

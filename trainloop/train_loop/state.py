@@ -238,7 +238,9 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     """
     missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
     if missing:
-        raise CheckpointError(f"not a trainloop checkpoint: it has no {', '.join(missing)}. Pass one that fit wrote.")
+        raise CheckpointError(
+            f"the checkpoint lacks {', '.join(missing)}, so fit did not write it. Pass one that fit wrote."
+        )
     own = loop.model.state_dict()
     saved = state["model"]
     left_out = state.get("left_out", {})
@@ -264,8 +266,8 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
         saved_sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
         if sizes != saved_sizes and not fits:
             raise CheckpointError(
-                f"the {type(optimizer).__name__} of the checkpoint has parameter groups of {saved_sizes} parameters, "
-                f"but the loop's has {sizes}. Build the optimizer in the same way."
+                f"the parameter groups of {type(optimizer).__name__} have {saved_sizes} parameters in the checkpoint, "
+                f"but {sizes} in the loop. Create the optimizer with the same groups."
             )
 
 
@@ -279,7 +281,9 @@ def described_differences(
         if key not in saved or not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value):
             continue
         if value.shape != saved[key].shape:
-            wrong.append(f"{key} is {tuple(value.shape)} in the model, {tuple(saved[key].shape)} in the {of}")
+            wrong.append(
+                f"{key} has shape {tuple(value.shape)} in the model, but {tuple(saved[key].shape)} in the {of}"
+            )
     more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
     return "; ".join(wrong[:5]) + more
 
@@ -294,8 +298,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"{wrong[0]} (one of {len(wrong)}) is left out of the checkpoint, and its values in this model differ from "
-            "those in the checkpoint's run. Before fit, load the values that the checkpoint's run began with."
+            f"the checkpoint leaves out {wrong[0]}, whose values differ between this model and the checkpoint's run "
+            f"(differing tensors: {len(wrong)}). Before fit, load the values that the checkpoint's run began with."
         )
 
 
@@ -424,9 +428,9 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     now = global_batch_size * grad_accumulation  # type: ignore[operator]  # not None: seen above
     if before * steps % now:
         raise CheckpointError(
-            f"the checkpoint is {steps} steps of {before} samples into its epoch, but this run's steps have {now}, so "
-            "no step begins there. Choose batch_size x ranks x grad_accumulation as before, or resume from a "
-            "checkpoint at an epoch's end."
+            f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
+            f"have {now}, so none begins there. Choose batch_size x ranks x grad_accumulation as before, or resume "
+            "from a checkpoint at an epoch's end."
         )
     return before * steps // now
 
@@ -443,4 +447,4 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
             callback.load_state_dict(found["state"])
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
-        warn(f"the checkpoint has state of callbacks that this fit does not have: {', '.join(lost)}. It is ignored.")
+        warn(f"the checkpoint has state of callbacks that this fit lacks: {', '.join(lost)}. That state is ignored.")

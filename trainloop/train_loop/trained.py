@@ -114,9 +114,9 @@ class TrainedParameters:
                 before = {name for (name, _), flag in zip(self._named.items(), self._flags, strict=True) if flag}
                 change = sorted(before.symmetric_difference(names))
                 raise ConfigurationError(
-                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, and rank {other} did not within "
-                    f"{self._patience_s:g} s. Gradients of parameters that train only on some ranks can't be averaged: "
-                    "freeze and unfreeze on every rank, at the same step."
+                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, but rank {other} did not do so "
+                    f"within {self._patience_s:g} s. Gradients can be averaged only if all ranks train the same "
+                    "parameters, so freeze and unfreeze on every rank at the same step."
                 ) from e
         everyone = [store.get(key).decode().split("\n") for key in keys]
         if any(theirs != names for theirs in everyone):
@@ -163,10 +163,10 @@ class TrainedParameters:
         values = tensor.detach()
         distance = (distributed.all_reduce(values, "max") - distributed.all_reduce(values, "min")).abs().max()
         raise ConfigurationError(
-            f"the ranks' weights differ: {name} on rank {', '.join(map(str, odd))} differs from rank 0's by up to "
-            f"{float(distance):.3g}. Gradients were not averaged, or only one rank changed its weights. Compute "
-            "losses in get_loss, change parameters on every rank in the same way, and use no optimizer that draws "
-            "random numbers."
+            f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
+            f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
+            "weights. Compute losses in get_loss, change parameters on every rank in the same way, and use no "
+            "optimizer that draws random numbers."
         )
 
 
@@ -176,9 +176,9 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
         if odd:
             does, other = (rank, 0) if odd[0] in names else (0, rank)
             raise ConfigurationError(
-                f"{', '.join(odd[:5])}: trained on rank {does} (requires_grad), frozen on rank {other}. Gradients of "
-                "parameters that train only on some ranks can't be averaged: freeze and unfreeze on every rank, at the "
-                "same step."
+                f"{', '.join(odd[:5])}: trained on rank {does} (requires_grad), but frozen on rank {other}. Gradients "
+                "can be averaged only if all ranks train the same parameters, so freeze and unfreeze on every rank at "
+                "the same step."
             )
 
 

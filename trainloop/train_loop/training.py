@@ -273,7 +273,7 @@ class Training(Run):
                     hook(exception)
                 except Exception as error:  # must not hide the first error
                     name = getattr(hook, "__qualname__", "on_exception")
-                    _warn(f"{name} failed while handling {described(exception)}: {described(error)}")
+                    _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
 
     def _close(self) -> None:
         """End the loaders' persistent workers."""
@@ -314,9 +314,9 @@ class Training(Run):
         names = not_optimized(self.loop.model, self.gradients.optimizers)
         if names:
             _warn(
-                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients and "
-                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create "
-                "the optimizer after the last change of the model, or freeze them with requires_grad_(False)."
+                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
+                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
+                "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
             )
 
     def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
@@ -359,8 +359,8 @@ class Training(Run):
         self._nan_warned = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
             _warn(
-                f"NaN in epoch {self.loop.epoch + 1} of the training: {names}. With fit(callbacks=[TerminateOnNaN()]) "
-                "training ends at the first NaN, and the step and the parameter are reported."
+                f"NaN in the training loss of epoch {self.loop.epoch + 1} ({names}). Use "
+                "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter."
             )
 
     def _agree_at_epoch_end(self) -> int:
@@ -449,10 +449,10 @@ class Training(Run):
             return
         self._warned_of_averages = True
         _warn(
-            "get_loss calls a criterion with class weights or ignored targets, whose result is a mean over the weights "
-            "of the targets, but get_loss returns another loss. The returned loss is averaged over samples, so "
-            "results depend on batch size, grad_accumulation and ranks. Return (loss, weight), with the sum of the "
-            "weights of the batch's targets (or the number of those not ignored), or a MultiLoss with each loss by its "
+            "get_loss calls a criterion with class weights or ignored targets, which averages over the targets' "
+            "weights, but get_loss returns another loss. The returned loss is averaged over samples, so results depend "
+            "on batch size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each loss under its "
             "own name."
         )
 

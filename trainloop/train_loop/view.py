@@ -252,7 +252,7 @@ class LoopView:
         if run is None or run.sink is None:
             raise ConfigurationError(
                 f"log({name!r}, ...): nothing is running, so there is no epoch to log for. Call it in a callback's "
-                "hook. After fit, insert_metric_result_into_history adds a value to the last epoch."
+                "hook. After fit, use insert_metric_result_into_history, which adds a value to the last epoch."
             )
         run.sink(name, value, (on_step, on_epoch, reduce, sync_dist, prog_bar, rank_zero_only), batch_size)
 

@@ -124,17 +124,17 @@ class WholeStepTraining(Training):
         """Return the reason why steps can't be one graph; ``None`` if they can, as far as known before compiling."""
         loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-            return f"torch {torch.__version__} can't trace a backward pass into a graph; 2.13 can"
+            return f"torch {torch.__version__} can't trace a backward pass into a graph (torch 2.13 can)"
         if loop.gpu_mode != "single":
             return f"gpu_mode={loop.gpu_mode!r} exchanges gradients between backward and the optimizer's step"
         if loop.grad_accumulation > 1 or len(step.batches) != 1:
             return "a step of several micro-batches is several backward passes"
         if self.place.scaler.is_enabled():
-            return "fp16 decides after backward whether there is a step; bf16 doesn't"
+            return "with fp16, a step may be skipped after backward (use bf16)"
         if self.hooks.on_after_gradient_update:
             users = [cb.callback_name for cb in loop.callbacks if overrides(cb, "on_after_gradient_update")]
             whose = f"of {', '.join(users)} " if users else ""
-            return f"on_after_gradient_update {whose}comes between backward and the optimizer's step"
+            return f"on_after_gradient_update {whose}runs between backward and the optimizer's step"
         if gradients.sums is not None:
             return "the loss is a sum over samples"
         if isinstance(loop.optimizer, MultiOptimizer):
@@ -143,16 +143,14 @@ class WholeStepTraining(Training):
         if not type(optimizer).__module__.startswith("torch.optim"):
             return f"{type(optimizer).__name__} is not one of torch's own optimizers"
         if any(group.get("fused") for group in optimizer.param_groups):
-            return (
-                "torch keeps optimizers with fused=True out of graphs; leave it out, because the compiler fuses anyway"
-            )
+            return "torch keeps optimizers with fused=True out of graphs (leave fused out: the compiler fuses anyway)"
         if is_watched(optimizer):
             return "a hook or a wrapper observes the optimizer's steps"
         return self._hooked()
 
     def _hooked(self) -> str | None:
         if any(p._post_accumulate_grad_hooks for group in self.loop.optimizer.param_groups for p in group["params"]):
-            return "register_post_accumulate_grad_hook has hooks that need a backward pass outside of a graph"
+            return "hooks of register_post_accumulate_grad_hook need a backward pass outside of a graph"
         return None
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
@@ -169,7 +167,7 @@ class WholeStepTraining(Training):
     def _refuse(self, reason: str) -> None:
         self._refused, self._whole = True, None
         self._detach()
-        warn(f"compile='step': steps are not compiled from here on: {reason}.")
+        warn(f"compile='step': steps are not compiled from here on. The reason: {reason}.")
 
     def _detach(self) -> None:
         self._attached = False
@@ -189,7 +187,7 @@ class WholeStepTraining(Training):
         """Apply settings that changed since the graph was compiled; return the reason if the graph can't follow."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
-            return "parameters were frozen, unfrozen or added, and those that are trained are part of the graph"
+            return "parameters were frozen, unfrozen or added, but the graph trains a fixed set of parameters"
         if any(isinstance(group["lr"], Tensor) for group in (*now, *before)):
             kept = now
         else:
@@ -202,8 +200,8 @@ class WholeStepTraining(Training):
                 if key not in was or key not in group or group[key] != was[key]
             }
             return (
-                f"the optimizer's {', '.join(sorted(names))} changed, which is part of the graph; only a learning rate "
-                "may change"
+                f"the optimizer's {', '.join(sorted(names))} changed, but only a learning rate may change after the "
+                "graph is compiled"
             )
         if self._rates is None:
             self._detach()

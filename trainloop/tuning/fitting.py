@@ -110,8 +110,7 @@ def fit(
         outcome = _fit_estimator(EstimatorLoop(made, train, held_out), fit_args, metric)
     else:
         raise ConfigurationError(
-            f"make_loop returned a {type(made).__name__}: it must return a TrainLoop, or an object with fit and "
-            "predict."
+            f"make_loop returned a {type(made).__name__}. Return a TrainLoop, or an object with fit and predict."
         )
     if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
         number = 0 if outcome.predictions is None else len(outcome.predictions)

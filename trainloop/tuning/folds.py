@@ -72,7 +72,7 @@ def make_folds(
     """
     if num_samples < num_folds:
         raise ConfigurationError(
-            f"num_bag_folds={num_folds} for {num_samples} rows: each fold needs a row to hold out. Use fewer folds."
+            f"num_bag_folds={num_folds} exceeds the number of rows ({num_samples}). Use fewer folds."
         )
     rng = np.random.default_rng([seed, num_folds])
     order = rng.permutation(num_samples)
@@ -133,8 +133,8 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
         first, last = min(train[0], validation[0]), max(train[-1], validation[-1])
         if first < 0 or (length is not None and last >= length):
             raise ConfigurationError(
-                f"folds[{index}] has row {first if first < 0 else last}: rows are numbered from 0"
-                + (f" to {length - 1}, as the data has {length}." if length else ".")
+                f"folds[{index}] contains row {first if first < 0 else last}, but rows are numbered from 0"
+                + (f" to {length - 1}." if length else ".")
             )
         both = np.intersect1d(train, validation)
         if len(both):

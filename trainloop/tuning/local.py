@@ -195,12 +195,12 @@ class LocalBackend:
         for child in over:
             self._children.remove(child)
             if child.no_server is not None:
-                logger.info("Models start in fresh interpreters, not from the fork server: %s", child.no_server)
+                logger.info("Models start in fresh interpreters, not from the fork server, because %s", child.no_server)
             if isinstance(child.no_server, processes.NoOwnServerError) and self._modules:
                 self._modules = ()
                 warn(
-                    f"tune: from now on, models start in fresh interpreters, not from a fork server with "
-                    f"preload={list(child.modules)}: {child.no_server}."
+                    "tune: from now on, models start in fresh interpreters, not from a fork server with "
+                    f"preload={list(child.modules)}, because {child.no_server}."
                 )
             note_end(child.job, child.end())
         return [child.job for child in over]

@@ -89,8 +89,8 @@ class RayBackend:
             if node["Alive"] and have.get("CPU", 0) >= model.num_cpus and have.get("GPU", 0) >= model.num_gpus:
                 return
         raise ResourceError(
-            f"One model needs {model.num_cpus} CPUs and {model.num_gpus} GPUs, but no node of the Ray cluster has "
-            "both. Lower per_model, or add a larger node."
+            f"One model needs num_cpus={model.num_cpus} and num_gpus={model.num_gpus}, but no node of the Ray cluster "
+            "has both. Lower per_model, or add a larger node."
         )
 
     def start(self, job: Job, bag: int) -> None:
@@ -194,8 +194,8 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
     total = total.filled(cluster)
     if int(total.num_cpus) > int(cluster.num_cpus) or exact(total.num_gpus) > exact(cluster.num_gpus):
         raise ResourceError(
-            f"total={total!r}: the Ray cluster has {cluster.num_cpus} CPUs and {cluster.num_gpus} GPUs. "
-            "Request at most these."
+            f"total={total!r} exceeds the Ray cluster, which has num_cpus={cluster.num_cpus} and "
+            f"num_gpus={cluster.num_gpus}. Request less."
         )
     return total
 

@@ -217,7 +217,7 @@ class TuneResult:
             If the search has no bags.
         """
         if self.folds is None:
-            raise ConfigurationError("out-of-fold predictions need folds: tune(..., num_bag_folds=2) or more.")
+            raise ConfigurationError("out-of-fold predictions need folds. Use tune(..., num_bag_folds=5).")
         return self.predictions_of(self.best_trial)
 
     def _read(self, path: Path) -> Any:

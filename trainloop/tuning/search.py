@@ -156,8 +156,8 @@ def tune(
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
-                "space is empty: one model is trained and nothing is searched. Name parameters, e.g. "
-                "space={'lr': [0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
+                "space is empty, so one model is trained and nothing is searched. Name parameters, e.g. space={'lr': "
+                "[0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
             )
         num_trials = min(num_trials, 1)
     proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # finds errors early
@@ -252,7 +252,7 @@ def _given_folds(folds: Any, num_bag_folds: int, data: Any, targets: Any) -> lis
     """Return the user's own folds."""
     if num_bag_folds != 1:
         raise ConfigurationError(
-            f"num_bag_folds={num_bag_folds} with folds: folds already sets their number. Remove num_bag_folds."
+            f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove num_bag_folds."
         )
     x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
     return own_folds(folds, x, y)
@@ -336,9 +336,8 @@ class _Search:
             pass
         if not (folder / "result.pkl").exists():
             raise ConfigurationError(
-                "The number of rows of the data could not be found: make_loop failed when it was called with a fold of "
-                "two rows. Pass data=(x, y) or targets (one per row) to tune, or fix make_loop:\n"
-                + (folder / "error.txt").read_text()
+                "The number of rows of the data is unknown, because make_loop failed with a fold of two rows. Pass "
+                "data=(x, y) or targets (one per row) to tune, or fix make_loop:\n" + (folder / "error.txt").read_text()
             )
         found = read(folder / "result.pkl", trusted=self._store.trusted)
         return found["length"], found["targets"]

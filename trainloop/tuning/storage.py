@@ -186,7 +186,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     try:
         data = read_own(path, trusted=trusted)
     except OSError as error:
-        raise CheckpointError(f"no {what} at {str(path)!r}: {error}. Pass the path that save() wrote.") from error
+        raise CheckpointError(f"no {what} at {str(path)!r} ({error}). Pass the path that save() wrote.") from error
     head = data[:200].partition(b"\n")[0]
     # Files of version 0.1.0 up to layout 2 don't contain the version that wrote them.
     found = re.fullmatch(rf"trainloop {what} (\d+)(?: by (\S+))?", head.decode(errors="replace"))
@@ -196,7 +196,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     remedy = "Load it with the version that wrote it, or train again and save with this one."
     if int(found[1]) != layout:
         raise CheckpointError(
-            f"{str(path)!r} was written by {by}, in layout {found[1]}; this is trainloop {__version__}, which reads "
+            f"{str(path)!r} was written by {by} in file layout {found[1]}, but trainloop {__version__} reads only "
             f"layout {layout}. {remedy}"
         )
     start = len(head) + 1

@@ -53,7 +53,7 @@ class Bucket:
     def load_file(self, cloud_file_path: str, local_file_path: str) -> None:
         """Download a file unless it exists locally."""
         if os.path.isfile(local_file_path):
-            print(f"{local_file_path} already exists, and is not downloaded")
+            print(f"{local_file_path} already exists, so it is not downloaded")
             return
         folder, name = split_file(self.url(cloud_file_path))
         here, own_name = split_file(local_file_path)

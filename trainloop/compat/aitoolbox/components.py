@@ -222,14 +222,14 @@ class ModelPredictionStore:
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
-                f"there is a {name} of iteration {iteration_idx}: pass force_prediction=True to replace it."
+                f"the store has {name!r} for iteration {iteration_idx}. Pass force_prediction=True to replace it."
             )
         self.prediction_store[name] = data
 
     def get(self, name: str, iteration_idx: int) -> Any:
         """Return a result of this iteration; raise an error if it is missing."""
         if not self.has(name, iteration_idx):
-            raise ConfigurationError(f"there is no {name} of iteration {iteration_idx}: ask whether it has one before.")
+            raise ConfigurationError(f"the store has no {name!r} for iteration {iteration_idx}. Insert it first.")
         return self.prediction_store[name]
 
     def has(self, name: str, iteration_idx: int) -> bool:

@@ -159,7 +159,7 @@ class ModelTrainEndSave(_Saves):
         self.hyperparams = hyperparams
         packages = [package for package in (val_result_package, test_result_package) if package is not None]
         if not packages:
-            raise ConfigurationError("val_result_package and test_result_package are both None: pass one of them.")
+            raise ConfigurationError("val_result_package and test_result_package are both None. Pass at least one.")
         for package in packages:
             if not isinstance(package, AbstractResultPackage):
                 raise TypeError(f"result package {package!r}: must be an AbstractResultPackage.")
@@ -402,7 +402,7 @@ class TrainLoopEndSave(_TrackingLoop):
         """Raise an error for a result package whose data set is missing."""
         for part, loader in (("val", "validation_loader"), ("test", "test_loader")):
             if getattr(self, f"{part}_result_package") is not None and getattr(self, loader) is None:
-                raise ConfigurationError(f"{part}_result_package is given, but no {loader}: pass one to the loop.")
+                raise ConfigurationError(f"{part}_result_package is given, but the loop has no {loader}. Pass one.")
 
 
 class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):

@@ -184,7 +184,7 @@ class TrainLoop(core.TrainLoop):
     @amp_scaler.setter
     def amp_scaler(self, scaler: Any) -> None:
         if type(scaler) is not _Scaler:
-            raise ConfigurationError("amp_scaler is made by the loop. Pass use_amp={...} for another one.")
+            raise ConfigurationError("amp_scaler is made by the loop. To change its arguments, pass use_amp={...}.")
 
     @property
     def ddp_training_mode(self) -> bool:
@@ -289,7 +289,7 @@ class TrainLoop(core.TrainLoop):
 
     def _predictions_of(self, part: str, kind: str, loader: Any, force: bool, execute_callbacks: bool) -> Any:
         if loader is None:
-            raise ConfigurationError(f"predictions on the {kind} set: the loop has no {kind}_loader. Pass one.")
+            raise ConfigurationError(f"predictions on the {kind} set need a {kind}_loader. Pass one to the loop.")
         predict = self.predict_with_model
         return self._stored(
             f"{part}_pred",
@@ -353,8 +353,8 @@ class _Bookkeeping(AbstractCallback):
             loop.num_epochs = self.num_epochs - loop.epoch
             if loop.num_epochs <= 0:
                 warn(
-                    f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} are already done: "
-                    "nothing is trained."
+                    f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} epochs are already "
+                    "done, so nothing is trained."
                 )
         self.epochs_run, self.wants_stop = 0, False
         loop.place_criterion()

@@ -137,8 +137,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
         if fullname not in MODULES and not is_package:
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: trainloop.compat.aitoolbox has AIToolbox's torchtrain, and the parts "
-                "of its experiment and cloud packages that training scripts use. See the guide 'From AIToolbox'.",
+                f"No module named {fullname!r}: trainloop.compat.aitoolbox provides only AIToolbox's torchtrain, and "
+                'the parts of its experiment and cloud packages that training scripts use. See the guide "From '
+                'AIToolbox".',
                 name=fullname,
             )
         return importlib.machinery.ModuleSpec(fullname, self, origin=__package__, is_package=is_package)
@@ -149,7 +150,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         def missing(name: str) -> None:
             known = ", ".join(names) or "nothing but modules"
             raise AttributeError(
-                f"module {module.__name__!r} (by {__package__}) has no attribute {name!r}, but {known}"
+                f"module {module.__name__!r} (by {__package__}) has no attribute {name!r}. It has: {known}"
             )
 
         module.__dict__.update({name: _HOMES[name] for name in names}, __all__=names, __getattr__=missing)
@@ -170,8 +171,8 @@ def install() -> None:
     there = sys.modules.get("aitoolbox")
     if there is not None and not isinstance(getattr(there.__spec__, "loader", None), _Finder):
         raise ConfigurationError(
-            f"aitoolbox is already imported, from {getattr(there, '__file__', None)}: use one or the other. Put "
-            "`import trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave it out."
+            f"aitoolbox is already imported, from {getattr(there, '__file__', None)}. Put `import "
+            "trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave this line out."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

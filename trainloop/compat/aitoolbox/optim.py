@@ -65,8 +65,8 @@ class MultiLoss(core.MultiLoss):
     ) -> None:
         if loss_optimizer_map is not None and len(loss_optimizer_map) != len(loss_dict):
             raise ConfigurationError(
-                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}: give "
-                "each loss the index of its optimizer."
+                f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}. In the "
+                "map, give each loss the index of its optimizer."
             )
         self.loss_dict = loss_dict
         self.loss_optimizer_map = (
@@ -156,8 +156,8 @@ class MultiTraining(Training):
             output = place.evaluated.get_loss(step.batches[i], loop.criterion, place.device)
         if not isinstance(output, MultiLoss):
             raise ConfigurationError(
-                f"get_loss returned a {type(output).__name__}: with a MultiOptimizer of aitoolbox it must return a "
-                "MultiLoss of aitoolbox, with a loss for each optimizer."
+                f"get_loss returned a {type(output).__name__}. With AIToolbox's MultiOptimizer, return AIToolbox's "
+                "MultiLoss with a loss for each optimizer."
             )
         loop.last_loss = self.recorder.add_loss(output, step.sizes[i])
         loop.__dict__["last_losses"] = output.detach()
@@ -369,7 +369,7 @@ class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
         history = self.train_loop_obj.train_history
         if not history.get(self.metric_name):
             raise ConfigurationError(
-                f"ReduceLROnPlateauMetricScheduler: {self.metric_name!r} is not in train_history; there are "
+                f"ReduceLROnPlateauMetricScheduler: {self.metric_name!r} is not in train_history, which has: "
                 f"{', '.join(history)}."
             )
         self._step(float(history[self.metric_name][-1]))

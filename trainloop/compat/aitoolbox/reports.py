@@ -62,7 +62,7 @@ class ModelTrainHistoryBaseCB(_Reports):
     ) -> None:
         super().__init__(callback_name, file_format, *experiment, execution_order=execution_order, **named)
         if epoch_end is False and train_end is False:
-            raise ConfigurationError("epoch_end and train_end are both False: at least one must be True.")
+            raise ConfigurationError("epoch_end and train_end are both False. Set at least one to True.")
         self.epoch_end = epoch_end
         self.train_end = train_end
 
@@ -338,7 +338,7 @@ class WandBTracking(AbstractExperimentCallback):
         super().__init__("WeightsAndBiases Experiment Tracking", *experiment, **named)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
-                raise TypeError(f"alerts has {alert!r}: each must be an AlertConfig.")
+                raise TypeError(f"alerts contains {alert!r}: each alert must be an AlertConfig.")
         self.metric_names = metric_names
         self.batch_log_frequency = batch_log_frequency
         self.hyperparams = hyperparams
@@ -413,7 +413,7 @@ class LogUpload(AbstractExperimentCallback):
         if self.cloud_bucket is None:
             if self.fail_if_cloud_missing:
                 raise ConfigurationError(
-                    f"LogUpload: cloud_save_mode={self.cloud_save_mode!r} is not a cloud: must be 's3' or 'gcs'."
+                    f"LogUpload: cloud_save_mode={self.cloud_save_mode!r} is not a cloud. Use 's3' or 'gcs'."
                 )
             print("Cloud saving not supported. Produced logs can potentially get lost.")
 

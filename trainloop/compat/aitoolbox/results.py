@@ -76,7 +76,7 @@ class AbstractBaseMetric(ABC):
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
         """Return both results by their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
-            raise TypeError(f"a metric and a {type(other).__name__} can't be joined: only metrics and dicts can.")
+            raise TypeError(f"a metric and a {type(other).__name__} can't be joined. Join it with a metric or a dict.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
 
     __add__ = __radd__ = concat_metric
@@ -85,7 +85,7 @@ class AbstractBaseMetric(ABC):
 def _number_of(value: Any) -> Any:
     value = value.metric_result if isinstance(value, AbstractBaseMetric) else value
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise ConfigurationError(f"{value!r}: only metrics whose result is a number can be compared.")
+        raise ConfigurationError(f"{value!r} can't be compared: only metrics whose result is a single number can.")
     return value
 
 
@@ -297,7 +297,7 @@ class AbstractResultPackage(StrictCheck, ABC):
     def warn_if_results_dict_not_defined(self) -> None:
         """Raise an error if there are no results."""
         if self.results_dict is None:
-            raise ConfigurationError("the result package has no results yet: call prepare_result_package() first.")
+            raise ConfigurationError("the result package has no results yet. Call prepare_result_package() first.")
 
     @property
     def _results(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         (package,) = _packages_of(other, joined=True)
         both = self._results.keys() & package.results_dict.keys()
         if both:
-            raise ConfigurationError(f"both packages have results named {', '.join(sorted(both))}.")
+            raise ConfigurationError(f"both packages have results with these names: {', '.join(sorted(both))}.")
         self.results_dict = {**self._results, **package.results_dict}
         return self
 
@@ -346,7 +346,7 @@ def _packages_of(other: Any, joined: bool = False) -> list[Any]:
         return [PreCalculatedResultPackage(copy.deepcopy(other))]
     if not isinstance(other, AbstractResultPackage):
         raise ConfigurationError(
-            f"a result package and a {type(other).__name__} can't be added: only packages and dicts."
+            f"a result package and a {type(other).__name__} can't be added. Add a result package or a dict."
         )
     other.warn_if_results_dict_not_defined()
     other = copy.deepcopy(other)

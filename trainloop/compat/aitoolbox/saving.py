@@ -159,7 +159,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         """Raise an error if a state lacks data that is needed to resume from it."""
         for name in ("model_state_dict", "optimizer_state_dict", "epoch", "hyperparams"):
             if name not in model:
-                raise ConfigurationError(f"the model's dict has no {name!r}, but {', '.join(map(str, model))}.")
+                raise ConfigurationError(f"the model's dict has no {name!r}. It has: {', '.join(map(str, model))}.")
 
 
 class LocalSubOptimalModelRemover:
@@ -232,7 +232,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             state = torch.load(os.path.expanduser(model_path), map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{model_path} contains more than tensors and plain types, usually in its hyperparams: {error}. Allow "
+                f"{model_path} contains more than tensors and plain types, usually in its hyperparams ({error}). Allow "
                 "these types with torch.serialization.add_safe_globals([...]), or leave them out of hyperparams."
             ) from error
         state.setdefault("schedulers_state_dict", [])
@@ -242,7 +242,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
     def check_if_model_loaded(self) -> dict[str, Any]:
         """Return the model that was read; raise an error if there is none."""
         if self.model_representation is None:
-            raise ConfigurationError("no model has been loaded yet: call load_model() first.")
+            raise ConfigurationError("no model has been loaded yet. Call load_model() first.")
         return self.model_representation
 
     def init_model(self, model: Any, used_data_parallel: bool = False) -> Any:
@@ -274,8 +274,8 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
             return given
         if len(saved) != len(given):
             raise ConfigurationError(
-                f"the saved model has the states of {len(saved)} schedulers, but the loop has {len(given)}: pass the "
-                "same, or pass ignore_saved_schedulers=True or ignore_missing_saved_schedulers=True."
+                f"the number of schedulers is {len(saved)} in the saved model, but {len(given)} in the loop. Pass the "
+                "same schedulers, or pass ignore_saved_schedulers=True or ignore_missing_saved_schedulers=True."
             )
         for scheduler, state in zip(given, saved, strict=True):
             scheduler.load_state_dict(state)
