@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -15,8 +15,17 @@ from trainloop.data import EvalFeed, StepBatches, TrainFeed
 
 
 class FirstBatchIsSlow(Rows):
+    """The first worker's first batch of 4 is ready only once the other worker has sent its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._other_worker_is_ahead = multiprocessing.Event()
+
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.2 if index == 0 else 0)
+        if index == 12:  # in the other worker's second batch
+            self._other_worker_is_ahead.set()
+        elif index == 0:
+            self._other_worker_is_ahead.wait(60)
         return super().__getitem__(index)
 
 
