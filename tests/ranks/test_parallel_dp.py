@@ -420,7 +420,7 @@ def test_training_goes_on_after_an_in_place_change_of_weights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": 0}, "devices=0: must be 1 or more, the number of replicas on the CPU"),
+        ({"devices": 0}, "devices=0: the number of replicas on the CPU must be an int of 1 or more"),
         ({"devices": True}, "devices=True: must be"),
         ({"devices": "2"}, "devices='2': must be"),
         (

@@ -203,7 +203,7 @@ class TTDataParallel(Transparent, DataParallel):
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(f"devices={devices!r}: must be 1 or more, the number of replicas on the CPU.")
+        raise ConfigurationError(f"devices={devices!r}: the number of replicas on the CPU must be an int of 1 or more.")
     if device_ids is not None or output_device is not None:
         raise ConfigurationError(
             f"devices={devices} asks for replicas on the CPU, but device_ids={device_ids!r} and "

@@ -227,7 +227,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """Free the parameters that forwards without a backward have left gathered, in all units. No exchange."""
+        """In every unit, free the parameters that are still gathered because no backward followed. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 

@@ -74,8 +74,8 @@ def tune(
     Parameters
     ----------
     make_loop : callable
-        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop`, trained or not, an object with ``fit`` and
-        ``predict``, or an :class:`EstimatorLoop`. The function runs in the model's process, and may be defined
+        ``make_loop(params, fold)`` returns a :class:`~trainloop.TrainLoop` (trained or not), an :class:`EstimatorLoop`,
+        or any object with ``fit`` and ``predict``. The function runs in the model's process, and may be defined
         anywhere. ``fold.train`` and ``fold.validation`` are arrays of row numbers; without bagging, ``fold`` is None.
     space : mapping of str to list, range or distribution
         See ``trainloop.tuning.space.parse_space``. If the space is empty, a single setting is cross-validated over the
