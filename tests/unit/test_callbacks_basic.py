@@ -175,7 +175,7 @@ def test_loaders_that_are_made_in_the_rank() -> None:
 
 
 MODULES = (
-    "callbacks.basic callbacks.early_stopping callbacks.experiment_folder callbacks.gradient callbacks.monitor "
+    "callbacks.basic callbacks.early_stopping callbacks.gradient callbacks.monitor "
     "callbacks.nan callbacks.performance_eval callbacks.tensorboard callbacks.trackers callbacks.train_schedule "
     "callbacks.weight_averages schedulers.warmup"
 ).split()
