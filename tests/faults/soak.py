@@ -173,7 +173,7 @@ class Trial:
         elif self.ranks in control and digest(end) != control[self.ranks]:
             self.wrong.append("other bits")
         if self.last is not None and self.last.process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-            # It was killed after its work was done, when a SIGTERM is the program's own affair again: the next launch on
+            # It was killed after its work was done, when SIGTERM is the program's own affair again: the next launch on
             # this machine removes its folder.
             clean = "from trainloop._support.scratch import remove_dead; remove_dead()"
             environment = {**os.environ, "TMPDIR": str(self.where / "tmp")}
