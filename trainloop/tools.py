@@ -287,7 +287,7 @@ def find_batch_size(
     for name, value, least in (("smallest", smallest, 1), ("largest", largest, 1), ("steps", steps, 2)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ConfigurationError(f"find_batch_size: {name}={value!r}: must be an int of {least} or more.")
-    processes = len(loop.site.devices) if has_ranks(loop.gpu_mode) else 1
+    processes = len(loop.run_config.devices) if has_ranks(loop.gpu_mode) else 1
     samples = None if is_stream(loader) else length_of(loader.sampler)
     most = max(1, samples // processes) if samples is not None else None
     if largest is not None:
@@ -316,7 +316,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     loader: Any = loop.train_loader
     batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
     trial = trial_of(loop, copy_loader(loader, batch_size=size, batch_sampler=batches))
-    if loop.site.devices[0].type == "cpu" and loop.gpu_mode == "single":
+    if loop.run_config.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = replace(trial.options, gpu_mode="ddp", accelerator="cpu", devices=1)
     try:
         # Repeat the data if there are few: only the batch size matters.
@@ -509,7 +509,7 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
         raise ConfigurationError("summary was called in a callback of a running loop. Call it before or after fit.")
     if batch is None and loop.train_loader is None:
         raise ConfigurationError("summary needs a batch, since the loop has no train_loader. Pass one: summary(batch).")
-    device = loop.site.devices[0]
+    device = loop.run_config.devices[0]
     with untouched(loop):
         if batch is None:
             batch = first_batch(loop.train_loader)

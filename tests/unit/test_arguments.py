@@ -464,7 +464,7 @@ def test_whole_numbers_of_other_libraries(whole: Any) -> None:
     loop.fit(num_iterations=whole(2))
     assert loop.global_step == 6
     kept = [loop.seed, loop.end_auto_eval, loop.num_epochs, loop.num_iterations, loop.grad_accumulation]
-    kept += [loop.options.devices, loop.site.num_nodes, loop.site.node_rank]
+    kept += [loop.options.devices, loop.run_config.num_nodes, loop.run_config.node_rank]
     restarts = check_restarts(whole(4), whole(7), 1, None, "ddp")
     kept += [restarts.most, restarts.every] if restarts is not None else []
     assert kept == [3, 1, 0, 2, 1, 2, 1, 0, 4, 7]

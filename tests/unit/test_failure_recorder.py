@@ -163,7 +163,7 @@ def state_of(loop: TrainLoop) -> list[Any]:
         [(p.grad, p.requires_grad) for p in model.parameters()],
         [module.training for module in model.modules()],
         (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), torch.get_num_threads()),
-        (loop.epoch, loop.global_step, loop.total_iteration_idx, loop.site, loop.options, loop.callbacks),
+        (loop.epoch, loop.global_step, loop.total_iteration_idx, loop.run_config, loop.options, loop.callbacks),
         loop.history.to_dict(),
     ]
 

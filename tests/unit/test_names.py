@@ -22,7 +22,7 @@ from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota, plan
 from trainloop.train_loop import names
-from trainloop.train_loop.site import Site, site_under_launcher
+from trainloop.train_loop.run_config import RunConfig, run_config_under_launcher
 from trainloop.tuning import tune
 
 
@@ -147,11 +147,17 @@ def test_the_loop_says_its_mode_devices_precision_batch_and_quota(use_amp: Any, 
 @pytest.mark.parametrize("devices, warns", [(2, False), (3, True), ("3", True), ("auto", False), (-1, False)])
 def test_devices_that_differ_from_what_torchrun_started_are_said_once_a_host(devices: Any, warns: bool) -> None:
     asked = 1 if devices in ("auto", -1) else int(devices)
-    site = Site("ddp", [torch.device("cpu")] * asked)
+    config = RunConfig("ddp", [torch.device("cpu")] * asked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sites = [site_under_launcher(site, devices, Rank(rank, 2, rank, 2, 0, 1)) for rank in range(2)]
-    assert all(len(launched.devices) == 2 for launched in sites)
+        configs = [run_config_under_launcher(config, devices, Rank(rank, 2, rank, 2, 0, 1)) for rank in range(2)]
+    assert all(len(launched.devices) == 2 for launched in configs)
     said = [str(warning.message) for warning in caught]
     assert len(said) == warns
     assert all("devices=" in text and "--nproc-per-node 3" in text for text in said)
+
+
+def test_the_former_name_of_the_run_s_configuration_warns() -> None:
+    loop = make_loop()
+    with pytest.warns(DeprecationWarning, match=r"tl\.site is now called tl\.run_config"):
+        assert loop.site is loop.run_config

@@ -23,7 +23,7 @@ def state_of(loop: TrainLoop[Any]) -> Any:
             loop.model.state_dict(),
             loop.optimizer.state_dict(),
             loop.history.to_dict(),
-            (loop.epoch, loop.global_step, loop.total_iteration_idx, loop.callbacks, repr(loop.site)),
+            (loop.epoch, loop.global_step, loop.total_iteration_idx, loop.callbacks, repr(loop.run_config)),
             torch.get_rng_state(),
             loop.train_loader.generator.get_state(),
             [module.training for module in loop.model.modules()],

@@ -546,10 +546,10 @@ def _section(quantity: str) -> str:
 def settings_of(loop: Any) -> dict[str, Any]:
     """Return the settings that tables of runs usually compare, if known: mode, batch, optimizer, rates."""
     optimizers = optimizers_of(loop.optimizer)
-    device = loop.site.devices[0]
+    device = loop.run_config.devices[0]
     settings = {
         "gpu_mode": loop.gpu_mode,
-        "devices": f"{len(loop.site.devices) * loop.num_nodes} x {device.type}",
+        "devices": f"{len(loop.run_config.devices) * loop.num_nodes} x {device.type}",
         "effective_batch_size": loop.effective_batch_size,
         "grad_accumulation": loop.grad_accumulation,
         "amp": loop.options.amp.described(device).removeprefix(", AMP ") or "off",
@@ -566,7 +566,7 @@ def settings_of(loop: Any) -> dict[str, Any]:
 
 def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
     """Return a description of the run in Markdown: devices, settings, versions."""
-    devices = [str(device) for device in loop.site.devices]
+    devices = [str(device) for device in loop.run_config.devices]
     if loop.device.type == "cuda":
         devices.append(torch.cuda.get_device_name(loop.device))
     rows = {

@@ -10,7 +10,7 @@ from trainloop.callbacks.base import AbstractCallback, Saver, overrides
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.view import LoopView
+    from trainloop.train_loop.loop_state import LoopState
 
 __all__ = ["End", "described_ends", "end_that_holds", "has_work_at_end", "nothing_left", "requesting_callback"]
 
@@ -25,7 +25,7 @@ class End(NamedTuple):
     """Reason as text; empty if the callback gave none."""
 
 
-def requesting_callback(loop: LoopView) -> End | None:
+def requesting_callback(loop: LoopState) -> End | None:
     """Return the callback whose hook sets ``early_stop``; ``None`` if other code sets it.
 
     Callbacks set a plain attribute, so only the stack shows whose hook is running.

@@ -34,7 +34,7 @@ from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 from trainloop.train_loop.restarts import Supervisor
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.site import site_under_launcher
+from trainloop.train_loop.run_config import run_config_under_launcher
 from trainloop.train_loop.special_steps import AlternatingTraining, ClosureTraining
 from trainloop.train_loop.training import Training
 from trainloop.train_loop.whole_step import WholeStepTraining
@@ -72,7 +72,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
             _initialize_lazy_parameters(loop)
         stop = LocalStop()
         applied_here = applied(
-            loop.options.quota, device=loop.site.devices[0], loader_workers=_loader_workers(loop, ranks=1)
+            loop.options.quota, device=loop.run_config.devices[0], loader_workers=_loader_workers(loop, ranks=1)
         )
         with applied_here, signals(stop), running(loop, stop, job) as run:
             return work(run, *args)
@@ -84,22 +84,22 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     # Without a seed ranks still need a common one. Deriving it makes no draw, so that ranks don't change what the
     # caller's generators draw next.
     loop.drawn_seed = rng.peek_seed()
-    site = loop.site
-    options = {"timeout_s": loop.timeout, "backend": site.backend, "init_method": site.init_method}
+    config = loop.run_config
+    options = {"timeout_s": loop.timeout, "backend": config.backend, "init_method": config.init_method}
     here = launch.rank_from_launcher() if has_ranks(loop.gpu_mode) else None
     if here is not None:
-        loop.site = site = site_under_launcher(site, loop.options.devices, here)
+        loop.run_config = config = run_config_under_launcher(config, loop.options.devices, here)
         if job is not None and job.restarts is not None and here.rank == 0:
             warn(
                 f"max_restarts={job.restarts.most} has no effect here, because only torchrun or Slurm can restart "
                 "these ranks. Use torchrun --max-restarts with a ModelCheckpoint in callbacks and resume_from='last'."
             )
         as_rank = partial(_as_rank, loop, work, args, job, None)
-        return launch.join(as_rank, devices=site.devices, **options)
+        return launch.join(as_rank, devices=config.devices, **options)
     # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
     caller_side = CallerSide(loop)
     # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
-    ranks, quota = len(site.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
+    ranks, quota = len(config.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
     restarts = None if job is None or job.restarts is None else Supervisor(loop, job.restarts, ranks, job.resume)
     with restarts or nullcontext() as supervisor, applied(quota, local_rank=None, ranks=ranks):
         data = launch.launch(
@@ -114,9 +114,9 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 caller=None if has_ranks(loop.gpu_mode) else CallersRandomness.of(loop),
             ),
             ranks_per_node=ranks,
-            num_nodes=site.num_nodes,
-            node_rank=site.node_rank,
-            devices=site.devices[:ranks],
+            num_nodes=config.num_nodes,
+            node_rank=config.node_rank,
+            devices=config.devices[:ranks],
             child_env=child_environment(quota, ranks),
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
@@ -191,7 +191,7 @@ def _as_rank(
         loop.options.quota,
         local_rank=process.local_rank,
         ranks=ranks,
-        device=loop.site.devices[process.local_rank],
+        device=loop.run_config.devices[process.local_rank],
         loader_workers=_loader_workers(loop, ranks),
     )
     if caller is not None:

@@ -56,14 +56,14 @@ from trainloop.train_loop.argument_types import (
 from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
 from trainloop.train_loop.execute import execute
 from trainloop.train_loop.fsdp_checks import check_shardable
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules
 from trainloop.train_loop.run import Run
-from trainloop.train_loop.site import check_backend, check_rendezvous_point, settled
+from trainloop.train_loop.run_config import check_backend, check_rendezvous_point, run_config_of
 from trainloop.train_loop.training import Training
-from trainloop.train_loop.view import LoopView
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainLoop"]
 
 
-class TrainLoop(LoopView, Generic[ModelT]):
+class TrainLoop(LoopState, Generic[ModelT]):
     """Train a :class:`TTModel` on one device or many, with the same script and the same results.
 
     Parameters
@@ -221,7 +221,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
             isinstance(compile, str),
             checkpoint_modules,
         )
-        self.site = settled(self.options)
+        self.run_config = run_config_of(self.options)
         super().__init__()
 
     # -- fit ---------------------------------------------------------------------------------------------------------
@@ -346,13 +346,13 @@ class TrainLoop(LoopView, Generic[ModelT]):
             self.num_epochs, self.num_iterations = length
             self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
             num_nodes = check_num_nodes(num_nodes)
-            self.site = settled(self.options, num_gpus, on_gpu, num_nodes, select=True)
+            self.run_config = run_config_of(self.options, num_gpus, on_gpu, num_nodes, select=True)
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
-            backend = check_backend(backend, self.site)
-            self.site = replace(self.site, node_rank=node_rank, backend=backend, init_method=init_method)
+            backend = check_backend(backend, self.run_config)
+            self.run_config = replace(self.run_config, node_rank=node_rank, backend=backend, init_method=init_method)
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method, self.gpu_mode)
             check_carried(self.model, self.gpu_mode)
-            check.check_step(self.model, self.optimizer, self.options.amp, self.site.devices[0])
+            check.check_step(self.model, self.optimizer, self.options.amp, self.run_config.devices[0])
             check.check_bool(gather, "gather")
             wrapper_args = {
                 "dp": check.check_wrapper_args(dp_model_args, "dp_model_args", TTDataParallel),

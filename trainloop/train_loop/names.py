@@ -32,7 +32,7 @@ ATTRIBUTES = {
     "stop_reason": "ends",
     "strategy mode": "gpu_mode",
     "global_rank": "rank",
-    "num_devices": "site.devices",
+    "num_devices": "run_config.devices",
     "logger add_callback": "fit(callbacks=[...])",
     "lr_find lr_finder": "find_lr()",
     "scale_batch_size": "find_batch_size()",

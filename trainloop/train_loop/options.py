@@ -70,7 +70,7 @@ class AmpOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of the loop that never change; devices and nodes are in :class:`~trainloop.train_loop.site.Site`."""
+    """Arguments of the loop that never change; :class:`~trainloop.train_loop.run_config.RunConfig` has devices and nodes."""
 
     gpu_mode: Any
     """Mode as given; :func:`trainloop.devices.resolve_mode` resolves ``'auto'`` and Lightning's names."""

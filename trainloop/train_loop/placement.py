@@ -122,7 +122,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
     optimizers = optimizers_of(loop.optimizer)
     # Only dp uses several devices in one process.
-    devices = loop.site.devices if mode == "dp" else [loop.site.devices[loop.process.local_rank]]
+    devices = loop.run_config.devices if mode == "dp" else [loop.run_config.devices[loop.process.local_rank]]
     device = devices[0]
     wrapper_args = loop.wrapper_args if job is not None or mode != "ddp" else None
     syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1

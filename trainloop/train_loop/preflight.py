@@ -150,7 +150,7 @@ class _Found(Exception):
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     """List the sharded units, and the bytes of a rank's shards and of the units that are gathered at the same time."""
-    ranks = loop.site.num_ranks
+    ranks = loop.run_config.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
     total = sum(map(_bytes, loop.model.parameters()))

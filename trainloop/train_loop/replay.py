@@ -30,7 +30,7 @@ from trainloop.train_loop.execute import running
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.options import AmpOptions, FitJob
 from trainloop.train_loop.placement import move_state
-from trainloop.train_loop.site import Site
+from trainloop.train_loop.run_config import RunConfig
 from trainloop.train_loop.special_steps import ClosureTraining
 from trainloop.train_loop.state import described_differences
 from trainloop.train_loop.training import Training
@@ -151,7 +151,7 @@ def replay(
         raise CheckpointError(f"the record belongs to another model: {wrong}. Pass the model of the recorded run.")
     batches = _unpacked(record["batches"], path, trusted)
     carried = _unpacked(record["carried"], path, trusted)
-    where = torch.device(device) if device is not None else loop.site.devices[0]
+    where = torch.device(device) if device is not None else loop.run_config.devices[0]
     if where.type == "cuda":
         batches = move_to(batches, where)
     step = StepBatches(batches, record["sizes"], record["scales"], record["total"], record["ragged"])
@@ -236,7 +236,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         loop.total_iteration_idx -= 1
         loop.global_step = place["step"] - 1
         loop.gradient_clip_norm = record["gradient_clip_norm"]
-        loop.callbacks, loop.process, loop.site = [], Rank(), Site("single", [device])
+        loop.callbacks, loop.process, loop.run_config = [], Rank(), RunConfig("single", [device])
         amp = AmpOptions(record["amp"], loop.options.amp.scaler)
         loop.options = replaced(loop.options, amp=amp, compile_args=None, compiles_step=False)
         yield

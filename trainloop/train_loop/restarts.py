@@ -162,7 +162,7 @@ class Supervisor:
     def error_that_ends_run(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run; ``None`` if the ranks, all of which have ended, will restart."""
         self._record_restart(failure.time_ns)
-        first = self._loop.site.node_rank * self._ranks
+        first = self._loop.run_config.node_rank * self._ranks
         here = error.rank - first if error.rank - first in range(self._ranks) else 0
         step, trains = map(int, self.folder.progress()[1 + here])
         seen = _SeenFailure(error.rank, failure, step, bool(trains))
@@ -185,7 +185,7 @@ class Supervisor:
 
         ``None`` for the first start, and on all hosts but node 0.
         """
-        if self._last_failure is None or self._loop.site.node_rank:
+        if self._last_failure is None or self._loop.run_config.node_rank:
             return None
         rank, failure = self._last_failure.rank, self._last_failure.failure
         reached = int(self.folder.progress()[1:, 0].max())
@@ -231,7 +231,7 @@ class Supervisor:
         end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not resumed_ns and failed_ns and not self._loop.site.node_rank:  # no rank ran long enough to print it
+        if not resumed_ns and failed_ns and not self._loop.run_config.node_rank:  # no rank ran long enough to print it
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 

@@ -161,7 +161,7 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
 def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
     """Call a function in the process group of a launcher's ranks."""
 
-    return join(function, init_method=loop.site.init_method, timeout_s=loop.timeout)
+    return join(function, init_method=loop.run_config.init_method, timeout_s=loop.timeout)
 
 
 def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:

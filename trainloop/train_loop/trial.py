@@ -81,7 +81,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
         accelerator="cpu",  # until the next line
     )
     trial.options = replace(loop.options, auto_select_gpus=False)
-    trial.site = loop.site
+    trial.run_config = loop.run_config
     return trial
 
 

@@ -19,11 +19,11 @@ from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments import check_bool, check_count, short
 from trainloop.train_loop.options import Options
 
-__all__ = ["Site", "site_under_launcher", "check_backend", "check_rendezvous_point", "settled"]
+__all__ = ["RunConfig", "run_config_under_launcher", "check_backend", "check_rendezvous_point", "run_config_of"]
 
 
 @dataclass(frozen=True)
-class Site:
+class RunConfig:
     """Mode, devices and nodes of runs: determined when the loop is made, and again by each ``fit``."""
 
     mode: str
@@ -43,10 +43,10 @@ class Site:
         return len(self.devices) * self.num_nodes if has_ranks(self.mode) else 1
 
 
-def settled(
+def run_config_of(
     options: Options, num_gpus: Any = None, on_gpu: Any = None, num_nodes: int = 1, *, select: bool = False
-) -> Site:
-    """Return the site of the next runs.
+) -> RunConfig:
+    """Return the configuration of the next runs.
 
     Parameters
     ----------
@@ -76,15 +76,15 @@ def settled(
             f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch 2.7 or "
             "newer, or use gpu_mode='ddp'."
         )
-    return Site(mode, devices, num_nodes)
+    return RunConfig(mode, devices, num_nodes)
 
 
-def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
-    """Return the site of processes that torchrun or Slurm started; the launcher sets their number.
+def run_config_under_launcher(config: RunConfig, asked: Any, here: Rank) -> RunConfig:
+    """Return the configuration of processes that torchrun or Slurm started; the launcher sets their number.
 
     Parameters
     ----------
-    site : Site
+    config : RunConfig
     asked : int, str or sequence of int
         Argument ``devices`` of the loop.
     here : Rank
@@ -95,16 +95,16 @@ def site_under_launcher(site: Site, asked: Any, here: Rank) -> Site:
     UserWarning
         On each host's first process, if ``devices`` asks for another number.
     """
-    number = len(site.devices)
+    number = len(config.devices)
     if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
         warn(
             f"devices={asked!r} asks for {number} process{'es' * (number > 1)} per host, but the launcher (torchrun or "
             f"Slurm) has started {here.local_world_size} on this host, and all of them train. Leave devices out, or "
             f"start {number} (torchrun --nproc-per-node {number})."
         )
-    if site.devices[0].type == "cpu":
-        return replace(site, devices=[torch.device("cpu")] * here.local_world_size)
-    return site
+    if config.devices[0].type == "cpu":
+        return replace(config, devices=[torch.device("cpu")] * here.local_world_size)
+    return config
 
 
 def _are_all(asked: Any) -> bool:
@@ -208,7 +208,7 @@ def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> 
     return rank
 
 
-def check_backend(backend: Any, site: Site) -> str | None:
+def check_backend(backend: Any, config: RunConfig) -> str | None:
     """Return the process group's backend; raise an error if torch lacks it, or it can't serve the ranks' devices."""
     if backend is None:
         return None
@@ -221,14 +221,14 @@ def check_backend(backend: Any, site: Site) -> str | None:
             "nccl on CUDA."
         )
     # Modes without ranks create no process group: a script may pass the same backend in all modes.
-    if has_ranks(site.mode):
+    if has_ranks(config.mode):
         lacking = next((part for part in parts if not torch.distributed.is_backend_available(part)), None)
         if lacking is not None:
             raise ConfigurationError(
                 f"backend={short(backend)}: this torch ({torch.__version__}) was built without {lacking}. Leave "
                 "backend out for gloo on the CPU and nccl on CUDA."
             )
-        kind = site.devices[0].type
+        kind = config.devices[0].type
         if not any(_serves(part, kind) for part in backend.lower().split(",")):
             raise ConfigurationError(
                 f"backend={short(backend)} with ranks on {kind}: this backend can't exchange their tensors. Leave "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import TrainFeed
@@ -18,17 +19,17 @@ from trainloop.train_loop.arguments import loader_batch_size
 from trainloop.train_loop.ending import End, requesting_callback
 from trainloop.train_loop.names import attribute_hint
 from trainloop.train_loop.options import Options
-from trainloop.train_loop.site import Site
+from trainloop.train_loop.run_config import RunConfig
 from trainloop.train_loop.timings import StepClock, Timings
 
 if TYPE_CHECKING:
     from trainloop.train_loop.restarts import Restart
     from trainloop.train_loop.run import Run
 
-__all__ = ["LoopView"]
+__all__ = ["LoopState"]
 
 
-class LoopView:
+class LoopState:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
 
     It exists longer than a run, and is sent to the ranks and back. :attr:`running` is the current run.
@@ -38,7 +39,7 @@ class LoopView:
     train_loader: Any
     options: Options
     """The loop's arguments."""
-    site: Site
+    run_config: RunConfig
     """Mode, devices and nodes of its runs."""
 
     def __init__(self) -> None:
@@ -83,17 +84,23 @@ class LoopView:
     @property
     def gpu_mode(self) -> str:
         """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
-        return self.site.mode
+        return self.run_config.mode
+
+    @property
+    def site(self) -> RunConfig:
+        """Former name of :attr:`run_config`."""
+        warn("tl.site is now called tl.run_config, which has the same attributes.", DeprecationWarning)
+        return self.run_config
 
     @property
     def num_nodes(self) -> int:
         """Number of hosts that train together."""
-        return self.site.num_nodes
+        return self.run_config.num_nodes
 
     @property
     def device(self) -> torch.device:
         """Device on which this process trains; in the process that calls ``fit`` in ``ddp``, the device of rank 0."""
-        return self.running.place.device if self.running is not None else self.site.devices[0]
+        return self.running.place.device if self.running is not None else self.run_config.devices[0]
 
     @property
     def rank(self) -> int:
@@ -158,7 +165,7 @@ class LoopView:
         size = loader_batch_size(self.train_loader)
         if size is None:
             return None
-        return effective_batch_size(self.gpu_mode, size, len(self.site.devices), self.num_nodes)
+        return effective_batch_size(self.gpu_mode, size, len(self.run_config.devices), self.num_nodes)
 
     def num_optimizer_steps(
         self, num_epochs: int | None = None, num_iterations: int | None = None, grad_accumulation: int | None = None
@@ -199,7 +206,7 @@ class LoopView:
             )
             raise ConfigurationError(f"num_optimizer_steps: {missing}.")
         accumulation = grad_accumulation or self.grad_accumulation
-        ranks = self.world_size if self.running is not None else self.site.num_ranks
+        ranks = self.world_size if self.running is not None else self.run_config.num_ranks
         # From a feed that is never read.
         feed = TrainFeed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
@@ -216,7 +223,7 @@ class LoopView:
 
     def __repr__(self) -> str:
         number = sum(p.numel() for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p))
-        devices, quota = self.site.devices, self.options.quota
+        devices, quota = self.run_config.devices, self.options.quota
         where = devices[0].type if len(devices) == 1 else f"{len(devices)} x {devices[0].type}"
         precision = self.options.amp.described(devices[0])
         nodes = f" on each of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
