@@ -70,7 +70,7 @@ class AmpOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of the loop that never change; :class:`~trainloop.train_loop.run_config.RunConfig` has devices and nodes."""
+    """Arguments of the loop that never change. Devices and nodes are in its ``RunConfig``."""
 
     gpu_mode: Any
     """Mode as given; :func:`trainloop.devices.resolve_mode` resolves ``'auto'`` and Lightning's names."""
