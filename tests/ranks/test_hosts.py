@@ -324,6 +324,23 @@ def test_the_next_run_after_a_failure_does_not_join_the_old_one() -> None:
     leave(*next_runs)
 
 
+def test_a_store_that_closes_before_it_is_read_is_that_of_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 1 has reached the store of a run that is just ending."""
+    read, closed = hosts_module._Entries.get, []
+
+    def get(self: Any, node: int) -> Any:
+        if node == 0 and not closed:
+            closed.append(node)
+            raise RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed.")
+        return read(self, node)
+
+    monkeypatch.setattr(hosts_module._Entries, "get", get)
+    port = free_port()
+    zero, one = in_threads({"port": port, "node_rank": 0}, {"port": port, "node_rank": 1})
+    assert closed
+    leave(zero, one)
+
+
 def test_hosts_that_do_not_connect_are_named() -> None:
     port = free_port()
     zero, one = in_threads(

@@ -421,8 +421,8 @@ def test_training_goes_on_after_an_in_place_change_of_weights() -> None:
     ("arguments", "message"),
     [
         ({"devices": 0}, "devices=0: the number of replicas on the CPU must be an int of 1 or more"),
-        ({"devices": True}, "devices=True: must be"),
-        ({"devices": "2"}, "devices='2': must be"),
+        ({"devices": True}, "devices=True: the number of replicas"),
+        ({"devices": "2"}, "devices='2': the number of replicas"),
         (
             {"devices": 2, "device_ids": [0]},
             r"devices=2 asks for replicas on the CPU, but device_ids=\[0\].*Pass devices, or the other two",

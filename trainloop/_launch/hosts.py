@@ -269,10 +269,11 @@ class Hosts:
                 if self._is_chosen(entries, who, deadline):
                     return entries
             except RuntimeError as error:  # of torch's store
-                raise ConfigurationError(
-                    f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error on "
-                    "node 0."
-                ) from error
+                if entries.session:  # otherwise the store may be that of an earlier run, which was just ending
+                    raise ConfigurationError(
+                        f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error "
+                        "on node 0."
+                    ) from error
             reason = "it is busy with another run, or still ending an earlier one"
             time.sleep(0.2)
         raise ConfigurationError(
