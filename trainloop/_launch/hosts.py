@@ -260,11 +260,18 @@ class Hosts:
                 # torch's store would print each attempt, with a stack.
                 with socket.create_connection(self.store_address, timeout=min(left, 5.0)) as connection:
                     self._entry["address"] = connection.getsockname()[0]
+                store = self._connected()
+                if store is None:  # an earlier run may just have ended
+                    socket.create_connection(self.store_address, timeout=min(left, 5.0)).close()
             except OSError as error:
                 reason = str(error)
                 time.sleep(min(0.2, left))  # node 0 may start later
                 continue
-            entries = _Entries(self._connected(who), self._key)
+            if store is None:
+                raise ConfigurationError(
+                    f"{who}: the program that listens at {self._name} is not node 0 of this run. Choose another port."
+                )
+            entries = _Entries(store, self._key)
             try:
                 if self._is_chosen(entries, who, deadline):
                     return entries
@@ -282,15 +289,24 @@ class Hosts:
             "connection."
         )
 
-    def _connected(self, who: str) -> dist.TCPStore:
-        """Connect to the store, in a thread: torch waits forever for a program that listens but never answers."""
+    def _connected(self) -> dist.TCPStore | None:
+        """Connect to the store, in a thread: torch waits forever for a program that listens but never answers.
+
+        Returns
+        -------
+        TCPStore or None
+            None if no store answers within 15 seconds.
+        """
         host, port = self.store_address
         stores: list[dist.TCPStore] = []
 
         def connect() -> None:
-            with contextlib.suppress(RuntimeError):
-                timeout = timedelta(seconds=_CONNECT_S)
-                stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+            for _ in range(2):  # the first may reach a store that is just closing; torch prints each failure
+                with contextlib.suppress(RuntimeError):
+                    timeout = timedelta(seconds=_CONNECT_S)
+                    stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+                    return
+                time.sleep(_MEET_S)
 
         thread = threading.Thread(target=connect, name="trainloop-connect", daemon=True)
         thread.start()
@@ -298,11 +314,7 @@ class Hosts:
         while thread.is_alive() and time.monotonic() < deadline:
             self._check_signals()
             thread.join(0.1)
-        if not stores:
-            raise ConfigurationError(
-                f"{who}: the program that listens at {self._name} is not node 0 of this run. Choose another port."
-            )
-        return stores[0]
+        return stores[0] if stores else None
 
     def _is_chosen(self, entries: _Entries, who: str, deadline: float) -> bool:
         """Write this host's entry, and wait until node 0 has one of each host.
