@@ -299,18 +299,19 @@ class Hosts:
         """
         host, port = self.store_address
         stores: list[dist.TCPStore] = []
+        deadline = time.monotonic() + _CONNECT_S
 
         def connect() -> None:
+            timeout = timedelta(seconds=_CONNECT_S)
             for _ in range(2):  # the first may reach a store that is just closing; torch prints each failure
                 with contextlib.suppress(RuntimeError):
-                    timeout = timedelta(seconds=_CONNECT_S)
                     stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+                if stores or time.monotonic() > deadline:
                     return
                 time.sleep(_MEET_S)
 
         thread = threading.Thread(target=connect, name="trainloop-connect", daemon=True)
         thread.start()
-        deadline = time.monotonic() + _CONNECT_S
         while thread.is_alive() and time.monotonic() < deadline:
             self._check_signals()
             thread.join(0.1)
