@@ -1,6 +1,6 @@
 """Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
 
-As in torch, indices always count the devices in ``CUDA_VISIBLE_DEVICES``.
+As in torch, indices always refer to the devices in ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
         A number (``3`` or ``'3'`` for the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices
         (``[1, 3]``, ``'1,3'``, ``'3,'``). A string without a comma is a number of devices, never an index.
     count : int
-        Visible devices of the chosen accelerator.
+        Number of visible devices of the chosen accelerator.
 
     Returns
     -------
@@ -189,7 +189,7 @@ class DeviceChoice(NamedTuple):
 def choose_devices(
     accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
 ) -> DeviceChoice:
-    """Decide for :func:`resolve`, from a description of the machine.
+    """Choose devices for :func:`resolve`, from a description of the machine.
 
     Parameters
     ----------
@@ -200,8 +200,8 @@ def choose_devices(
     mps : bool
         True if there is an Apple GPU.
     interactive : bool
-        True in a notebook or shell: ``devices='auto'`` then uses one of several GPUs, since processes and cells don't
-        mix well.
+        True in a notebook or shell: ``devices='auto'`` then uses only one of several GPUs, since processes and cells
+        don't mix well.
     cores : int
         CPU cores this process may use.
 
@@ -319,8 +319,8 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Warns
     -----
     UserWarning
-        In a notebook or shell, if ``devices='auto'`` uses only one of several GPUs; and if there are more processes
-        than cores.
+        If there are more processes than cores, or if ``devices='auto'`` uses only one of several GPUs, as it does in a
+        notebook or shell.
     """
     import torch
 

@@ -174,8 +174,8 @@ class MultiOptimizer:
     Parameters
     ----------
     optimizer_list : mapping of str to torch.optim.Optimizer, or sequence of torch.optim.Optimizer
-        Optimizers of disjoint sets of parameters. If they are in a mapping, a loss belongs to the optimizer with its
-        name.
+        Optimizers of disjoint sets of parameters. If they are in a mapping, a loss belongs to the optimizer with the
+        same name.
 
     Attributes
     ----------
@@ -300,7 +300,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """Clear gradients like ``optimizer.zero_grad()``, but without torch's profiler mark: a seventh faster if small.
+    """Clear gradients like ``optimizer.zero_grad()``, without torch's profiler mark (a seventh faster for small
+    models).
 
     If the optimizer's ``zero_grad`` was overridden or replaced, that method is called.
     """

@@ -30,7 +30,7 @@ class EarlyStopping(AbstractCallback):
         continues for one more epoch if ``patience`` is above 0.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
+        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class EarlyStopping(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        At ``fit``, if the metric can't occur; later, if it has not occurred by the end of the first epoch.
+        At ``fit``, if the run can't produce the metric; later, if there is no value by the end of the first epoch.
 
     Examples
     --------

@@ -69,8 +69,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
-        Which optimizer of a :class:`trainloop.MultiOptimizer`. Required for a ``MultiOptimizer``, unless ``scheduler``
-        is a scheduler object.
+        The optimizer of a :class:`trainloop.MultiOptimizer` to schedule. Required for a ``MultiOptimizer``, unless
+        ``scheduler`` is a scheduler object.
     frequency : int
         The scheduler steps once in this many optimizer steps or epochs.
     **kwargs

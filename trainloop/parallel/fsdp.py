@@ -46,7 +46,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, no matter
     which submodules they call or how often. If ``get_loss`` yields its losses, each loss is one pass. You can read and
     write every other attribute, property and method of the model through the wrapper. Methods other than these three
-    bypass FSDP, and see sharded parameters in the root unit.
+    bypass FSDP, so they see the root unit's parameters sharded.
 
     Parameters
     ----------
@@ -68,23 +68,22 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
-        If True, the parameters and buffers of the mesh's first rank are first sent to its other ranks, one at a time
-        (as DDP does). Use ``False`` if they are already equal.
+        If True, the parameters and buffers of the mesh's first rank are first sent to the mesh's other ranks, one at a
+        time (as in DDP). Use ``False`` if they are already equal.
 
     Raises
     ------
     ConfigurationError
-        If there is no process group, the module has lazy parameters or is already sharded, a unit's parameters have
-        several dtypes, or an argument is invalid.
+        If there is no process group; if the module has lazy parameters or is already sharded; if a unit's parameters
+        have several dtypes; or if an argument is invalid.
 
     Notes
     -----
-    Collective: every rank makes its wrapper with the same arguments. **Every forward, in evaluation too, is
-    an exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty
-    parameters can't be sharded: each rank has all these parameters, and the backward averages their gradients. If a
-    block shares a parameter with a module outside of it, the block belongs to the unit that contains both. The name
-    ``module`` and the names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to
-    the wrapper.
+    Collective: every rank must make its wrapper with the same arguments. **Every forward, even in evaluation, is an
+    exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty parameters
+    can't be sharded: each rank has them whole, and the backward averages their gradients. If a block shares a parameter
+    with a module outside of it, the block belongs to the unit that contains both. The name ``module`` and the names of
+    ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the wrapper.
 
     Examples
     --------
@@ -94,7 +93,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     """
 
     reshard: Callable[[], None]
-    """Free the root unit's gathered parameters: a method of ``FSDPModule``, a base class that ``fully_shard`` adds."""
+    """Free the root unit's gathered parameters. (A method of ``FSDPModule``, which ``fully_shard`` adds as a base
+    class.)"""
 
     @refuses_unknown
     def __init__(
@@ -227,12 +227,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """In every unit, free the parameters that are still gathered because no backward followed. No exchange."""
+        """Free the parameters of any unit that are still gathered because no backward followed. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError if one of the next training forwards changes a parameter (which would be lost)."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter (the change would be
+        lost)."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
