@@ -277,7 +277,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     if number is None or number < 1:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
-            f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
+            f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes (an int of 1 or more). "
             "Use devices=1 for one process, or devices=2 for two. 'auto' means one process."
         )
     most = max(64, 8 * cores)  # many, so that small machines can try out many ranks
@@ -470,7 +470,7 @@ def check_num_nodes(num_nodes: object) -> int:
     """
     number = whole_number(num_nodes)
     if number is None or number < 1:
-        raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more, the number of machines.")
+        raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more (the number of machines).")
     return number
 
 

@@ -333,7 +333,7 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
         raise CheckpointError(
-            f"{problem}: it has no end mark, so it is truncated, or not trainloop's. Use another one."
+            f"{problem}: it has no end mark, so it is truncated, or was not written by trainloop. Use another one."
         )
     if length + info_length + _END.size != size:
         raise CheckpointError(

@@ -61,7 +61,7 @@ class SplitBatches:
                 "from the first batch each time."
             )
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be the columns' dimension, an int of 0 or more.")
+            raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be an int of 0 or more (the column dimension).")
         self.loader = loader
         self.dim = dim
 

@@ -179,7 +179,7 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
         raise ConfigurationError(
-            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use that loader."
+            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use the run's DataLoader."
         )
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)
