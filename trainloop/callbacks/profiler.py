@@ -194,7 +194,7 @@ class ThroughputMonitor(AbstractCallback):
         self.flops = flops
         self.peak_flops = peak_flops
         self.flops_per_step: float | None = None
-        """Return the FLOPs of this rank's first step."""
+        """FLOPs of this rank's first step; None if not counted."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
         self._reset()
