@@ -210,7 +210,7 @@ def choose_devices(
     ConfigurationError
         If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is missing, or has no such devices.
+        If the accelerator is missing, or does not have the requested devices.
     """
     name = accelerator.strip().lower() if isinstance(accelerator, str) else None
     if name not in _ACCELERATORS:
@@ -307,14 +307,14 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Returns
     -------
     list of torch.device
-        For the CPU one ``torch.device('cpu')`` per process.
+        For the CPU, one ``torch.device('cpu')`` per process.
 
     Raises
     ------
     ConfigurationError
         If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is missing, or has no such devices.
+        If the accelerator is missing, or does not have the requested devices.
 
     Warns
     -----
@@ -350,8 +350,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Use it if several runs share a machine, especially if its GPUs are in 'exclusive process' mode. The function tries
     GPUs in index order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough
-    GPUs are found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this
-    process ends. A second call in the same process may return the same GPUs.
+    GPUs are found. GPUs leased by another trainloop run on this machine are skipped. The lease lasts until this process
+    ends. A second call in the same process may return the same GPUs.
 
     Parameters
     ----------
@@ -475,7 +475,7 @@ def check_num_nodes(num_nodes: object) -> int:
 
 
 def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
-    """Return the number of samples of a global batch, for loaders with this ``batch_size``.
+    """Return the number of samples in a global batch, for loaders with this ``batch_size``.
 
     ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks, while ``single`` and ``dp``
     (which splits the batch) do not. Gradient accumulation multiplies the samples of an optimizer step, not of a global

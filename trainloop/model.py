@@ -106,8 +106,8 @@ class TTModel(nn.Module, ABC):
         """Called before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
 
         If a model carries state from batch to batch (such as a recurrent network trained on one long text), save its
-        training state here, and start with a new state. This hook is called before the same hook of callbacks, with the
-        same ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
+        training state here, and start with a new state. This hook is called before the callbacks' hook of that name,
+        with the same ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples
         --------

@@ -34,8 +34,8 @@ class MultiLoss(Mapping[str, Tensor]):
     Raises
     ------
     ConfigurationError
-        If there are no losses, a value is not a loss, or the map has other names than the losses; in the first step, if
-        there are several optimizers and it isn't clear which of them a loss belongs to.
+        If there are no losses, if a value is not a loss, or if the names in the map are not those of the losses; in the
+        first step, if there are several optimizers and it isn't clear which of them a loss belongs to.
 
     Examples
     --------

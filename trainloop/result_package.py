@@ -452,9 +452,10 @@ class _ScikitLearnPackage(AbstractResultPackage):
 class ClassificationResultPackage(_ScikitLearnPackage):
     """Metrics for predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
-    Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
-    have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
-    labels per row (multi-label) are not supported: use, for example, torchmetrics' ``MultilabelF1Score``.
+    Predictions are classes, or rows of scores, of which the highest marks the class. Targets are classes or one-hot
+    rows. Both may have a class for each element of a row, such as a token or pixel; all elements are then counted
+    together. Several labels per row (multi-label) are not supported: use, for example, torchmetrics'
+    ``MultilabelF1Score``.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:

@@ -41,7 +41,7 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 __all__ = ["BatchSizes", "Layer", "LearningRates", "Summary", "find_batch_size", "find_lr", "summary"]
 
 SMOOTHING = 0.9
-"""Weight of the old mean in the smoothed loss, which covers about ten steps."""
+"""Weight of the old mean in the smoothed loss; the mean covers about ten steps."""
 SKIPPED = 5
 """Number of initial losses to skip, because a mean of so few values gives no reliable slope."""
 
@@ -138,7 +138,7 @@ def find_lr(
     Raises
     ------
     ConfigurationError
-        For invalid arguments, several optimizers, and a loop without ``train_loader`` or ``optimizer``.
+        For invalid arguments, for several optimizers, and for a loop without ``train_loader`` or ``optimizer``.
 
     Notes
     -----

@@ -154,8 +154,9 @@ class AbstractCallback:
         an evaluation, the name gets the prefix of that evaluation.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
-        the weight in a mean is 1. All values with one name form one metric, even if several ranks or the model log
-        them. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the checkpoint.
+        the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
+        and on whichever rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
+        checkpoint.
 
         Raises
         ------
@@ -216,7 +217,7 @@ class AbstractCallback:
         """Called on each rank when model and loaders are ready."""
 
     def on_restart(self, failure: Any) -> None:
-        """Called on each rank of a run that restarts after a failure, after the newest checkpoint is loaded.
+        """Called on each rank when a run restarts after a failure, once the newest checkpoint is loaded.
 
         Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have already been called. Attributes
         have the values from the call to ``fit``, unless :meth:`load_state_dict` has restored them.
@@ -259,7 +260,7 @@ class AbstractCallback:
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the pass's last batch, with the same dict; values logged here belong to the pass.
+        """Called after the last batch of a pass, with the pass's dict; values logged here belong to the pass.
 
         Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """
@@ -271,7 +272,8 @@ class AbstractCallback:
         ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Called on rank 0 when logs are flushed, with a ``(global_step, {name: mean over ranks})`` for each step."""
+        """Called on rank 0 when logs are flushed. Each row is ``(global_step, {name: mean over ranks})`` of one
+        step."""
 
     def on_epoch_end(self) -> None:
         """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""

@@ -24,7 +24,7 @@ class EarlyStopping(AbstractCallback):
     monitor : str
         Name in ``history``.
     min_delta : float
-        Minimum improvement: a value must be better than the best one by more than this.
+        Minimum improvement: a value counts only if it beats the best one by more than this.
     patience : int
         Training ends after this many evaluations in a row without an improvement; 0 is the same as 1. (AIToolbox
         continues for one more epoch if ``patience`` is above 0.)
@@ -37,7 +37,7 @@ class EarlyStopping(AbstractCallback):
     best : float or None
         Best value so far; None before the first evaluation.
     best_epoch : int
-        Index of the epoch of the best value.
+        Index of the epoch with the best value.
     stopped_epoch : int or None
         Index of the epoch after which this callback ended training; None if it did not end training.
 

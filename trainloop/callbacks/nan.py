@@ -51,7 +51,7 @@ class TerminateOnNaN(GradientCallbackBase):
     Parameters
     ----------
     monitor : str
-        Metric in ``history`` that is also checked, after each epoch.
+        Metric in ``history`` to check after each epoch as well.
     check_every_n_steps : int, optional
         Steps between two checks. Default: 1 on the CPU, 50 on other devices.
     gradients : bool

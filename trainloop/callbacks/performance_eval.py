@@ -48,7 +48,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If no data is selected, a frequency is out of range, or (at ``fit``) the loop has no validation loader.
+        If no data is selected, or a frequency is out of range; at ``fit``, if the loop has no validation loader.
 
     Examples
     --------
@@ -328,7 +328,7 @@ class TrainHistoryFormatter(AbstractCallback):
 
 
 class MetricHistoryRename(TrainHistoryFormatter):
-    """Add a metric of the history under another name.
+    """Copy a metric of the history to another name.
 
     Parameters
     ----------

@@ -236,7 +236,7 @@ class StochasticWeightAveraging(WeightAverage):
     start : int or float
         Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
     anneal_epochs : int
-        Epochs in which the learning rate changes to ``swa_lr``.
+        Number of epochs over which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
         Shape of the change.
     update_batchnorm : bool

@@ -68,7 +68,7 @@ class CheckpointInfo:
     """Identifier of the run. It stays the same when a run is resumed, and other runs have different ones."""
 
     stamp: int = 0
-    """Nanoseconds since 1970; increased if necessary, so that it is later than every older checkpoint in the folder."""
+    """Nanoseconds since 1970; increased if necessary, to exceed the stamps of all older checkpoints in the folder."""
 
     value: float | None = None
     """Value of the monitored metric; None if there was none."""
@@ -313,7 +313,7 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
     Raises
     ------
     CheckpointError
-        If the file is truncated, its end is damaged, or it is not a checkpoint.
+        If the file is truncated, has a damaged end, or is not a checkpoint.
     FileNotFoundError
         If there is no such file.
     """
@@ -398,7 +398,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     Raises
     ------
     CheckpointError
-        If there are checkpoints but none can be loaded, because a fresh start would lose them.
+        If there are checkpoints but none can be loaded. (A fresh start would lose them.)
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)

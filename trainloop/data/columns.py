@@ -82,7 +82,7 @@ class SplitBatches:
         Raises
         ------
         ConfigurationError
-            If its tensors have different numbers of columns, or it has no columns.
+            If the batch has no columns, or its tensors have different numbers of columns.
         """
         counts = dict(_counts(batch, self.dim))
         if len(counts) != 1 or None in counts:

@@ -65,8 +65,8 @@ class TTDataParallel(Transparent, DataParallel):
     ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``. With a batch of 7, 2 replicas get 4 and
     3 samples; with 8 replicas, 7 get one sample each and one is idle.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost.
-    In-place changes of buffers are kept only from the first replica, so BatchNorm has the statistics of the first part.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
+    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part.
 
     On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In mode
     ``single`` it gets none.) Therefore an optimizer with weight decay changes this parameter.

@@ -64,7 +64,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Number of copies of the model, each sharded over a part of the ranks. Use it instead of ``mesh``.
     reshard_after_forward : bool or int
         If True, the gathered parameters of a unit are freed between its forward and its backward (except for the root
-        unit). If it is an int, they are instead sharded over that many ranks during this time.
+        unit). If it is an int, the parameters are instead sharded over that many ranks during this time.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
@@ -257,7 +257,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            New parameters, by the names in ``module.named_parameters()`` of the parameters that they replace.
+            New parameters, by the names that the replaced parameters have in ``module.named_parameters()``.
 
         Returns
         -------

@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def models_in_parallel(self) -> int:
-        """Number of models of all trials that run at once."""
+        """Number of models that run at once, over all trials."""
         return self.trials_in_parallel * self.folds_in_parallel
 
     @property
@@ -358,12 +358,13 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Raises
     ------
     ResourceError
-        If there is no possible assignment, or a request is not a number of GPUs.
+        If no assignment is possible, or a request is not a valid number of GPUs.
 
     Notes
     -----
     This is bin packing. For up to 16 requests, and for any number of equal requests, an assignment is found if one
-    exists. More requests are placed by first fit, the largest first, which can use more devices than necessary.
+    exists. If there are more requests, they are placed by first fit, largest first, which can use more devices than
+    necessary.
 
     Examples
     --------

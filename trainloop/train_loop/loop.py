@@ -87,7 +87,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
     train_loader : DataLoader or None
         Training batches. ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
     validation_loader : DataLoader, optional
-        Evaluated after each epoch, which records ``val_loss`` and the metrics that the model logs.
+        Evaluated after each epoch, to record ``val_loss`` and the metrics that the model logs.
     test_loader : DataLoader, optional
         Evaluated once, when training ends.
     optimizer : torch.optim.Optimizer or MultiOptimizer, optional
@@ -121,8 +121,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
     resources : trainloop.resources.ResourceQuota, optional
         CPUs, GPUs and memory that the run may use. The limits are enforced while it runs.
     seed : int, optional
-        Seed of the order of samples in each epoch, and of the random generators. With the same seed, every mode and any
-        number of ranks have the same global batches.
+        Seed for the order of samples in each epoch, and for the random generators. With the same seed, every mode and
+        any number of ranks have the same global batches.
     timeout : float
         If a rank hangs for this many seconds, the run ends with an error.
     progress_bar : bool
@@ -532,7 +532,8 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find problems of a long run within seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find, in seconds, problems that would stop a long run; see
+        :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)

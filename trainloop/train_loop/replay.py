@@ -122,8 +122,8 @@ def replay(
 
     Notes
     -----
-    On a CPU of the same kind and with the same versions, the results are bit-identical to the results on
-    the rank. There are three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``.
+    On a CPU of the same kind and with the same library versions, the results are bit-identical to those on the rank.
+    There are three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``.
     :class:`.FailureRecorder` lists what a record does not contain.
 
     Examples

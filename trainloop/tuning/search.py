@@ -118,7 +118,7 @@ def tune(
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
     progress : bool
-        Show how many trials are done, running and failed, and which resources are in use.
+        Show how many trials are done, running or failed, and which resources are in use.
     lease_timeout_s : float, optional
         Seconds to wait for CPUs and GPUs that other runs hold. Default: one day.
     time_limit_s : float, optional
