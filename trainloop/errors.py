@@ -57,7 +57,7 @@ class CheckpointError(TrainLoopError, RuntimeError):
 
 
 class WorkerFailedError(TrainLoopError, RuntimeError):
-    """A rank raised an exception, exited, was killed or hung, so the other ranks were ended.
+    """A rank raised an exception, exited, was killed or hung, so the other ranks were terminated.
 
     Parameters
     ----------

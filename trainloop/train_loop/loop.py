@@ -313,7 +313,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         Raises
         ------
         ConfigurationError
-            For arguments that can't work, before any process starts.
+            For arguments that can't work; raised before any process starts.
         UnpicklableError
             If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError

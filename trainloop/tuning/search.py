@@ -145,7 +145,7 @@ def tune(
     Raises
     ------
     ConfigurationError
-        If arguments are invalid, before any process starts.
+        If arguments are invalid; raised before any process starts.
     ResourceError
         If the machine does not have the requested resources, or they do not become free in time.
     """
