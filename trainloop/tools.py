@@ -247,8 +247,7 @@ def find_batch_size(
 
     The steps run in the mode and on the devices of the loop, with copies of the model and the optimizer, so the loop is
     not changed. After an out-of-memory error, GPU memory is freed. On the CPU each size is tried in a separate process,
-    because the kernel may kill a process that needs too much memory. Therefore a script needs ``if __name__ ==
-    '__main__':``.
+    which the kernel may kill for lack of memory. Therefore a script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------

@@ -145,8 +145,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook. The arguments are those of :meth:`.TTModel.log`; the default reduces over all
-        ranks.
+        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`. By default, all ranks' values count.
 
         The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
         the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
@@ -236,8 +235,7 @@ class AbstractCallback:
         """Called before each (micro-)batch."""
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        """Called before the optimizers step, when gradients are complete (from all micro-batches and ranks,
-        unscaled)."""
+        """Called before the step, when its gradients are complete (from all micro-batches and ranks, unscaled)."""
 
     def on_after_optimizer_step(self) -> None:
         """Called once all optimizers have stepped. ``train_loop_obj.step_skipped`` is True if AMP skipped the step."""
@@ -268,12 +266,10 @@ class AbstractCallback:
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
-        """Called after each batch of ``predict_on_*``, on the rank that has the batch, with the result of
-        ``get_predictions``."""
+        """Called after each batch of ``predict_on_*``, on the batch's rank, with the result of ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Called on rank 0 when logs are flushed. Each row is ``(global_step, {name: mean over ranks})`` of one
-        step."""
+        """Called on rank 0 when logs are flushed. Each row is a step's ``(global_step, {name: mean over ranks})``."""
 
     def on_epoch_end(self) -> None:
         """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""

@@ -217,8 +217,7 @@ class ModelCheckpoint(Saver):
     # -- what the loop asks --------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
-        """Return the state in the folder's newest complete checkpoint, from any run; None if there is no checkpoint
-        yet."""
+        """Return the state of the newest complete checkpoint in the folder, from any run; None if there is none yet."""
         found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 

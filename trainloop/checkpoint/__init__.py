@@ -6,8 +6,8 @@ A checkpoint is one file::
     info      JSON: the step, the run and the order of writing (CheckpointInfo)
     end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
 
-The end mark comes last, so a truncated file has none. Other bytes may follow the end of a zip, so ``torch.load(path,
-weights_only=True)`` opens the file even if trainloop is not installed.
+The end mark comes last, so a truncated file has none. The end of a zip may be followed by other bytes, so
+``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
 
 The checksum is CRC-32, which only detects damage. (It is computed at 3.3 GB/s while writing; hardware SHA-256 reaches
 1.4 GB/s and BLAKE2b 0.7.) The defence against attackers is ``weights_only=True``: a file that names any code is refused

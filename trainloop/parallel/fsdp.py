@@ -93,8 +93,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     """
 
     reshard: Callable[[], None]
-    """Free the root unit's gathered parameters. (A method of ``FSDPModule``, which ``fully_shard`` adds as a base
-    class.)"""
+    """Free the root unit's gathered parameters. Inherited from ``FSDPModule``, which ``fully_shard`` adds."""
 
     @refuses_unknown
     def __init__(
@@ -232,8 +231,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError if one of the next training forwards changes a parameter (the change would be
-        lost)."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter: such changes are lost."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
