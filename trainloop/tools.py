@@ -429,8 +429,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step needs in one process: weights, gradients, optimizer state, activations, batch; no
-        workspaces."""
+        """Bytes for a step in one process: weights, gradients, optimizer, activations, batch (no kernel workspaces)."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:

@@ -138,7 +138,7 @@ def get_world_size() -> int:
 
 
 def is_global_zero() -> bool:
-    """Return True if this process has global rank 0. Of the processes on all nodes, exactly one has it."""
+    """Return True in exactly one process across all nodes: the one with global rank 0."""
     return get_rank() == 0
 
 

@@ -532,8 +532,7 @@ class TrainLoop(LoopView, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find, in seconds, problems that would stop a long run; see
-        :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find problems that would stop a long run; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)

@@ -72,8 +72,8 @@ class LoopView:
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.wrapper_args: dict[str, Any] = {}
-        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...); evaluation outside of ``fit`` uses them,
-        too."""
+        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...), also used by evaluation outside of
+        ``fit``."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.running: Run | None = None
@@ -108,7 +108,7 @@ class LoopView:
 
     @property
     def is_global_zero(self) -> bool:
-        """True in the one process of all nodes that prints and writes files."""
+        """True in only one process across all nodes; that process prints and writes files."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
