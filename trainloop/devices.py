@@ -1,6 +1,6 @@
 """Choose a run's devices: parse requests, resolve mode names, count the samples of a batch.
 
-As in torch, indices always count the devices in ``CUDA_VISIBLE_DEVICES``.
+As in torch, indices always refer to the devices in ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
         A number (``3`` or ``'3'`` for the first three), all (``-1``, ``'-1'``, ``'auto'``), or 0-based indices
         (``[1, 3]``, ``'1,3'``, ``'3,'``). A string without a comma is a number of devices, never an index.
     count : int
-        Visible devices of the chosen accelerator.
+        Number of visible devices of the chosen accelerator.
 
     Returns
     -------
@@ -189,7 +189,7 @@ class DeviceChoice(NamedTuple):
 def choose_devices(
     accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
 ) -> DeviceChoice:
-    """Decide for :func:`resolve`, from a description of the machine.
+    """Choose devices for :func:`resolve`, from a description of the machine.
 
     Parameters
     ----------
@@ -200,8 +200,8 @@ def choose_devices(
     mps : bool
         True if there is an Apple GPU.
     interactive : bool
-        True in a notebook or shell: ``devices='auto'`` then uses one of several GPUs, since processes and cells don't
-        mix well.
+        True in a notebook or shell: ``devices='auto'`` then uses only one of several GPUs, since processes and cells
+        don't mix well.
     cores : int
         CPU cores this process may use.
 
@@ -210,7 +210,7 @@ def choose_devices(
     ConfigurationError
         If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is missing, or has no such devices.
+        If the accelerator is missing, or does not have the requested devices.
     """
     name = accelerator.strip().lower() if isinstance(accelerator, str) else None
     if name not in _ACCELERATORS:
@@ -277,7 +277,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     if number is None or number < 1:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
-            f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes, an int of 1 or more. "
+            f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes (an int of 1 or more). "
             "Use devices=1 for one process, or devices=2 for two. 'auto' means one process."
         )
     most = max(64, 8 * cores)  # many, so that small machines can try out many ranks
@@ -307,20 +307,20 @@ def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torc
     Returns
     -------
     list of torch.device
-        For the CPU one ``torch.device('cpu')`` per process.
+        For the CPU, one ``torch.device('cpu')`` per process.
 
     Raises
     ------
     ConfigurationError
         If the accelerator's name is unknown.
     DeviceError
-        If the accelerator is missing, or has no such devices.
+        If the accelerator is missing, or does not have the requested devices.
 
     Warns
     -----
     UserWarning
-        In a notebook or shell, if ``devices='auto'`` uses only one of several GPUs; and if there are more processes
-        than cores.
+        If there are more processes than cores, or if ``devices='auto'`` uses only one of several GPUs, as it does in a
+        notebook or shell.
     """
     import torch
 
@@ -350,8 +350,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
     Use it if several runs share a machine, especially if its GPUs are in 'exclusive process' mode. The function tries
     GPUs in index order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough
-    GPUs are found. GPUs that another trainloop run on this machine has leased are skipped. The lease lasts until this
-    process ends. A second call in the same process may return the same GPUs.
+    GPUs are found. GPUs leased by another trainloop run on this machine are skipped. The lease lasts until this process
+    ends. A second call in the same process may return the same GPUs.
 
     Parameters
     ----------
@@ -470,12 +470,12 @@ def check_num_nodes(num_nodes: object) -> int:
     """
     number = whole_number(num_nodes)
     if number is None or number < 1:
-        raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more, the number of machines.")
+        raise ConfigurationError(f"num_nodes={shown(num_nodes)}: must be an int of 1 or more (the number of machines).")
     return number
 
 
 def effective_batch_size(mode: str, batch_size: int, num_devices: int, num_nodes: int = 1) -> int:
-    """Return the number of samples of a global batch, for loaders with this ``batch_size``.
+    """Return the number of samples in a global batch, for loaders with this ``batch_size``.
 
     ``batch_size`` is per process: ``ddp`` and ``fsdp`` multiply it by the number of ranks, while ``single`` and ``dp``
     (which splits the batch) do not. Gradient accumulation multiplies the samples of an optimizer step, not of a global

@@ -3,7 +3,7 @@
 ::
 
     TrainLoopError(Exception)
-    ├── ConfigurationError(ValueError)   invalid arguments, found before any process starts
+    ├── ConfigurationError(ValueError)   invalid arguments; raised before any process starts, where possible
     │   ├── DeviceError                  devices that don't exist or can't be parsed
     │   ├── ResourceError                quotas that can't be met
     │   └── UnknownArgumentError(TypeError)  a keyword that the function doesn't have
@@ -33,7 +33,7 @@ class TrainLoopError(Exception):
 
 
 class ConfigurationError(TrainLoopError, ValueError):
-    """Invalid arguments; raised before any process starts."""
+    """Invalid arguments; raised before any process starts, where possible."""
 
 
 class DeviceError(ConfigurationError):
@@ -57,7 +57,7 @@ class CheckpointError(TrainLoopError, RuntimeError):
 
 
 class WorkerFailedError(TrainLoopError, RuntimeError):
-    """A rank raised an exception, exited, was killed or hung, so the other ranks were ended.
+    """A rank raised an exception, exited, was killed or hung, so the other ranks were terminated.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
     rank : int
         Global rank of the process that failed first.
     exitcode : int or None
-        Exit code of that process: the negative number of the signal if it was killed, None if it hung.
+        Exit code of that process: the negative signal number if it was killed, None if it hung.
     traceback : str
         Text of the failed rank's traceback; empty if the process died without one.
     recorded : str or None

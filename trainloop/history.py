@@ -1,4 +1,4 @@
-"""The record of a run: the values of each metric by epoch and, if it was logged per step, by step."""
+"""The history of a run: the values of each metric by epoch and, if the metric was logged per step, by step."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class TTModel(nn.Module, ABC):
     """
 
     carried_state: Mapping[str, int] = {}
-    """Attributes that carry state from batch to batch, each with the dimension of its columns, such as ``{"hidden":
-    1}``. Each rank has its own values, and checkpoints keep them; see :class:`trainloop.data.SplitBatches`."""
+    """Attributes that carry state from batch to batch, each with its batch dimension, such as ``{"hidden": 1}``. Each
+    rank has its own values, and checkpoints store them; see :class:`trainloop.data.SplitBatches`."""
 
     # torch.jit.script can't read these annotations.
     __jit_ignored_attributes__ = ("carried_state", "loss_reduction")
@@ -90,7 +90,7 @@ class TTModel(nn.Module, ABC):
 
     @abstractmethod
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of one batch, a row for each sample. ``y_true`` may be None.
+        """Return ``(y_pred, y_true, metadata)`` of one batch, with a row for each sample. ``y_true`` may be None.
 
         Rows may be tensors, arrays, lists of any objects, or nested dicts and tuples of these. ``metadata`` is a dict.
         If the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
@@ -103,11 +103,11 @@ class TTModel(nn.Module, ABC):
         """
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Called before a pass over a dataset for its loss or its predictions, in ``fit`` or outside of it.
+        """Called before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
 
         If a model carries state from batch to batch (such as a recurrent network trained on one long text), save its
-        training state here, and start with a new state. This hook is called before the same hook of callbacks, with the
-        same ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
+        training state here, and start with a new state. This hook is called before the callbacks' hook of that name,
+        with the same ``dataset_info``: see :meth:`~.AbstractCallback.on_evaluation_begin`.
 
         Examples
         --------
@@ -295,7 +295,8 @@ def check_signatures(model: Any) -> None:
     Raises
     ------
     ConfigurationError
-        If one certainly can't. A method without a signature of its own, such as a decorator's wrapper, is accepted.
+        If a call would certainly fail. A method without a signature of its own, such as a decorator's wrapper, is
+        accepted.
     """
     owner, before = (model.batch_model_feed_def, ("model",)) if isinstance(model, ModelWrap) else (model, ())
     for name, given in _CALLED_WITH.items():

@@ -194,7 +194,7 @@ def pr_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def mse(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Mean squared error."""
+    """Return the mean squared error."""
     return float(np.mean(_errors(y_pred, y_true) ** 2))
 
 
@@ -204,7 +204,7 @@ def rmse(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def mae(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Mean absolute error."""
+    """Return the mean absolute error."""
     return float(np.mean(np.abs(_errors(y_pred, y_true))))
 
 
@@ -255,7 +255,7 @@ def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> floa
 
 
 def as_array(rows: Any) -> Any:
-    """Return rows as a numpy array; rows of unequal length unchanged."""
+    """Return rows as a numpy array, or unchanged if their lengths are unequal."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu()
         return (rows.float() if rows.is_floating_point() and rows.element_size() < 4 else rows).numpy()
@@ -275,7 +275,7 @@ def _as_classes(rows: Any) -> Array:
 
 
 def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
-    """Return predicted and true classes, one of each for each row, or for each element of rows of classes."""
+    """Return predicted and true classes: one of each per row, or per element if a row has several classes."""
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(
@@ -327,7 +327,7 @@ def _check_lengths(predicted: Array, targets: Array) -> None:
 
 
 class AbstractResultPackage(ABC):
-    """Base of packages of metrics: override :meth:`prepare_results_dict`.
+    """Base class of metric packages. Override :meth:`prepare_results_dict`.
 
     Parameters
     ----------
@@ -338,7 +338,7 @@ class AbstractResultPackage(ABC):
     np_array : bool or 'auto'
         If True, convert predictions and targets to numpy arrays. Rows of unequal length always stay a list.
     **kwargs
-        Kept as ``package_metadata``.
+        Stored as ``package_metadata``.
 
     Attributes
     ----------
@@ -452,9 +452,10 @@ class _ScikitLearnPackage(AbstractResultPackage):
 class ClassificationResultPackage(_ScikitLearnPackage):
     """Metrics for predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
-    Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
-    have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
-    labels per row (multi-label) are not supported: use, for example, torchmetrics' ``MultilabelF1Score``.
+    Predictions are classes, or rows of scores, of which the highest marks the class. Targets are classes or one-hot
+    rows. Both may have a class for each element of a row, such as a token or pixel; all elements are then counted
+    together. Several labels per row (multi-label) are not supported: use, for example, torchmetrics'
+    ``MultilabelF1Score``.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:

@@ -41,9 +41,9 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 __all__ = ["BatchSizes", "Layer", "LearningRates", "Summary", "find_batch_size", "find_lr", "summary"]
 
 SMOOTHING = 0.9
-"""Weight of the old mean in the smoothed loss, which covers about ten steps."""
+"""Weight of the old mean in the smoothed loss; the mean covers about ten steps."""
 SKIPPED = 5
-"""Number of first losses to skip, since their mean is of too few values for a slope."""
+"""Number of initial losses to skip, because a mean of so few values gives no reliable slope."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class LearningRates:
     rates: tuple[float, ...]
     """Learning rate of each step."""
     losses: tuple[float, ...]
-    """Loss of each step, over all ranks, before the step."""
+    """Loss of each step, over all ranks, computed before the weights change."""
     diverged: bool
-    """True if the loss diverged before the largest rate."""
+    """True if the loss diverged before the largest rate was reached."""
 
     @property
     def smoothed(self) -> list[float]:
@@ -116,20 +116,19 @@ def find_lr(
 ) -> LearningRates:
     """Train a copy of the loop with a learning rate that increases from step to step.
 
-    The copy runs in the mode, on the devices and with the batches of the loop. If there are fewer batches than steps,
-    the batches are repeated. The loop itself is not changed, so set the rate yourself:
-    ``optimizer.param_groups[0]["lr"] = found.suggestion``.
+    The copy uses the loop's mode, devices and batches. If there are fewer batches than steps, the batches are repeated.
+    The loop itself is not changed, so set the rate yourself: ``optimizer.param_groups[0]["lr"] = found.suggestion``.
 
     Parameters
     ----------
     loop : TrainLoop
     smallest, largest : float
-        Range of rates, in steps of equal ratio. With several parameter groups, the range applies to the first group,
-        and the other groups keep their ratio to it.
+        Range of rates; each rate is the previous one times a constant. With several parameter groups, the range applies
+        to the first group, and the other groups keep their ratio to it.
     steps : int
         Number of optimizer steps.
     diverges_at : float
-        End early if a loss is not finite, or exceeds the smallest one so far by this factor.
+        End early if a loss is not finite, or is more than this many times the smallest loss so far.
 
     Returns
     -------
@@ -139,7 +138,7 @@ def find_lr(
     Raises
     ------
     ConfigurationError
-        For invalid arguments, several optimizers, and a loop without ``train_loader`` or ``optimizer``.
+        For invalid arguments, for several optimizers, and for a loop without ``train_loader`` or ``optimizer``.
 
     Notes
     -----
@@ -248,7 +247,7 @@ def find_batch_size(
 
     The steps run in the mode and on the devices of the loop, with copies of the model and the optimizer, so the loop is
     not changed. After an out-of-memory error, GPU memory is freed. On the CPU each size is tried in a separate process,
-    because the kernel may kill that process. Therefore a script needs ``if __name__ == '__main__':``.
+    which the kernel may kill for lack of memory. Therefore a script needs ``if __name__ == '__main__':``.
 
     Parameters
     ----------
@@ -398,7 +397,7 @@ class Layer:
     trainable: int
     """Number of these parameters that require gradients."""
     bytes: int
-    """Size of these parameters and of buffers in bytes."""
+    """Size of these parameters and of the buffers, in bytes."""
     flops: int
     """FLOPs of the forward pass; a multiplication and an addition count as two."""
     counted: bool = True
@@ -420,7 +419,7 @@ class Summary:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    """State of the optimizer after a step, in bytes."""
+    """Size of the optimizer's state after a step, in bytes."""
     activation_bytes: int
     """Bytes of the tensors (without the weights) that autograd keeps from forward to backward; each tensor counts
     once."""
@@ -430,7 +429,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a training step of one process, in bytes: the sum of the sizes above, without kernel workspaces."""
+        """Bytes for a step in one process: weights, gradients, optimizer, activations, batch (no kernel workspaces)."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -478,17 +477,16 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
     loop : TrainLoop
         Loop to summarize. Neither the loop nor random generators are changed.
     batch : optional
-        A batch of the loader, with which ``get_loss`` is called; or a single tensor as the input of the model, with
-        which ``forward`` is called. Default: the first batch of ``train_loader``.
+        A batch of the loader, to be passed to ``get_loss``; or a single tensor, to be passed to the model's
+        ``forward``. Default: the first batch of ``train_loader``.
     depth : int
         Depth of the listed modules. Deeper modules are counted in the module that contains them.
 
     Returns
     -------
     Summary
-        ``print`` it. Counts are for one process and one (micro-)batch, with the precision of the loop. If there is no
-        loss (because ``batch`` is a single tensor), the size of the gradients is computed, and ``step_flops`` is
-        ``None``.
+        Print it to see a table. Counts are for one process and one (micro-)batch, with the precision of the loop. If
+        there is no loss (because ``batch`` is a single tensor), ``step_flops`` is ``None``.
 
     Raises
     ------

@@ -199,7 +199,7 @@ class Odd(TTBasicModel):
 @pytest.mark.parametrize(
     ("give", "accumulation", "message"),
     [
-        (lambda model, loss, size: [loss], 1, r"without saying for which of 2 optimizers"),
+        (lambda model, loss, size: [loss], 1, r"without saying which of 2 optimizers"),
         (lambda model, loss, size: [("c", loss)], 1, r"is for optimizer 'c', but there are 2"),
         (lambda model, loss, size: [("a", MultiLoss({"x": loss}))], 1, r"yielded a MultiLoss. Yield the losses one by"),
         (lambda model, loss, size: [("a", 0.5)], 1, r"get_loss returned a float"),

@@ -265,7 +265,7 @@ def _check_caller() -> None:
         raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
-            "this process is a daemon (a worker of a pool or of a DataLoader), which may not start processes. Call "
+            "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
             "fit() with gpu_mode='single', or from the main process."
         )
 

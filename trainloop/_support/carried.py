@@ -38,7 +38,7 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
         if not isinstance(dim, int) or not hasattr(module, name):
             raise ConfigurationError(
                 f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict that maps the "
-                f"name of an attribute (set in __init__: self.{name} = None) to the dimension of its columns, an int."
+                f"name of an attribute (set in __init__: self.{name} = None) to its batch dimension (an int)."
             )
         if name in module._buffers or name in module._parameters:
             raise ConfigurationError(

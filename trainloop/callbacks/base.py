@@ -56,7 +56,7 @@ class AbstractCallback:
     Parameters
     ----------
     callback_name : str, optional
-        Name of the callback in messages and of its state in checkpoints. Default: the class name.
+        Name of the callback in messages, and of its state in checkpoints. Default: the class name.
     execution_order : int
         Callbacks run from the lowest to the highest value. Callbacks with equal values run in the order of the list.
     device_idx_execution : int, optional
@@ -68,7 +68,7 @@ class AbstractCallback:
     train_loop_obj : TrainLoop
         The loop; available from ``on_train_loop_registration`` on.
     message_service : trainloop.callbacks.messages.MessageService
-        Messages that the callbacks of one loop exchange.
+        Service through which the callbacks of one loop exchange messages.
 
     Examples
     --------
@@ -145,7 +145,7 @@ class AbstractCallback:
         prog_bar: bool = False,
         rank_zero_only: bool = False,
     ) -> None:
-        """Record a metric from a hook, by default reduced over all ranks, with the arguments of :meth:`.TTModel.log`.
+        """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`. By default, all ranks' values count.
 
         The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
         the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
@@ -153,13 +153,14 @@ class AbstractCallback:
         an evaluation, the name gets the prefix of that evaluation.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
-        the weight in a mean is 1. All values with one name form one metric, even if several ranks or the model log
-        them. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the checkpoint.
+        the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
+        and on whichever rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
+        checkpoint.
 
         Raises
         ------
         ConfigurationError
-            As in :meth:`.TTModel.log`; also in ``on_train_loop_registration``, where no epoch runs.
+            As in :meth:`.TTModel.log`; also if called in ``on_train_loop_registration``, where no epoch runs.
         """
         if self.train_loop_obj is None:
             raise ConfigurationError(
@@ -191,7 +192,7 @@ class AbstractCallback:
         Parameters
         ----------
         state : dict
-            The :meth:`state_dict` of that run.
+            The callback's :meth:`state_dict` from that run.
         """
         return True
 
@@ -215,7 +216,7 @@ class AbstractCallback:
         """Called on each rank when model and loaders are ready."""
 
     def on_restart(self, failure: Any) -> None:
-        """Called on each rank of a run that restarts after a failure, after the newest checkpoint is loaded.
+        """Called on each rank when a run restarts after a failure, once the newest checkpoint is loaded.
 
         Ranks are new processes: ``on_multiprocess_start`` and ``on_train_begin`` have already been called. Attributes
         have the values from the call to ``fit``, unless :meth:`load_state_dict` has restored them.
@@ -234,7 +235,7 @@ class AbstractCallback:
         """Called before each (micro-)batch."""
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        """Called when a step's gradients are complete (all micro-batches and ranks, unscaled), before the step."""
+        """Called before the step, when its gradients are complete (from all micro-batches and ranks, unscaled)."""
 
     def on_after_optimizer_step(self) -> None:
         """Called once all optimizers have stepped. ``train_loop_obj.step_skipped`` is True if AMP skipped the step."""
@@ -243,7 +244,7 @@ class AbstractCallback:
         """Called after each (micro-)batch."""
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Called before a pass over a dataset for its loss or its predictions, on all ranks, inside or outside ``fit``.
+        """Called on all ranks before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
 
         The model is already in evaluation mode, and gradients are disabled. Random numbers drawn here do not affect the
         training.
@@ -252,12 +253,12 @@ class AbstractCallback:
         ----------
         dataset_info : dict
             ``type`` is ``'train'``, ``'validation'``, ``'test'`` or ``'other'``; ``pass`` is ``'loss'`` or
-            ``'predictions'``. It also has the entries of the ``dataset_info`` passed to ``predict_with_model``. Each
-            pass has its own dict.
+            ``'predictions'``. If you pass ``dataset_info`` to ``predict_with_model``, its entries are added. Each pass
+            has its own dict.
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the pass's last batch, with the same dict; values logged here belong to the pass.
+        """Called after the last batch of a pass, with the pass's dict; values logged here belong to the pass.
 
         Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """
@@ -268,7 +269,7 @@ class AbstractCallback:
         """Called after each batch of ``predict_on_*``, on the batch's rank, with the result of ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Called on rank 0 when logs are flushed, with ``(global_step, {name: mean over ranks})`` for each step."""
+        """Called on rank 0 when logs are flushed. Each row is a step's ``(global_step, {name: mean over ranks})``."""
 
     def on_epoch_end(self) -> None:
         """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""

@@ -250,7 +250,7 @@ class InMultiProcessDataLoad(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If an argument is not callable, and the subclass does not override its ``build_*`` method.
+        If an argument is not callable, and the subclass does not override the matching ``build_*`` method.
 
     Examples
     --------

@@ -52,11 +52,11 @@ class ModelCheckpoint(Saver):
         checkpoint is written, in addition to the checkpoints of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
+        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
-        The newest is always kept in addition. Only files of this run are deleted, including files that the run wrote
-        before it was resumed.
+        The newest is always kept as well. Only files of this run are deleted, including files that the run wrote before
+        it was resumed.
     async_save : bool
         If True, the loop waits only while the state is copied to host memory, and a thread writes the copy. If a
         checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
@@ -79,12 +79,13 @@ class ModelCheckpoint(Saver):
     last_path : str or None
         Path of the newest checkpoint on disk.
     best_value : float or None
-        Value of ``monitor`` of the checkpoint at ``best_path``.
+        Value of ``monitor`` in the checkpoint at ``best_path``.
 
     Raises
     ------
     ConfigurationError
-        For invalid arguments; at ``fit``, if the folder is not writable, or if the metric ``monitor`` can't occur.
+        For invalid arguments; at ``fit``, if the folder is not writable, or if the run can't produce the metric
+        ``monitor``.
     CheckpointError
         At the first checkpoint, if a callback's ``state_dict`` contains anything other than plain types and tensors.
 
@@ -216,7 +217,7 @@ class ModelCheckpoint(Saver):
     # -- what the loop asks --------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
-        """Return the newest complete checkpoint in the folder, of any run; None if there is no checkpoint yet."""
+        """Return the state of the newest complete checkpoint in the folder, from any run; None if there is none yet."""
         found = checkpoint.load_newest(self._own.folder, whole=whole)
         return None if found is None else found[1]
 
@@ -258,7 +259,7 @@ class ModelCheckpoint(Saver):
         self.share_paths()
 
     def share_paths(self) -> None:
-        """Send rank 0's paths and best value to the ranks of a launcher. Collective."""
+        """Send rank 0's paths and best value to the other ranks that a launcher started. Collective."""
         if distributed.get_world_size() > 1:
             first = distributed.is_global_zero()
             received = distributed.broadcast_object((self.last_path, self._best) if first else None)

@@ -43,7 +43,7 @@ class ConfusionMatrix(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        At ``fit``, if the loop has no loader for ``dataset``, or if matplotlib is needed and missing; during training,
+        At ``fit``, if the loop has no loader for ``dataset``, or if matplotlib is needed but missing; during training,
         if ``get_predictions`` returns neither classes nor a score for each class.
 
     Notes

@@ -24,27 +24,27 @@ class EarlyStopping(AbstractCallback):
     monitor : str
         Name in ``history``.
     min_delta : float
-        Minimum improvement: a value must be better than the best one by more than this.
+        Minimum improvement: a value counts only if it beats the best one by more than this.
     patience : int
         Training ends after this many evaluations in a row without an improvement; 0 is the same as 1. (AIToolbox
         continues for one more epoch if ``patience`` is above 0.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. Other names need the mode.
+        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
 
     Attributes
     ----------
     best : float or None
         Best value so far; None before the first evaluation.
     best_epoch : int
-        Index of the epoch of the best value.
+        Index of the epoch with the best value.
     stopped_epoch : int or None
         Index of the epoch after which this callback ended training; None if it did not end training.
 
     Raises
     ------
     ConfigurationError
-        At ``fit``, if the metric can't occur; later, if it has not occurred by the end of the first epoch.
+        At ``fit``, if the run can't produce the metric; later, if there is no value by the end of the first epoch.
 
     Examples
     --------

@@ -161,7 +161,7 @@ class FailureRecorder(AbstractCallback):
     # -- before a failure: references and random states --------------------------------------------------------------
 
     def forward_begins(self, first: bool) -> None:
-        """Keep the random states. The training loop calls this right before each forward, after the batch is loaded."""
+        """Save the random states. The training loop calls this right before each forward, after the batch is loaded."""
         if first:
             self._begin()
         self._states.append(self._random.take())

@@ -51,7 +51,7 @@ class GradientCallbackBase(AbstractCallback):
         return list(loop.model.parameters())
 
     def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
-        """Return the :meth:`parameters` that belong to the model, by their names in the model."""
+        """Return ``(name, parameter)`` for each of the :meth:`parameters` that belongs to the model."""
         own = {id(parameter) for parameter in self.parameters(optimizer_idx)}
         return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in own]
 

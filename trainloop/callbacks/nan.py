@@ -44,14 +44,14 @@ class NonFinite:
 class TerminateOnNaN(GradientCallbackBase):
     """Stop training when the loss, a gradient or a metric becomes NaN or infinite, and name the step and the parameter.
 
-    The loss of each micro-batch and the largest gradient of each parameter are kept on their device and checked every
+    The loss of each micro-batch and the largest gradient of each parameter stay on their device and are checked every
     few steps, so that the loop does not wait for a GPU in between. The report still names the first bad step. Gradients
     that AMP finds infinite are ignored, because AMP skips that step and lowers its scale.
 
     Parameters
     ----------
     monitor : str
-        Metric in ``history`` that is also checked, after each epoch.
+        Metric in ``history`` to check after each epoch as well.
     check_every_n_steps : int, optional
         Steps between two checks. Default: 1 on the CPU, 50 on other devices.
     gradients : bool

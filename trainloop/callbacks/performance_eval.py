@@ -48,7 +48,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If no data is selected, a frequency is out of range, or (at ``fit``) the loop has no validation loader.
+        If no data is selected, or a frequency is out of range; at ``fit``, if the loop has no validation loader.
 
     Examples
     --------
@@ -219,7 +219,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         Parameters
         ----------
         prefix : str
-            Prefix of each metric's name; used if the history has the name with the prefix.
+            Prefix of each metric's name, used only if the history has the prefixed name.
         """
         history = self.train_loop_obj.history
         if self.list_tracked_metrics:
@@ -328,15 +328,17 @@ class TrainHistoryFormatter(AbstractCallback):
 
 
 class MetricHistoryRename(TrainHistoryFormatter):
-    """Add a metric of the history under another name.
+    """Copy a metric of the history to another name.
 
     Parameters
     ----------
     input_metric_path : str or callable
         Name of the metric, or a function of the history that returns the list of its values.
     new_metric_name : str
-    epoch_end, train_end, strict_metric_extract
-        As in :class:`TrainHistoryFormatter`.
+    epoch_end, train_end : bool
+        Add the newest value after each epoch, or at the end of training; exactly one must be True.
+    strict_metric_extract : bool
+        If True, a missing value for the current epoch is an error; otherwise a line is printed and nothing is added.
 
     Examples
     --------

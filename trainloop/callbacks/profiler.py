@@ -22,8 +22,8 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and discarded. The next ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``, for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. The steps before and after cost nothing. A run that is resumed or restarted
-    is profiled again, from its own first step.
+    TensorBoard's profiler plugin. Steps before and after these are not slowed down. A run that is resumed or restarted
+    is profiled again, counting from its own first step.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ _PEAKS = {
 
 
 class ThroughputMonitor(AbstractCallback):
-    """Log samples per second over all ranks, the wait for data, and, if they are known, tokens, FLOPs and MFU.
+    """Log samples per second over all ranks, the wait for data and, where known, tokens, FLOPs and MFU.
 
     These values are logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an
     epoch:
@@ -194,7 +194,7 @@ class ThroughputMonitor(AbstractCallback):
         self.flops = flops
         self.peak_flops = peak_flops
         self.flops_per_step: float | None = None
-        """Return the FLOPs of this rank's first step."""
+        """FLOPs of this rank's first step; None if not counted."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
         self._reset()

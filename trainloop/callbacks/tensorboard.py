@@ -62,7 +62,7 @@ class TensorBoard(AbstractCallback):
     Attributes
     ----------
     log_dir : str or None
-        Folder that is written to. If you did not pass one, it is None until ``fit``.
+        Folder that the callback writes to. If you did not pass one, it is None until ``fit``.
 
     Raises
     ------

@@ -32,7 +32,7 @@ _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Base of callbacks that have a learning rate scheduler in ``self.scheduler``, and save and load its state.
+    """Base of callbacks with a learning rate scheduler in ``self.scheduler``, whose state it saves and loads.
 
     Examples
     --------
@@ -69,8 +69,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
     optimizer_idx : int or Optimizer, optional
-        Which optimizer of a :class:`trainloop.MultiOptimizer`. Required for a ``MultiOptimizer``, unless ``scheduler``
-        is a scheduler object.
+        The optimizer of a :class:`trainloop.MultiOptimizer` to schedule. Required for a ``MultiOptimizer``, unless
+        ``scheduler`` is a scheduler object.
     frequency : int
         The scheduler steps once in this many optimizer steps or epochs.
     **kwargs
@@ -85,8 +85,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ------
     ConfigurationError
         At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
-        ``interval='step'``. At ``fit``: if there is no optimizer, the index is missing or does not exist, the scheduler
-        belongs to another optimizer, or the metric does not exist.
+        ``interval='step'``. At ``fit``: if there is no optimizer, if the index is missing or does not exist, if the
+        scheduler belongs to another optimizer, or if the metric does not exist.
 
     Notes
     -----

@@ -221,7 +221,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 class StochasticWeightAveraging(WeightAverage):
-    """Average the weights at the end of epochs, over the last part of training, at a constant learning rate.
+    """Average the end-of-epoch weights of the last part of training, which runs at a constant learning rate.
 
     From epoch ``start`` on, the weights at the end of each epoch are averaged. The learning rate changes to ``swa_lr``
     within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. When training ends, the model has the averaged
@@ -236,7 +236,7 @@ class StochasticWeightAveraging(WeightAverage):
     start : int or float
         Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
     anneal_epochs : int
-        Epochs in which the learning rate changes to ``swa_lr``.
+        Number of epochs over which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
         Shape of the change.
     update_batchnorm : bool
@@ -250,7 +250,7 @@ class StochasticWeightAveraging(WeightAverage):
     ------
     ConfigurationError
         If an argument is out of range. At ``fit``, if ``start`` is a fraction and ``num_iterations`` is given, or if
-        ``update_batchnorm`` is True, the model has BatchNorm and the loop uses ``sync_batchnorm``.
+        ``update_batchnorm`` is True for a model with BatchNorm in a loop with ``sync_batchnorm``.
 
     Examples
     --------

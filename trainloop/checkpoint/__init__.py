@@ -1,4 +1,4 @@
-"""Checkpoints on disk, which are written atomically, verified when they are read, and can't run code.
+"""Checkpoints on disk: written atomically, verified when they are read, and unable to run code.
 
 A checkpoint is one file::
 
@@ -6,12 +6,12 @@ A checkpoint is one file::
     info      JSON: the step, the run and the order of writing (CheckpointInfo)
     end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
 
-The end mark comes last, so a truncated file has none. Since a zip is read from its own end, which may be followed by
-other bytes, ``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
+The end mark comes last, so a truncated file has none. The end of a zip may be followed by other bytes, so
+``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
 
 The checksum is CRC-32, which only detects damage. (It is computed at 3.3 GB/s while writing; hardware SHA-256 reaches
-1.4 GB/s and BLAKE2b 0.7.) The defence against attackers is ``weights_only=True``: if a file names any code, it is
-refused before that code is imported.
+1.4 GB/s and BLAKE2b 0.7.) The defence against attackers is ``weights_only=True``: a file that names any code is refused
+before that code is imported.
 
 This module does not depend on the loop: it takes and returns dicts.
 

@@ -56,7 +56,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Description of a checkpoint, which can be read without the checkpoint's body."""
+    """Description of a checkpoint; can be read without the checkpoint's body."""
 
     epoch: int = 0
     """Index of the epoch in which the checkpoint was made, counted from 0."""
@@ -65,10 +65,10 @@ class CheckpointInfo:
     """Number of optimizer steps."""
 
     run: str = ""
-    """Identifier of the run: unchanged when a run is resumed, and different for other runs."""
+    """Identifier of the run. It stays the same when a run is resumed, and other runs have different ones."""
 
     stamp: int = 0
-    """Nanoseconds since 1970; increased if necessary, so that it is later than every older checkpoint in the folder."""
+    """Nanoseconds since 1970; increased if necessary, to exceed the stamps of all older checkpoints in the folder."""
 
     value: float | None = None
     """Value of the monitored metric; None if there was none."""
@@ -88,7 +88,7 @@ class Checkpoint:
     """Name in the folder."""
 
     info: CheckpointInfo | None
-    """None if the end mark is missing or damaged, so that it can't be loaded."""
+    """None if the end mark is missing or damaged; the checkpoint then can't be loaded."""
 
     problem: str = ""
     """Reason why ``info`` is None."""
@@ -127,8 +127,8 @@ def save(
     CheckpointError
         If ``state`` has an object that can't be read without running code. Nothing is written.
     OSError
-        If the file can't be written, for example for lack of space. An existing file stays complete, and no partial
-        file is left.
+        If the file can't be written, for example for lack of space. An existing file stays intact, and no partial file
+        is left.
 
     Notes
     -----
@@ -210,7 +210,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
         Weights on any device. Tied weights are written under each of their names, so that a strict load finds every
         name.
     run : str
-        Identifier of the run, which may remove its own half-written files.
+        Identifier of the run. A run may remove half-written files that have its identifier.
     """
     data = require_safetensors(f"writing {os.fspath(path)!r}").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
@@ -220,7 +220,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return weights from :func:`save_weights`, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
+    """Return the weights in a safetensors file, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
     where, name = split_file(path)
     with where.open(name) as file:
         weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())
@@ -313,7 +313,7 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
     Raises
     ------
     CheckpointError
-        If the file is truncated, its end is damaged, or it is not a checkpoint.
+        If the file is truncated, has a damaged end, or is not a checkpoint.
     FileNotFoundError
         If there is no such file.
     """
@@ -333,7 +333,7 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
     if magic != _MAGIC:
         raise CheckpointError(
-            f"{problem}: it has no end mark, so it is truncated, or not trainloop's. Use another one."
+            f"{problem}: it has no end mark, so it is truncated, or was not written by trainloop. Use another one."
         )
     if length + info_length + _END.size != size:
         raise CheckpointError(
@@ -367,7 +367,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Return a folder's checkpoints: first those with a damaged end, sorted by name, then the others, the oldest first.
+    """Return a folder's checkpoints: first those with a damaged end, sorted by name, then the others, oldest first.
 
     Reads only the last bytes of each file. Unfinished files have other names and are not listed.
     """
@@ -398,7 +398,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     Raises
     ------
     CheckpointError
-        If there are checkpoints but none can be loaded, because a fresh start would lose them.
+        If there are checkpoints but none can be loaded. (A fresh start would lose them.)
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)

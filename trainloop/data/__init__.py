@@ -1,4 +1,4 @@
-"""Read from any kind of loader the batches that one rank trains on or evaluates. Public: :class:`SplitBatches`."""
+"""Read, from any kind of loader, the batches that one rank trains on or evaluates. Public: :class:`SplitBatches`."""
 
 # A *source* (sources.py, indexed.py) yields a rank's shard of each global batch; its rule (samplers.py,
 # whole_batches.py) chooses the shard. Training groups the shards into steps, evaluation does not.

@@ -61,7 +61,7 @@ class SplitBatches:
                 "from the first batch each time."
             )
         if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be the columns' dimension, an int of 0 or more.")
+            raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be an int of 0 or more (the column dimension).")
         self.loader = loader
         self.dim = dim
 
@@ -82,7 +82,7 @@ class SplitBatches:
         Raises
         ------
         ConfigurationError
-            If its tensors have different numbers of columns, or it has no columns.
+            If the batch has no columns, or its tensors have different numbers of columns.
         """
         counts = dict(_counts(batch, self.dim))
         if len(counts) != 1 or None in counts:

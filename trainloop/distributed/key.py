@@ -72,8 +72,8 @@ def _read(path: str) -> str:
             data = file.read(1 << 16)
     except OSError as error:
         raise ConfigurationError(
-            f"{KEY_VARIABLE}={path!r}: the file can't be read ({error.strerror}). Name a file that every rank can "
-            f"read, or the key itself. {_ADVICE}."
+            f"{KEY_VARIABLE}={path!r}: the file can't be read ({error.strerror}). Set it to a file that every rank "
+            f"can read, or to the key itself. {_ADVICE}."
         ) from None
     own = user_id()
     if own is not None and (found.st_uid not in (own, 0) or stat.S_IMODE(found.st_mode) & 0o077):

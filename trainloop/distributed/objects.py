@@ -117,7 +117,7 @@ def gather_object(obj: T) -> list[T]:
     is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
     A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all
-    ranks, each padded to the longest.
+    ranks, each padded to the length of the longest.
     """
     if not has_group():
         return [obj]

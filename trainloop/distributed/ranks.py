@@ -138,7 +138,7 @@ def get_world_size() -> int:
 
 
 def is_global_zero() -> bool:
-    """Return True if this process has global rank 0, which is exactly one process of all nodes."""
+    """Return True in exactly one process across all nodes: the one with global rank 0."""
     return get_rank() == 0
 
 

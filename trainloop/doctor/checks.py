@@ -15,7 +15,7 @@ __all__ = ["CHECKS", "Check"]
 
 GIB = 2**30
 LEAST_SHM = 1 * GIB
-"""In users' reports, loader workers with large batches have filled a smaller one: Docker's default is 64 MiB."""
+"""Least size of ``/dev/shm``: users report that loader workers filled smaller ones (Docker's default is 64 MiB)."""
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}

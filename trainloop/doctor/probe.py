@@ -60,7 +60,7 @@ class Readings:
     other_distribution: str = ""
     """Name, version and folder of another distribution that is imported as ``trainloop``."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Distributions that are missing, for each extra of this package."""
+    """Missing distributions of each extra of this package."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)

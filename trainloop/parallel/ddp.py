@@ -28,13 +28,13 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` run inside DDP's own forward, as a single call,
-    no matter which submodules they call or how often. Therefore the backward that follows averages gradients over
-    ranks, and buffers have the values of rank 0, as for ``wrapper(...)``. If gradients are disabled, these methods are
-    plain calls without any exchange, so ranks may evaluate different numbers of batches.
+    no matter which submodules they call or how often. Therefore the next backward averages gradients over ranks, and
+    buffers have the values of rank 0, as with ``wrapper(...)``. If gradients are disabled, these methods are plain
+    calls without any exchange, so ranks may evaluate different numbers of batches.
 
     If ``get_loss`` yields its losses, so that one optimizer steps after another within a batch, ``wrapper.get_loss``
     yields them too, and each loss is a separate pass of DDP. The backward of one loss leaves the parameters of the
-    other losses without gradients, which requires ``find_unused_parameters=True``.
+    other losses without gradients, so DDP needs ``find_unused_parameters=True``.
 
     You can read and write every other attribute, property and method of the model through the wrapper. Methods other
     than these three bypass DDP: if they compute a loss, its gradients are **not** averaged.
@@ -56,14 +56,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     ConfigurationError
         If there is no process group, or the module has lazy parameters.
     RuntimeError
-        If no parameter requires a gradient; and in the next forward, if a backward left parameters without a gradient.
+        If no parameter requires a gradient; or, in the next forward, if a backward left parameters without a gradient.
         The message names these parameters (see ``find_unused_parameters``).
 
     Notes
     -----
-    Collective: every rank makes its wrapper, with the same arguments, and calls it the same number of times
-    (but see :meth:`no_exchange`). Hooks on the module and its submodules fire when these modules run; hooks on the
-    wrapper itself fire only for ``wrapper(...)``. The name ``module`` and the names of the methods of
+    Collective: every rank must make its wrapper with the same arguments and call it the same number of times (but see
+    :meth:`no_exchange`). Hooks on the module and its submodules fire when these modules run; hooks on the wrapper
+    itself fire only for ``wrapper(...)``. The name ``module`` and the names of the methods of
     ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper. If the model
     has an attribute with one of these names, use ``wrapper.module.<name>``.
 
@@ -170,7 +170,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             yield output
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As ``DistributedDataParallel``: the module's forward."""
+        """Run the module's forward, as ``DistributedDataParallel`` does."""
         if not self._tt_exchanges:
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
@@ -210,10 +210,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def release(self) -> None:
         """Remove DDP's hooks from the parameters, and free its buckets and group. The wrapper is unusable afterwards.
 
-        This needs no exchange. Without it, these objects live until the garbage collector breaks the wrapper's cycles,
-        possibly after ``destroy_process_group()``. The reducer would then have the last reference to the group. The
-        group's destructor would wait, while holding the interpreter's lock, for threads that do not exist in a forked
-        child.
+        This needs no exchange. If you don't call it, these objects live until the garbage collector breaks the
+        wrapper's cycles, possibly after ``destroy_process_group()``. DDP's reducer would then hold the last reference
+        to the group. In a forked child, the group's destructor would wait for threads that do not exist, while holding
+        the interpreter's lock.
         """
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
@@ -223,8 +223,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 
         Use it for a step in which ranks have unequal numbers of batches, or none. ``no_sync()`` is not enough, because
-        its first forward broadcasts buffers, and would wait for ranks that run no forward. Every rank must call
-        :func:`reduce_gradients` after its last backward of the step.
+        the first forward under it broadcasts buffers, and would wait for ranks that run no forward. Every rank must
+        call :func:`reduce_gradients` after its last backward of the step.
         """
         before, self._tt_exchanges = self._tt_exchanges, False
         try:
@@ -233,7 +233,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             self._tt_exchanges = before
 
     def share_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, if DDP's forward does so. Collective."""
+        """Copy rank 0's buffers to all ranks, unless ``broadcast_buffers=False``. Collective."""
         if self.broadcast_buffers and self.modules_buffers:
             self._sync_buffers()
 
@@ -373,9 +373,9 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
 
     Notes
     -----
-    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros.
-    If a parameter has no gradient on any rank, ``.grad`` stays ``None``. If the gradient is sparse on any rank, the
-    result is sparse. One exchange sends a flag for each parameter, and one more each 32 MiB of gradients of a dtype.
+    ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. If a
+    parameter has no gradient on any rank, ``.grad`` stays ``None``. If the gradient is sparse on any rank, the result
+    is sparse. One exchange sends a flag for each parameter. Then each dtype needs one exchange per 32 MiB of gradients.
     Sparse gradients need another exchange for their numbers of entries, and two more for each gradient. In one process
     nothing happens.
     """

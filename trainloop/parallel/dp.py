@@ -55,21 +55,21 @@ class TTDataParallel(Transparent, DataParallel):
     Raises
     ------
     ConfigurationError
-        If ``devices`` is not a number of replicas, or is passed together with ``device_ids`` or for a module on a GPU;
-        or if the module has lazy parameters.
+        If ``devices`` is below 1, or is passed with ``device_ids`` or for a module on a GPU; or if the module has lazy
+        parameters.
     Exception
-        If a replica raises: an exception of the same type, whose message has the replica's number and traceback.
+        If a replica raises. The exception has the same type, and its message has the replica's number and traceback.
 
     Notes
     -----
-    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``: 2 replicas get 4 and 3
-    samples of a batch of 7. Of 8 replicas, 7 get one sample each and one is idle.
+    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``. With a batch of 7, 2 replicas get 4 and
+    3 samples; with 8 replicas, 7 get one sample each and one is idle.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost.
-    In-place changes of buffers are kept only from the first replica, so BatchNorm has the statistics of the first part.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
+    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part.
 
-    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In ``single``
-    it gets none.) Therefore an optimizer with weight decay changes this parameter.
+    On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In mode
+    ``single`` it gets none.) Therefore an optimizer with weight decay changes this parameter.
 
     CPU replicas run one after another, because all threads share torch's CPU random generator: if they ran at the same
     time, dropout would draw different numbers in each run. A replica's operations use all cores.

@@ -46,7 +46,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, no matter
     which submodules they call or how often. If ``get_loss`` yields its losses, each loss is one pass. You can read and
     write every other attribute, property and method of the model through the wrapper. Methods other than these three
-    bypass FSDP, and see sharded parameters in the root unit.
+    bypass FSDP, so they see the root unit's parameters sharded.
 
     Parameters
     ----------
@@ -64,27 +64,26 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Number of copies of the model, each sharded over a part of the ranks. Use it instead of ``mesh``.
     reshard_after_forward : bool or int
         If True, the gathered parameters of a unit are freed between its forward and its backward (except for the root
-        unit). If it is an int, they are instead sharded over that many ranks during this time.
+        unit). If it is an int, the parameters are instead sharded over that many ranks during this time.
     mp_policy, offload_policy : optional
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
-        If True, the parameters and buffers of the mesh's first rank are first sent to its other ranks, one at a time
-        (as DDP does). Use ``False`` if they are already equal.
+        If True, the parameters and buffers of the mesh's first rank are first sent to the mesh's other ranks, one at a
+        time (as in DDP). Use ``False`` if they are already equal.
 
     Raises
     ------
     ConfigurationError
-        If there is no process group, the module has lazy parameters or is already sharded, a unit's parameters have
-        several dtypes, or an argument is invalid.
+        If there is no process group; if the module has lazy parameters or is already sharded; if a unit's parameters
+        have several dtypes; or if an argument is invalid.
 
     Notes
     -----
-    Collective: every rank makes its wrapper with the same arguments. **Every forward, in evaluation too, is
-    an exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty
-    parameters can't be sharded: each rank has all these parameters, and the backward averages their gradients. If a
-    block shares a parameter with a module outside of it, the block belongs to the unit that contains both. The name
-    ``module`` and the names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to
-    the wrapper.
+    Collective: every rank must make its wrapper with the same arguments. **Every forward, even in evaluation, is an
+    exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty parameters
+    can't be sharded: each rank has them whole, and the backward averages their gradients. If a block shares a parameter
+    with a module outside of it, the block belongs to the unit that contains both. The name ``module`` and the names of
+    ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the wrapper.
 
     Examples
     --------
@@ -94,7 +93,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     """
 
     reshard: Callable[[], None]
-    """Free the root unit's gathered parameters: a method of ``FSDPModule``, a base class that ``fully_shard`` adds."""
+    """Free the root unit's gathered parameters. Inherited from ``FSDPModule``, which ``fully_shard`` adds."""
 
     @refuses_unknown
     def __init__(
@@ -227,12 +226,12 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """In every unit, free the parameters that are still gathered because no backward followed. No exchange."""
+        """Free the parameters of any unit that are still gathered because no backward followed. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
-        """Raise ConfigurationError if one of the next training forwards changes a parameter (which would be lost)."""
+        """Raise ConfigurationError if one of the next training forwards changes a parameter: such changes are lost."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
@@ -256,7 +255,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Parameters
         ----------
         parameters : mapping from str to nn.Parameter
-            New parameters, by the names in ``module.named_parameters()`` of the parameters that they replace.
+            New parameters, by the names that the replaced parameters have in ``module.named_parameters()``.
 
         Returns
         -------

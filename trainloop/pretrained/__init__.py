@@ -1,4 +1,4 @@
-"""Pretrained networks of transformers and timm for text and pictures, as ``TTModel``.
+"""Pretrained networks for text and pictures, from transformers and timm, each as a ``TTModel``.
 
 They predict your own classes or numbers: if the last layer of a model does not fit, it is replaced. Weights are loaded
 from a folder, or from the Hugging Face hub. The extra ``multimodal`` installs the libraries.

@@ -75,7 +75,7 @@ class TextModel(TTBasicModel):
 class PictureModel(TTBasicModel):
     """A network that predicts a score for each class, or numbers, from pictures with pixels from 0 to 255.
 
-    Its batches are ``(pictures, target)``. A sample may be several pictures; their outputs are averaged.
+    Its batches are ``(pictures, target)``. A sample may consist of several pictures; their outputs are averaged.
 
     Parameters
     ----------

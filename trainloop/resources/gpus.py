@@ -241,8 +241,8 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Raises
     ------
     Exception
-        Every error of ``fit_on_cpu``, and every other error of ``fit_on_gpu`` (out of memory, wrong arguments),
-        unchanged.
+        Any error of ``fit_on_cpu``, and any error of ``fit_on_gpu`` that is not about a missing GPU (out of memory,
+        wrong arguments), unchanged.
 
     Warns
     -----

@@ -120,7 +120,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
                 f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
             )
     if fcntl is None:
-        warn("CPUs and GPUs are not leased on Windows. Separate this machine's runs by devices= and num_cpus=.")
+        warn("CPUs and GPUs are not leased on Windows. Give each run its own devices= and num_cpus=.")
         return Lease({kind: list(request.pool[: request.number]) for kind, request in requests.items()}, [])
     leases = _LeaseFolder(folder() if where is None else where)
     timeout_s = _DAY_S if timeout_s is None else timeout_s

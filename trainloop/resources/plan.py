@@ -67,11 +67,11 @@ class Plan:
     per_model: ResourceQuota
     """Quota of one fold, or of the trial's only model."""
     placement: tuple[tuple[int, ...], ...]
-    """Devices of each model that runs at once, counted within the run's own devices (:func:`place`)."""
+    """Devices of each model that runs at once, as indices into the run's own devices (:func:`place`)."""
 
     @property
     def models_in_parallel(self) -> int:
-        """Number of models of all trials that run at once."""
+        """Number of models that run at once, over all trials."""
         return self.trials_in_parallel * self.folds_in_parallel
 
     @property
@@ -135,14 +135,14 @@ def plan(
     Parameters
     ----------
     total : ResourceQuota or Resources
-        Resources of the run. CPUs must be a number (``resources.available()`` has them); the number of GPUs defaults to
-        0, because nothing is read from the machine.
+        Resources of the run. ``num_cpus`` must be a number, such as that of ``resources.available()``; ``num_gpus``
+        defaults to 0, because nothing is read from the machine.
     num_trials : int
         Number of trials, 1 or more.
     num_bag_folds : int
         Folds of each trial. 0 and 1 mean one model without bagging; ``per_bag`` is then ignored, with a warning.
     per_bag, per_model : ResourceQuota, optional
-        Quota of one trial, and of one model. Values that are ``'auto'`` are derived.
+        Quota of one trial, and of one model. ``'auto'`` values are computed.
     parallel_folds : bool
         If False, the folds of a trial run one after the other.
 
@@ -198,7 +198,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """Return how many requests of ``gpus`` GPUs fit into ``total_gpus``; a fraction is never split over devices.
+    """Return how many requests of ``gpus`` GPUs fit into ``total_gpus``; a fraction is never split across devices.
 
     Examples
     --------
@@ -358,12 +358,13 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Raises
     ------
     ResourceError
-        If there is no possible assignment, or a request is not a number of GPUs.
+        If no assignment is possible, or a request is not a valid number of GPUs.
 
     Notes
     -----
     This is bin packing. For up to 16 requests, and for any number of equal requests, an assignment is found if one
-    exists. More requests are placed by first fit, the largest first, which can use more devices than necessary.
+    exists. If there are more requests, they are placed by first fit, largest first, which can use more devices than
+    necessary.
 
     Examples
     --------

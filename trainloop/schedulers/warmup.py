@@ -69,9 +69,9 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     Parameters
     ----------
     num_warmup_steps : int
-        Optimizer steps from 0 to the full rate.
+        Number of optimizer steps in which the rate rises from 0 to its full value.
     last_epoch : int
-        Number of steps already done; -1 if there are none. An argument of ``LambdaLR``.
+        Number of steps already done; -1 if there are none. Passed to ``LambdaLR``.
     **kwargs
         Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
 
@@ -93,7 +93,7 @@ class LinearWithWarmupScheduler(_WarmupScheduler):
     Parameters
     ----------
     num_warmup_steps : int
-        Optimizer steps from 0 to the full rate.
+        Number of optimizer steps in which the rate rises from 0 to its full value.
     num_training_steps : int, optional
         Total number of optimizer steps, after which the rate is 0. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
@@ -117,7 +117,7 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
     Parameters
     ----------
     num_warmup_steps : int
-        Optimizer steps from 0 to the full rate.
+        Number of optimizer steps in which the rate rises from 0 to its full value.
     num_training_steps : int, optional
         Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.
@@ -148,7 +148,7 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
     Parameters
     ----------
     num_warmup_steps : int
-        Optimizer steps from 0 to the full rate.
+        Number of optimizer steps in which the rate rises from 0 to its full value.
     num_training_steps : int, optional
         Total number of optimizer steps. Default: the number of steps in ``fit``, see
         :meth:`~trainloop.train_loop.TrainLoop.num_optimizer_steps`.

@@ -50,7 +50,7 @@ class TabularPredictor:
         By default it is inferred from the label column, and printed.
     eval_metric : str or callable, optional
         Metric by which models are compared. The default is accuracy, or root mean squared error for regression. A
-        function takes ``(y_true, y_pred)`` and returns a score; a greater score must be better.
+        function takes ``(y_true, y_pred)`` and returns a score, where greater is better.
     path : path, optional
         Folder in which ``fit`` saves the predictor. It is created if it does not exist.
 
@@ -103,12 +103,12 @@ class TabularPredictor:
 
         Parameters
         ----------
-        train_data : DataFrame or path to CSV or Parquet
+        train_data : DataFrame or path to a CSV or Parquet file
         tuning_data : DataFrame or path, optional
             Validation data. By default a part of ``train_data`` is held out. Not allowed with bagging.
         hyperparameters : mapping or str, optional
-            Models with settings, such as ``{'GBM': [{}, {'extra_trees': True}], 'NN_TORCH': {'hidden': (64, 64)}}``,
-            or a name for :func:`get_hyperparameter_config`. Keys are LR, RF, XT, GBM, NN_TORCH, AG_TEXT_NN,
+            Models with settings, such as ``{'GBM': [{}, {'extra_trees': True}], 'NN_TORCH': {'hidden': (64, 64)}}``, or
+            a name that :func:`get_hyperparameter_config` accepts. Keys are LR, RF, XT, GBM, NN_TORCH, AG_TEXT_NN,
             AG_IMAGE_NN, the class of an estimator, or a function that returns a ``TTModel`` and is called as
             ``function(num_inputs, num_outputs, **settings)``. If a search is requested, a setting may be a list or a
             distribution of :mod:`trainloop.tuning`.
@@ -192,7 +192,7 @@ class TabularPredictor:
         return pd.DataFrame(found.predict(frame, model), index=frame.index, columns=list(found.target.classes))
 
     def evaluate(self, data: Data, model: str | None = None) -> dict[str, float]:
-        """Return scores on labelled data, the ``eval_metric`` first. Greater is better, so errors are negative."""
+        """Return scores on labelled data, with the ``eval_metric`` first. Greater is better, so errors are negative."""
         frame, found = labelled_rows(data, self.label), self._trained
         rows, truth = found.predict(frame, model), found.target.encode(frame[self.label])
         problem = found.target.problem
@@ -200,7 +200,7 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Return a table of all models, the best first, with their scores and the resources that each used.
+        """Return a table of all models, best first, with their scores and the resources that each used.
 
         ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``. For a
         bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU time.

@@ -113,8 +113,8 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
             other_epoch, other_step = theirs["place"]
             raise ConfigurationError(
                 f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, but rank 0 after epoch "
-                f"{epoch} and step {step}. All ranks take each step together, so resume from the same checkpoint on "
-                "every rank (for resume_from='last', in a folder that all hosts share), and call fit equally often."
+                f"{epoch} and step {step}. All ranks take each step together: on every rank, resume from the same "
+                "checkpoint (for resume_from='last', in a folder that all hosts share) and call fit equally often."
             )
     for i, name in enumerate(_LOADERS):
         check_shared([Shared(*theirs["loaders"][i]) for theirs in everyone], name)

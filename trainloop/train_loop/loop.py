@@ -87,7 +87,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     train_loader : DataLoader or None
         Training batches. ``batch_size`` is per process. ``None`` for a loop that only predicts or evaluates.
     validation_loader : DataLoader, optional
-        Evaluated after each epoch, which records ``val_loss`` and the metrics that the model logs.
+        Evaluated after each epoch, to record ``val_loss`` and the metrics that the model logs.
     test_loader : DataLoader, optional
         Evaluated once, when training ends.
     optimizer : torch.optim.Optimizer or MultiOptimizer, optional
@@ -97,7 +97,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     collate_batch_pred_fn : callable
         ``(y_batch, collected) -> collected``, called for each batch of predictions and of targets.
     pred_transform_fn : callable
-        Converts the collected batches into what ``predict_on_*`` returns.
+        Converts the collected batches into the result of ``predict_on_*``.
     end_auto_eval : bool or int
         ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after
         every n-th epoch.
@@ -117,12 +117,12 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Number of devices, or their indices; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
         processes (in ``'dp'``, of replicas).
     auto_select_gpus : bool
-        Use ``devices`` GPUs that no other run uses.
+        Choose ``devices`` GPUs that no other run uses.
     resources : trainloop.resources.ResourceQuota, optional
         CPUs, GPUs and memory that the run may use. The limits are enforced while it runs.
     seed : int, optional
-        Seed of the order of samples in each epoch, and of the random generators. With the same seed, every mode and any
-        number of ranks have the same global batches.
+        Seed for the order of samples in each epoch, and for the random generators. With the same seed, every mode and
+        any number of ranks have the same global batches.
     timeout : float
         If a rank hangs for this many seconds, the run ends with an error.
     progress_bar : bool
@@ -133,7 +133,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     sync_batchnorm : bool
         Compute the statistics of BatchNorm layers over the samples of all ranks.
     compile : bool, 'step' or dict
-        ``True``: compile the model with ``torch.compile``. A dict: with the dict as arguments. ``'step'``: compile
+        ``True``: compile the model with ``torch.compile``. A dict: the same, with these arguments. ``'step'``: compile
         forward, loss, backward, clipping and the optimizer's step into one graph (only in ``'single'``; if this is not
         possible, a warning says why and steps are not compiled).
     start_method : {'auto', 'forkserver', 'spawn'}
@@ -313,7 +313,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Raises
         ------
         ConfigurationError
-            For arguments that can't work, before any process starts.
+            For arguments that can't work; raised before any process starts.
         UnpicklableError
             If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError
@@ -408,7 +408,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
-        """Return the mean of ``get_loss_eval`` over a loader, each sample once; a dict for a ``MultiLoss``.
+        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; a dict for a ``MultiLoss``.
 
         Outside ``fit``, the evaluation runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
@@ -496,7 +496,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """Return everything that a resumed run needs on rank 0, and ``None`` on other ranks. For callbacks. Collective.
+        """On rank 0, return everything that a resumed run needs; on other ranks, ``None``. For callbacks. Collective.
 
         In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """
@@ -532,7 +532,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find problems of a long run within seconds; see :func:`trainloop.train_loop.preflight.preflight`."""
+        """Find problems that would stop a long run; see :func:`trainloop.train_loop.preflight.preflight`."""
         from trainloop.train_loop.preflight import preflight
 
         return preflight(self, **kwargs)
@@ -573,7 +573,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         with the block. Each call sends what you have changed: the loop, its model, loaders and callbacks, the
         environment, and notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks
         are also started if a call needs a different number of ranks or other devices. Calls of other loops in the block
-        use the ranks, too. Ranks are not kept with several nodes, with ``max_restarts``, or under a launcher.
+        use the ranks, too. With several nodes, with ``max_restarts``, or under a launcher, ranks end after each call.
 
         The workers of loaders start and end with each call, even with ``persistent_workers=True``.
 

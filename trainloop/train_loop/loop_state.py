@@ -44,9 +44,9 @@ class LoopState:
 
     def __init__(self) -> None:
         self.callbacks: list[AbstractCallback] = []
-        """Callbacks of the last ``fit``, including those that the kind of loop adds."""
+        """Callbacks of the last ``fit``, including those that the loop's class adds."""
         self.message_service = MessageService()
-        """Messages that callbacks exchange."""
+        """Service through which callbacks exchange messages."""
         self.history = History()
         """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
         self.epoch: int = 0
@@ -54,7 +54,7 @@ class LoopState:
         self.global_step: int = 0
         """Number of optimizer steps, over all calls of ``fit``."""
         self.total_iteration_idx: int = -1
-        """Number of the current or last batch, counted from 0 over all epochs; -1 before the first."""
+        """Index of the current or last batch, counted from 0 over all epochs; -1 before the first."""
         self.end_requested: bool = False
         self.ends: list[End] = []
         """Callbacks that requested the end of training."""
@@ -73,7 +73,8 @@ class LoopState:
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.wrapper_args: dict[str, Any] = {}
-        """Arguments of the last ``fit`` for the mode's wrapper; evaluation outside of ``fit`` uses the same ones."""
+        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...), also used by evaluation outside of
+        ``fit``."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.running: Run | None = None
@@ -114,7 +115,7 @@ class LoopState:
 
     @property
     def is_global_zero(self) -> bool:
-        """True in the only process, over all nodes, that prints and writes files."""
+        """True in only one process across all nodes; that process prints and writes files."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
@@ -271,7 +272,7 @@ class LoopState:
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
         """Append a value to the history of a metric, for the current epoch (outside ``fit``, the last epoch).
 
-        The value is in the history immediately. In ``ddp`` ranks exchange inserted values at the end of the hook (for
+        The value is in the history immediately. In ``ddp``, ranks exchange inserted values at the end of the hook (for
         hooks within an epoch, at the end of the epoch), and the value becomes the mean over the ranks that inserted a
         value. If a rank inserts several values with one name, the first values of all ranks are averaged, then the
         second values, and so on. :meth:`log` can reduce in other ways.

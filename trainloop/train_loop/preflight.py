@@ -1,4 +1,4 @@
-"""Checks before a long job, which find in seconds problems that would otherwise stop the job after hours.
+"""Checks to run before a long job: in seconds, they find problems that would otherwise stop it after hours.
 
 :func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
 uses its own random generators.
@@ -99,7 +99,7 @@ def preflight(
     steps : int
         Number of optimizer steps to compare.
     ranks : int
-        Number of CPU processes to compare with.
+        Number of CPU ranks whose training is compared with that of a single process.
     fsdp_model_args : dict, optional
         ``fsdp_model_args`` that ``fit`` will get. Default: the ``fsdp_model_args`` of the last ``fit``.
 

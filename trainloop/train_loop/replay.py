@@ -48,9 +48,9 @@ class Replay:
     error: str
     """The recorded failure, in one line."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Losses of the batch that failed, with the names in a ``MultiLoss``; a single loss is called ``'loss'``."""
+    """Losses of the batch that failed, by their names in the ``MultiLoss``; a single loss is called ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of each parameter's gradient, which is summed over the step's batches so far."""
+    """Norm of each parameter's gradient, accumulated over the step's batches so far."""
     loss_difference: float | None = None
     """Largest difference from the recorded loss; None if no loss was recorded."""
     gradient_difference: float | None = None
@@ -61,11 +61,11 @@ class Replay:
     """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
     finite."""
     line: str | None = None
-    """Line in the forward pass that this backward function belongs to."""
+    """Line of the forward pass to which :attr:`function` belongs."""
     not_finite_before: list[str] = field(default_factory=list)
     """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why the results may differ from the results on the rank."""
+    """Reasons why the results may differ from those on the rank."""
     batch: Any = None
     """The batch that was loaded again, if the loader had failed."""
 
@@ -92,7 +92,7 @@ def replay(
     device: str | torch.device | None = None,
     trusted: bool = False,
 ) -> Replay:
-    """Repeat a recorded step in ``single``, up to the forward and backward that failed.
+    """Repeat a recorded step in mode ``single``, up to the forward and backward that failed.
 
     During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
     random states and precision. The line that failed on the rank raises the same error. You can use ``breakpoint()`` or
@@ -122,8 +122,8 @@ def replay(
 
     Notes
     -----
-    On a CPU of the same kind and with the same versions, the results are bit-identical to the results on
-    the rank. There are three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``.
+    On a CPU of the same kind and with the same library versions, the results are bit-identical to those on the rank.
+    There are three exceptions: several replicas in ``dp``, values from other ranks, and ``compile``.
     :class:`.FailureRecorder` lists what a record does not contain.
 
     Examples
@@ -179,7 +179,7 @@ def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:
     loader, indices = loop.train_loader, record["indices"]
     if not hasattr(loader, "dataset"):
         raise ConfigurationError(
-            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use that loader."
+            "replay: the record is of a failed DataLoader, but train_loader has no dataset. Use the run's DataLoader."
         )
     dataset = loader.dataset
     fetch = getattr(dataset, "__getitems__", None)

@@ -126,8 +126,7 @@ class PredictionStream(Iterator[Predictions]):
     files : RowFiles or None
         Files with the rows; ``None`` if the rank gets no rows.
     order : sequence of int, optional
-        For each row to yield, its index among all rows in the order of batches. Default: yield the batches in loader
-        order.
+        Index of each row to yield, counted over all rows in batch order. Default: yield the batches in loader order.
     """
 
     def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:

@@ -194,7 +194,7 @@ def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
             return multi_optimizer.index(optimizer, "a loss that get_loss yielded", _BY_YIELD)
         if len(multi_optimizer) > 1:
             raise ConfigurationError(
-                f"get_loss yielded a loss without saying for which of {len(multi_optimizer)} optimizers it is. Yield "
+                f"get_loss yielded a loss without saying which of {len(multi_optimizer)} optimizers it is for. Yield "
                 "the optimizer's name or index before the loss, as in `yield 'generator', loss`."
             )
     return 0

@@ -190,7 +190,7 @@ def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str
     if distributed.is_global_zero():
         return state, answer["why"]
     if "error" in answer:
-        raise CheckpointError(f"rank 0 could not resume from resume_from={resume_from!r}: {answer['error']}")
+        raise CheckpointError(f"rank 0 could not resume with resume_from={resume_from!r}: {answer['error']}")
     for keeper, place in zip(keepers, answer["places"], strict=True):
         if place:
             keeper.place = place
@@ -429,8 +429,8 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     if before * steps % now:
         raise CheckpointError(
             f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
-            f"have {now}, so none begins there. Choose batch_size x ranks x grad_accumulation as before, or resume "
-            "from a checkpoint at an epoch's end."
+            f"have {now}, so none of them begins there. Choose batch_size x ranks x grad_accumulation as before, or "
+            "resume from a checkpoint at an epoch's end."
         )
     return before * steps // now
 
@@ -447,4 +447,4 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
             callback.load_state_dict(found["state"])
     lost = [entry["name"] for entry in left if entry["state"]]
     if lost:
-        warn(f"the checkpoint has state of callbacks that this fit lacks: {', '.join(lost)}. That state is ignored.")
+        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(lost)}. That state is ignored.")

@@ -42,7 +42,7 @@ class Timings:
 
     @classmethod
     def over(cls, epochs: Iterable[Timings]) -> Timings:
-        """Return the sum of the timings of epochs."""
+        """Return the sum of several epochs' timings."""
         epochs = tuple(epochs)
         steps, samples = sum(epoch.steps for epoch in epochs), sum(epoch.samples for epoch in epochs)
         seconds, data = sum(epoch.seconds for epoch in epochs), sum(epoch.data for epoch in epochs)

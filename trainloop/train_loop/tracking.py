@@ -1,4 +1,4 @@
-"""Loops that keep an experiment's folder. Each is a :class:`TrainLoop` with additional callbacks.
+"""Loops that maintain an experiment's folder. Each is a :class:`TrainLoop` with additional callbacks.
 
 ``from trainloop.train_loop import *`` imports these too.
 """
@@ -55,7 +55,7 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
 
 class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
-    """A loop that writes checkpoints into an experiment's folder, from which ``resume_from='last'`` resumes.
+    """A loop that writes checkpoints into an experiment's folder; ``resume_from='last'`` resumes from the newest.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Parameter searches and bags of models, under resource quotas that are enforced.
 
-:func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand which models ``tune`` would run in
+:func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand how many models ``tune`` would run in
 parallel.
 """
 

@@ -42,7 +42,7 @@ class EstimatorLoop:
     Parameters
     ----------
     estimator : object
-        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``; if it also has ``predict_proba(x)``, this is used.
+        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``. If it has ``predict_proba(x)``, that is used instead.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional

@@ -46,7 +46,7 @@ class Trial:
     """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
     search ended first."""
     errors: dict[int, str] = field(default_factory=dict)
-    """For each fold that failed, its traceback, or the way in which its process ended."""
+    """Traceback of each fold that failed, or a description of how its process ended."""
     cpus: int = 0
     """Number of CPUs that each model of the trial could run on."""
     gpus: float = 0.0
@@ -54,7 +54,7 @@ class Trial:
     cpu_seconds: float = 0.0
     """CPU seconds of all folds, as counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """For each fold, the mapping in its model's attribute ``facts``, if the model has one."""
+    """Mapping in the ``facts`` attribute of each fold's model, for models that have one."""
 
     @property
     def score(self) -> float | None:
@@ -83,7 +83,7 @@ def short(error: str) -> str:
 class TuneResult:
     """The trials of a search, the best trial, and the models of that trial.
 
-    Made by :func:`~trainloop.tuning.tune`. ``print`` shows its table.
+    :func:`~trainloop.tuning.tune` returns it. Print it to see a table of the trials.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class TuneResult:
         Parameters
         ----------
         trial : Trial
-            One of :attr:`trials`. For any trial but the best, the search needs ``tune(..., keep='all')``.
+            One of :attr:`trials`. Any trial but the best requires ``tune(..., keep='all')``.
         lazy : bool
             If True, read the files of the models when they are first needed. Until then, the predictor keeps this
             result and its folder alive.
@@ -171,9 +171,9 @@ class TuneResult:
     def predictions_of(self, trial: Trial) -> Any:
         """Return a trial's predictions for the rows that its models did not train on.
 
-        With bagging, they have the same form as :attr:`out_of_fold_predictions`. Without bagging, they are for the
-        validation set of the loop. Class probabilities have a column for each class that any fold was trained on,
-        sorted.
+        With bagging, they have the same form as :attr:`out_of_fold_predictions`. Without bagging, they are the
+        predictions for the loop's validation set. Class probabilities have one column for each class that any fold was
+        trained on, in sorted order.
 
         Raises
         ------
@@ -214,7 +214,7 @@ class TuneResult:
         Raises
         ------
         ConfigurationError
-            If the search has no bags.
+            If the search does not use bagging.
         """
         if self.folds is None:
             raise ConfigurationError("out-of-fold predictions need folds. Use tune(..., num_bag_folds=5).")
@@ -230,7 +230,7 @@ class TuneResult:
     # -- display -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict for each trial, the best first, for example for ``pandas.DataFrame(result.rows())``."""
+        """Return a list with a dict for each trial, best first; ``pandas.DataFrame`` accepts it."""
         return [
             {
                 "trial": trial.number,
@@ -254,7 +254,7 @@ class TuneResult:
         return html_table(names, rows)
 
     def table(self) -> str:
-        """Return a table of the trials as text, the best first."""
+        """Return a table of the trials as text, best first."""
         cells = self._cells()
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
@@ -270,7 +270,7 @@ class TuneResult:
         return f"TuneResult({len(self.trials)} trials, {score}{', interrupted' if self.interrupted else ''})"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Plot scores by trial, and by each parameter that is a number.
+        """Plot scores by trial, and by each numeric parameter.
 
         Parameters
         ----------
@@ -336,9 +336,9 @@ class BaggedPredictor:
     Parameters
     ----------
     models : sequence of object, or callable
-        ``TTModel`` s, or estimators with ``predict``, all of one kind; or a callable that returns them. The callable is
-        called when the models are first needed, because models may be large and their libraries may take seconds to
-        import.
+        ``TTModel`` objects, or estimators with ``predict``, all of one kind; or a callable that returns them. The
+        callable is called when the models are first needed, because models may be large and their libraries may take
+        seconds to import.
     """
 
     def __init__(self, models: Sequence[Any] | Callable[[], Sequence[Any]]) -> None:
@@ -360,15 +360,16 @@ class BaggedPredictor:
         Parameters
         ----------
         data : DataLoader, Dataset or array
-            For a ``TTModel``, a loader or dataset whose batches its ``get_predictions`` accepts; for an estimator,
-            its ``x``.
+            For a ``TTModel``, a loader or dataset whose batches its ``get_predictions`` accepts; for an estimator, the
+            argument of its ``predict``.
 
         Returns
         -------
         numpy.ndarray
             The mean if predictions are floats (logits, probabilities, numbers). If they are classes, the most frequent
-            class; in a tie, the lowest one. If models were trained on different classes, probabilities have a column
-            for each class that any model knows, sorted. A model gives 0 to classes that it does not know.
+            class; in a tie, the lowest one. If models were trained on different classes, probabilities have one column
+            for each class that any model knows, in sorted order. A model contributes 0 for classes that it does not
+            know.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
         return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])

@@ -39,7 +39,7 @@ class Scorer:
         return self.name
 
     def __call__(self, y_true: Any, predictions: Any) -> float:
-        """Return the score; NaN if these rows have none."""
+        """Return the score; NaN if it is undefined for these rows."""
         rows = np.asarray(predictions)
         model = _Probabilities(rows) if rows.ndim == 2 and rows.shape[1] > 1 else _OneColumn(rows.reshape(-1))
         with warnings.catch_warnings():  # a few rows may lack classes
@@ -112,8 +112,8 @@ def ensemble_weights(
     Parameters
     ----------
     predictions : sequence of array
-        For each model, its predictions for the same rows, on which it did not train. For the trials of a search with
-        bags: ``[result.predictions_of(trial) for trial in result.trials]``.
+        For each model, its predictions for the same rows, none of which it was trained on. For the trials of a search
+        with bags: ``[result.predictions_of(trial) for trial in result.trials]``.
     y_true : array
         Targets of these rows.
     *metrics : callable

@@ -93,9 +93,9 @@ def tune(
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model.
     metric : str or callable
-        A name in the loop's history, whose last value counts; or a function ``metric(y_true, y_pred)`` of the
-        validation rows. For estimators, ``val_loss`` is log loss or mean squared error, and other names are
-        scikit-learn's scorers.
+        Name of a metric in the loop's history (its last value counts), or a function ``metric(y_true, y_pred)`` that
+        scores the validation rows. For estimators, ``val_loss`` is log loss or mean squared error, and other names are
+        those of scikit-learn's scorers.
     mode : {'min', 'max'}
         ``'min'`` if lower scores are better, ``'max'`` if higher scores are better.
     backend : {'local', 'ray'}
@@ -103,34 +103,34 @@ def tune(
     seed : int, optional
         Seed for parameters, folds and models.
     storage : path, optional
-        Folder of the search. If it has an earlier search, that search is resumed, and finished folds are not trained
-        again. The folder contains pickles, which can execute arbitrary code when they are read. Therefore you or root
-        must own it, and other users must not be able to write to it.
+        Folder of the search. If it contains an earlier search, that search is resumed, and finished folds are not
+        trained again. The folder contains pickles, which can execute arbitrary code when they are read. Therefore you
+        or root must own it, and other users must not be able to write to it.
     fit_args : mapping, optional
-        Arguments of ``fit``, if ``make_loop`` returns an untrained loop: ``{'num_epochs': 5}``. By default,
+        Arguments of ``fit``, such as ``{'num_epochs': 5}``, if ``make_loop`` returns an untrained loop. By default,
         ``num_epochs`` is the search parameter with that name or, if there is none, 10.
     data : (x, y), optional
         Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional
-        A target for each row of the data, for the folds. Default: ``y`` of ``data``. If there is no ``data`` either,
-        ``make_loop`` is called once with a fold of two rows, in a separate process that trains nothing, and the targets
-        are read from the dataset of the ``Subset`` in the loop's ``train_loader``.
+        A target for each row of the data, from which the folds are made. Default: ``y`` of ``data``. If there is no
+        ``data`` either, ``make_loop`` is called once with a fold of two rows, in a separate process that trains
+        nothing, and the targets are read from the dataset of the ``Subset`` in the loop's ``train_loader``.
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
     progress : bool
-        Show how many trials are done, running and failed, and which resources are in use.
+        Show how many trials are done, running or failed, and which resources are in use.
     lease_timeout_s : float, optional
         Seconds to wait for CPUs and GPUs that other runs hold. Default: one day.
     time_limit_s : float, optional
-        After this many seconds, no further fold begins, and running folds are ended, as with Ctrl-C. A model can call
+        After this many seconds, no further fold starts, and running folds are stopped, as with Ctrl-C. A model can call
         :func:`~trainloop.tuning.seconds_left` to end earlier and keep its result.
     keep : {'best', 'all'}
         Keep the models of the best trial, or of all trials (:meth:`TuneResult.predictor_of`).
     preload : sequence of str
         Modules that the models need. The fork server imports them when it starts, and the processes of the models are
-        forked from it. If an earlier search or multi-process ``fit`` has already started the server, it is used
-        unchanged. The modules must not start threads or use a GPU when they are imported. With ``()``, each model gets
-        a fresh interpreter. Has no effect with Ray.
+        forked from it. If an earlier search or multi-process ``fit`` has already started the server, that server is
+        used unchanged. The modules must not start threads or use a GPU when they are imported. With ``()``, each model
+        gets a fresh interpreter. Has no effect with Ray.
     trusted : bool
         Skip the check of the owner and mode of ``storage``, for a folder that you trust.
     folds : splitter, or list of (train, validation), optional
@@ -145,9 +145,9 @@ def tune(
     Raises
     ------
     ConfigurationError
-        If arguments are invalid, before any process starts.
+        If arguments are invalid; raised before any process starts.
     ResourceError
-        If the machine does not have the requested resources, or they are not free in time.
+        If the machine does not have the requested resources, or they do not become free in time.
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s

@@ -42,7 +42,7 @@ class Uniform:
     high: float
     """Greatest value."""
     log: bool = False
-    """True if the logarithm of the value is uniform, which is suitable for a learning rate."""
+    """True if the logarithm of the value is uniform, as suits a learning rate."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 0.0)

@@ -96,7 +96,7 @@ def _exit_at_once(exitcode: int) -> None:
 
 
 def seconds_left() -> float | None:
-    """Return the seconds that the model in this process may still take, for models that can end early.
+    """Return how many seconds the model in this process may still take, so that it can end early.
 
     With ``tune(..., time_limit_s=...)``, the time that is left when a model begins is divided equally among the
     remaining models. Time that a model does not use is available to later models. A tenth of the time is reserved for

@@ -75,7 +75,7 @@ class AbstractExperimentCallback(CompatCallback):
         for name in missing:
             if not hasattr(self.train_loop_obj, name):
                 raise AttributeError(
-                    f"{type(self).__name__} has no {name}, and neither has the {type(self.train_loop_obj).__name__}. "
+                    f"{type(self).__name__} has no {name}, and neither does the {type(self.train_loop_obj).__name__}. "
                     f"Pass {name} to the callback, or use a tracking loop, such as TrainLoopCheckpoint."
                 )
             setattr(self, name, getattr(self.train_loop_obj, name))
