@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop._metrics import Recorder
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Idle", "padded_batches"]
 
+_TORCH_OWN = frozenset(vars(nn.Module()))
+
 
 class Idle:
     """A dummy forward pass for a rank that has no batch, with a batch of another rank. It has no side effects.
 
-    It logs nothing, updates no BatchNorm statistics, draws no random number and carries no state. Its gradients are
-    zero. It uses the batch that another rank runs at the same time, so that all ranks gather the same units; if that
-    batch's loss is infinite or NaN, its gradients are too.
+    It logs nothing, updates no BatchNorm statistics and no counts in modules' attributes (such as those of
+    torchmetrics), draws no random number and carries no state. Its gradients are zero. It uses the batch that another
+    rank runs at the same time, so that all ranks gather the same units; if that batch's loss is infinite or NaN, its
+    gradients are too.
     """
 
     def __init__(self, run: Run) -> None:
@@ -48,6 +51,7 @@ class Idle:
         run = self._run
         model = run.loop.model
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        attributes = [(vars(module), _attributes_of(module)) for module in model.modules()]
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
@@ -63,7 +67,32 @@ class Idle:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+                for current, saved in attributes:
+                    _restore(current, saved)
             load_carried_state(model, [carried], 0, 1)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes that a module adds to ``nn.Module``'s own, each with a copy of what can change in place."""
+    return {name: (value, _copied(value)) for name, value in vars(module).items() if name not in _TORCH_OWN}
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is Tensor:
+        return value.clone()
+    return value.copy() if type(value) in (list, dict) else value
+
+
+def _restore(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
+    for name, (value, before) in saved.items():
+        current[name] = value
+        if type(value) is Tensor:
+            value.copy_(before)
+        elif type(value) is list:
+            value[:] = before
+        elif type(value) is dict:
+            value.clear()
+            value.update(before)
 
 
 def padded_batches(

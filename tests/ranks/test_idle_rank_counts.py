@@ -1,0 +1,68 @@
+"""What modules count in attributes, as torchmetrics do, on a rank without a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTBasicModel
+from trainloop import distributed as ranks
+
+ROWS, BATCH = 21, 8
+
+
+class Counts(nn.Module):
+    """Counts samples in a tensor, in numbers and in containers, none of which is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_place, self.number = torch.zeros(()), 0
+        self.each: list[int] = []
+        self.by_name = {"samples": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_place += len(x)
+        self.number += len(x)
+        self.each.append(len(x))
+        self.by_name["samples"] += len(x)
+        return x
+
+
+class Counted(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_counts, self.evaluation_counts = Counts(), Counts()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = self.training_counts if self.training else self.evaluation_counts
+        return self.fc(counts(x))
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        for counts in (self.training_counts, self.evaluation_counts):
+            found = [counts.in_place.item(), counts.number, sum(counts.each), counts.by_name["samples"]]
+            everywhere = ranks.all_reduce(torch.tensor(found), reduce="sum")
+            name = "trained" if counts is self.training_counts else "evaluated"
+            for kind, total in zip(("in_place", "number", "each", "by_name"), everywhere.tolist(), strict=True):
+                self.log(f"{name}_{kind}", total)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "fsdp"])
+def test_each_sample_is_counted_once(mode: str) -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(ROWS, 4), torch.arange(ROWS) % 3)
+    few = TensorDataset(*data[:5])  # one batch: of two ranks, one has none
+    model = Counted()
+    loop = TrainLoop(
+        model, DataLoader(data, BATCH), DataLoader(few, BATCH), None, torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2,
+        progress_bar=False, seed=1,
+    )  # fmt: skip
+    loop.fit(num_epochs=1)
+    for kind in ("in_place", "number", "each", "by_name"):
+        assert loop.history[f"val_trained_{kind}"] == [ROWS]
+        assert loop.history[f"val_evaluated_{kind}"] == [5]
