@@ -205,6 +205,15 @@ def test_a_distributed_loader_is_read_as_it_is() -> None:
         assert feed.row_order([size for _, _, size in whole_pass(ranks)]) is None
 
 
+def test_one_process_refuses_a_sampler_that_leaves_half_of_the_rows_to_another() -> None:
+    dataset = Rows()
+    loader = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0, shuffle=False))
+    with pytest.raises(ConfigurationError, match="the_loader has a DistributedSampler with num_replicas=2"):
+        EvalFeed(loader, name="the_loader")
+    whole = DataLoader(dataset, 4, sampler=DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=False))
+    assert sum(size for _, _, size in EvalFeed(whole).batches()) == len(dataset)
+
+
 def test_distributed_for_other_ranks_is_an_error() -> None:
     loader = DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0))
     with pytest.raises(ConfigurationError, match=r"val_loader has a DistributedSampler with num_replicas=4"):

@@ -47,7 +47,7 @@ class EvalFeed:
     Raises
     ------
     ConfigurationError
-        If the loader can't be iterated.
+        If the loader can't be iterated, or has a ``DistributedSampler`` for another number of ranks.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
-    if given:
+    if given or world_size == 1:  # in one process, a sampler for several would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
