@@ -298,8 +298,9 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     wrong += changed(left_out, now)
     if wrong:
         raise CheckpointError(
-            f"the checkpoint leaves out {wrong[0]}, whose values differ between this model and the checkpoint's run "
-            f"(differing tensors: {len(wrong)}). Before fit, load the values that the checkpoint's run began with."
+            f"the checkpoint does not contain {wrong[0]}, and this model's values of it are not those of the run that "
+            f"wrote the checkpoint (differing tensors: {len(wrong)}). Before fit, load the values that this run began "
+            "with."
         )
 
 

@@ -16,7 +16,10 @@ __all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """The rows of one model. Pass them to ``torch.utils.data.Subset(data, fold.train)``."""
+    """The rows that one model trains on, and the rows held out from it.
+
+    ``torch.utils.data.Subset(data, fold.train)`` selects the training rows.
+    """
 
     index: int
     """Number of the fold, from 0."""
