@@ -23,12 +23,16 @@ class Counts(nn.Module):
         self.in_place, self.number = torch.zeros(()), 0
         self.each: list[int] = []
         self.by_name = {"samples": 0}
+        self.expanded = torch.ones(1, 1).expand(3, 3)  # can't be written in place
+        self.sparse = torch.eye(3).to_sparse()
+        self.output: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.in_place += len(x)
         self.number += len(x)
         self.each.append(len(x))
         self.by_name["samples"] += len(x)
+        self.output = x.detach()
         return x
 
 
@@ -40,6 +44,7 @@ class Counted(TTBasicModel):
 
     def forward(self, x: Tensor) -> Tensor:
         counts = self.training_counts if self.training else self.evaluation_counts
+        self.weight_of_forward = self.fc.weight.detach()
         return self.fc(counts(x))
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def test_ranks_end_with_their_server_and_the_next_call_has_another(
 ) -> None:
     monkeypatch.setenv(processes.METHOD_VARIABLE, "forkserver")
     monkeypatch.setenv("NOTE", str(tmp_path / "pids"))
-    with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server was killed"):
+    with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server, which starts the ranks, was killed"):
         launch(kills_the_server, ranks_per_node=2)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 10
@@ -303,7 +303,7 @@ def parent(stop: Any) -> int:
 @pytest.mark.long
 def test_where_there_can_be_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(ConfigurationError, match="a fork server can't be used here: this program is frozen"):
+    with pytest.raises(ConfigurationError, match="a fork server can't be used here, because this program is frozen"):
         launch(killed, ranks_per_node=1, start_method="forkserver")
     monkeypatch.undo()
     with monkeypatch.context() as patch:

@@ -174,8 +174,9 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
 
 
 def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> None:
+    expanded = own.layout == torch.strided and 0 in own.stride()  # several elements share one place
     with torch.no_grad():
-        if own.shape == value.shape and own.dtype == value.dtype and not own.is_inference():
+        if own.shape == value.shape and own.dtype == value.dtype and not own.is_inference() and not expanded:
             own.copy_(value)
         elif not torch.nn.parameter.is_lazy(own):
             own.data = value.to(own.device)

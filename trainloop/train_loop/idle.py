@@ -79,20 +79,24 @@ def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _copied(value: Any) -> Any:
     if type(value) is Tensor:
-        return value.clone()
+        # fsdp frees the memory of gathered parameters, to which an attribute may refer.
+        readable = value.layout == torch.strided and not value.is_meta and value.untyped_storage().nbytes() > 0
+        return value.clone() if readable and not value.is_inference() else value
     return value.copy() if type(value) in (list, dict) else value
 
 
 def _restore(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, before) in saved.items():
         current[name] = value
-        if type(value) is Tensor:
-            value.copy_(before)
-        elif type(value) is list:
+        if before is value:
+            continue
+        if type(value) is list:
             value[:] = before
         elif type(value) is dict:
             value.clear()
             value.update(before)
+        elif value.untyped_storage().nbytes() > 0 and not torch.equal(value, before):
+            value.copy_(before)
 
 
 def padded_batches(
