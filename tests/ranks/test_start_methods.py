@@ -183,7 +183,7 @@ def test_ranks_end_with_their_server_and_the_next_call_has_another(
 ) -> None:
     monkeypatch.setenv(processes.METHOD_VARIABLE, "forkserver")
     monkeypatch.setenv("NOTE", str(tmp_path / "pids"))
-    with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server, which starts the ranks, was killed"):
+    with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server, .* was killed"):
         launch(kills_the_server, ranks_per_node=2)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     deadline = time.monotonic() + 10
