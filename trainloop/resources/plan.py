@@ -50,7 +50,11 @@ class WholeQuota(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of trials and folds that run at once, and their quotas. At every level: used <= granted <= total."""
+    """Numbers of trials and folds that run at once, and their quotas.
+
+    The models that run at once never use more than is reserved for their trials (``cpus_used <= cpus_granted``), and
+    the trials never reserve more than ``total``. The same holds for GPUs.
+    """
 
     total: ResourceQuota
     """Resources of the run."""
