@@ -288,7 +288,7 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             raise ConfigurationError(
                 f"predictions are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot "
                 "rows. For several labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, "
-                "y_true, metadata). If each element of a row (such as a token or a pixel) has one class, return classes "
+                "y_true, metadata). If each element of a row (such as a token or pixel) has one class, return classes "
                 "instead of scores from get_predictions."
             )
         return predicted.ravel(), targets.ravel()  # a class per element, such as a token or pixel
