@@ -151,7 +151,7 @@ def begin_server(modules: Sequence[str]) -> None:
                 undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
                 raise NoServerError(
-                    "every user of this host could reach the server with this version of Python (CVE-2022-42919)"
+                    "with this version of Python, every user of this host could connect to it (CVE-2022-42919)"
                 )
             order["environment"] = {name: os.environ.get(name) for name in changed}
             with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):

@@ -134,8 +134,8 @@ class Session:
             without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
             raise ConfigurationError(
                 f"of {self._world_size} ranks, these have no key, but the others have one: {without}. Set "
-                f"{KEY_VARIABLE} to the same secret for all ranks, or for none. If you did, another program has "
-                "connected as a rank."
+                f"{KEY_VARIABLE} to the same secret for all ranks, or for none. If it was set that way, another "
+                "program has connected as a rank."
             )
         if key is None:
             key = self._shared_key(group) if self._world_size > 1 else new_key()
