@@ -15,14 +15,15 @@ from trainloop.data import EvalFeed, StepBatches, TrainFeed
 
 
 class FirstBatchIsSlow(Rows):
-    """The first worker's first batch of 4 is ready only once the other worker has sent its own."""
+    """The first batch of 4 is ready only once a worker reads row `until`."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: int) -> None:
         super().__init__()
+        self._until = until
         self._other_worker_is_ahead = multiprocessing.Event()
 
     def __getitem__(self, index: int) -> Any:
-        if index == 12:  # in the other worker's second batch
+        if index == self._until:
             self._other_worker_is_ahead.set()
         elif index == 0:
             self._other_worker_is_ahead.wait(60)
@@ -31,9 +32,10 @@ class FirstBatchIsSlow(Rows):
 
 @pytest.mark.parametrize("seed", [None, SEED])
 def test_workers_that_may_overtake_each_other_change_no_row(seed: int | None) -> None:
-    plain = [indices(batch) for batch in DataLoader(FirstBatchIsSlow(), 4, num_workers=2, in_order=False)]
+    # The fifth batch is asked for only once the loader has another batch than the first.
+    plain = [indices(batch) for batch in DataLoader(FirstBatchIsSlow(16), 4, num_workers=2, in_order=False)]
     assert plain[0] != [0, 1, 2, 3]  # so they do, where nothing depends on it
-    feed = EvalFeed(DataLoader(FirstBatchIsSlow(), 4, num_workers=2, in_order=False), seed=seed)
+    feed = EvalFeed(DataLoader(FirstBatchIsSlow(12), 4, num_workers=2, in_order=False), seed=seed)
     given = [(index, indices(batch), size) for index, batch, size in feed.batches()]
     assert given == [(i, list(range(4 * i, min(4 * i + 4, ROWS))), min(4, ROWS - 4 * i)) for i in range(11)]
 
