@@ -45,6 +45,17 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")}
 
 
+def test_only_names_are_needed_in_addition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, loader = Net(), DataLoader(make_data(), batch_size=16)
+    arguments: dict[str, Any] = {"optimizer": optim.SGD(model.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss()}
+    with pytest.raises(ConfigurationError, match="project_name=''"):
+        TrainLoopCheckpoint(model, loader, **arguments)
+    names = {"project_name": "digits", "experiment_name": "baseline"}
+    TrainLoopCheckpoint(model, loader, **arguments, **names, progress_bar=False, accelerator="cpu").fit(num_epochs=1)
+    assert [path.name for path in tmp_path.glob("digits/baseline_*/hyperparams.json")] == ["hyperparams.json"]
+
+
 def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     first = make(TrainLoopCheckpoint, tmp_path)
     first.fit(num_epochs=2)

@@ -18,6 +18,7 @@ from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.file import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
+from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import local_shard, map_tensors
@@ -291,7 +292,8 @@ class ModelCheckpoint(Saver):
         self._fit = uuid4().hex
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
-        if distributed.is_global_zero() or self._is_sharded():  # a rank that writes
+        several = has_ranks(self.train_loop_obj.gpu_mode)
+        if not several or distributed.is_global_zero() or self._is_sharded():  # a rank that writes
             self._own.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)

@@ -109,9 +109,9 @@ class WeightAverage(AbstractCallback):
         if set(state["average"]) != set(weights):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
-                f"{type(self).__name__}: the averaged weights in the checkpoint are those of another model. Only the "
-                f"checkpoint or only this model has these weights: {', '.join(missing[:5])}. Resume with the model "
-                "whose weights were averaged."
+                f"{type(self).__name__}: the averaged weights in the checkpoint are those of another model. Each of "
+                f"these weights is in only one of the two: {', '.join(missing[:5])}. Resume with the model whose "
+                "weights were averaged."
             )
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainloop._support.user_line import warn
 from trainloop.distributed.peers import only_trusted_peers
-from trainloop.distributed.ranks import get_world_size, has_group
+from trainloop.distributed.ranks import get_world_size, has_group, is_alone
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
 
@@ -242,6 +244,14 @@ def barrier() -> None:
     """Wait until every rank has called this function.
 
     Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still run.
+    Without a process group it returns at once, with a warning if torchrun has started several processes: before ``fit``
+    there is no group, unless the script calls ``torch.distributed.init_process_group``.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")
+    elif not is_alone() and os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1":
+        warn(
+            "barrier() did not wait for the other processes of torchrun, because there is no process group yet. Call "
+            "torch.distributed.init_process_group() before it; fit then uses this group.",
+            UserWarning,
+        )

@@ -9,7 +9,8 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -24,6 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _REST_S = 2.0
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,8 +58,27 @@ class Rank:
 
 
 def has_group() -> bool:
-    """Return True if this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
+    """Return True if this process is in a process group, and not :func:`alone`."""
+    return dist.is_available() and dist.is_initialized() and not is_alone()
+
+
+@contextlib.contextmanager
+def alone(yes: bool) -> Iterator[None]:
+    """Make this thread rank 0 of one in the block, for a run in a single process; with False, undo this for ranks.
+
+    Such a run may be in one of several processes that a launcher started, or in a rank's callback. The others take no
+    part in it, so it can't wait for them or leave its files to them.
+    """
+    token = _alone.set(yes)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def is_alone() -> bool:
+    """Return True if this thread is :func:`alone`."""
+    return _alone.get()
 
 
 def leave_group(*, failed: bool = False) -> None:
@@ -114,8 +135,10 @@ def get_rank() -> int:
     -------
     int
         Rank in the process group if there is one. Otherwise the first of the environment variables ``RANK``,
-        ``LOCAL_RANK`` and ``SLURM_PROCID`` that is a number, or 0.
+        ``LOCAL_RANK`` and ``SLURM_PROCID`` that is a number, or 0. Always 0 in a run of ``single`` or ``dp``.
     """
+    if is_alone():
+        return 0
     if has_group():
         return dist.get_rank()
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):

@@ -226,7 +226,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """Free the parameters of any unit that are still gathered because no backward followed. No exchange."""
+        """Free parameters that are still gathered, in any unit, because no backward followed. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 

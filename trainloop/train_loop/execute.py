@@ -23,6 +23,7 @@ from trainloop._support.stopping import LocalStop, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop.data.orders import generators_of
 from trainloop.devices import has_ranks
+from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
@@ -74,9 +75,10 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
         applied_here = applied(
             loop.options.quota, device=loop.run_config.devices[0], loader_workers=_loader_workers(loop, ranks=1)
         )
-        with applied_here, signals(stop), running(loop, stop, job) as run:
+        with alone(True), applied_here, signals(stop), running(loop, stop, job) as run:
             return work(run, *args)
-    return _in_ranks(loop, work, args, job)
+    with alone(False):
+        return _in_ranks(loop, work, args, job)
 
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:

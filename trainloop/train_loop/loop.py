@@ -117,7 +117,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Number of devices, or their indices; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
         processes (in ``'dp'``, of replicas).
     auto_select_gpus : bool
-        Choose ``devices`` GPUs that no other run uses.
+        Choose GPUs that no other run uses, as many as ``devices`` says.
     resources : trainloop.resources.ResourceQuota, optional
         CPUs, GPUs and memory that the run may use. The limits are enforced while it runs.
     seed : int, optional

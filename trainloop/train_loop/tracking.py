@@ -24,13 +24,13 @@ class _TrackingLoop(TrainLoop[ModelT]):
         self,
         model: ModelT,
         train_loader: Loader | None,
-        validation_loader: Loader | None,
-        test_loader: Loader | None,
-        optimizer: Optimizers | None,
-        criterion: Any,
-        project_name: str,
-        experiment_name: str,
-        local_model_result_folder_path: str | os.PathLike[str],
+        validation_loader: Loader | None = None,
+        test_loader: Loader | None = None,
+        optimizer: Optimizers | None = None,
+        criterion: Any = None,
+        project_name: str = "",
+        experiment_name: str = "",
+        local_model_result_folder_path: str | os.PathLike[str] = ".",
         hyperparams: Mapping[str, Any] | None = None,
         *,
         source_dirs: Sequence[str | os.PathLike[str]] = (),
@@ -64,7 +64,8 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     project_name, experiment_name : str
         The folder is ``<local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>``.
     local_model_result_folder_path : str or path
-        Folder of all projects; with the extra ``cloud`` also an fsspec URL, such as ``s3://bucket/results``.
+        Folder of all projects; by default the current one. With the extra ``cloud`` also an fsspec URL, such as
+        ``s3://bucket/results``.
     hyperparams : dict, optional
         Hyperparameters, written as JSON beside the results.
     source_dirs : sequence of path
