@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,16 @@ def bounded(model: Tower) -> None:
     model.words.max_norm = 1.0
 
 
+def sparse(model: Tower) -> None:
+    model.words.sparse = True
+
+
+def scripted(model: Tower) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.blocks[0] = torch.jit.script(nn.Linear(4, 4))
+
+
 def fused(kind: Any) -> Callable[[Tower], Any]:
     return lambda model: kind(model.parameters(), lr=0.1, fused=True)
 
@@ -47,6 +58,8 @@ CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
         r"blocks\.0 is sharded as one.*up\.weight: torch.bfloat16 and .*: torch.float32.*shard=",
     ),
     "max_norm": (bounded, r"words is an Embedding with max_norm=1\.0.*change would be lost"),
+    "sparse gradients": (sparse, r"words is an Embedding with sparse=True.*Use sparse=False"),
+    "TorchScript": (scripted, r"blocks\.0 is a TorchScript module, which can't be sharded"),
     "fused SGD": (fused(torch.optim.SGD), r"SGD\(fused=True\) with gpu_mode='fsdp'.*Leave fused out"),
     "fused Adagrad": (fused(torch.optim.Adagrad), r"Adagrad\(fused=True\)"),
 }

@@ -190,7 +190,7 @@ class ClassLosses:
 
     def _is_watched(self, module: nn.Module) -> bool:
         # A subclass with its own forward may divide by anything.
-        return type(module).forward in self._forwards and getattr(module, "reduction", None) == "mean"
+        return getattr(type(module), "forward", None) in self._forwards and getattr(module, "reduction", None) == "mean"
 
     @contextmanager
     def watched(self, *, with_graphs: bool) -> Iterator[None]:

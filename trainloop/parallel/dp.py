@@ -266,7 +266,8 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
         for part in replica.modules():
             part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
             # torch leaves parameters() of a replica empty, so a penalty on the weights in get_loss would be lost.
-            part._parameters.update(part.__dict__.get("_former_parameters", {}))
+            if not isinstance(part, torch.jit.ScriptModule):
+                part._parameters.update(part.__dict__.get("_former_parameters", {}))
             # It would run the compiled module, which is not this replica.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas

@@ -105,3 +105,13 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
                 "weight in forward. In fsdp, forward has a gathered copy of the weight, so the change would be lost. "
                 "Leave max_norm out and scale rows in a callback's on_after_optimizer_step, or use gpu_mode='single'."
             )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name} is an {type(part).__name__} with sparse=True, but sparse gradients can't be "
+                "reduced over shards. Use sparse=False, or gpu_mode='ddp'."
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name or type(model).__name__} is a TorchScript module, which can't be sharded. Use "
+                "the module that it was made from, or gpu_mode='ddp'."
+            )
