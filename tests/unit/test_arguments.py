@@ -75,6 +75,11 @@ def fit(changed: dict[str, Any] | None = None, **arguments: Any) -> Any:
     return make(**(changed or {})).fit(**{"num_epochs": 1, **arguments})
 
 
+def fit_in_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        fit()
+
+
 def other_optimizer() -> optim.Optimizer:
     return optim.SGD(Net().parameters(), lr=0.1)
 
@@ -114,6 +119,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
     "criterion is a class": (lambda: make(criterion=nn.CrossEntropyLoss), ["criterion", "CrossEntropyLoss()"]),
     "no criterion": (lambda: fit({"criterion": None}), ["Net.get_loss", "TrainLoop(criterion="]),
+    "fit within autocast": (fit_in_autocast, ["within torch.autocast", "use_amp='bf16'"]),
     "a loss of each sample": (
         lambda: fit({"criterion": nn.CrossEntropyLoss(reduction="none")}),
         ["get_loss", "(16,)", ".mean()"],

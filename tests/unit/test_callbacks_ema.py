@@ -156,7 +156,7 @@ def test_another_model_s_average() -> None:
     loop.fit(num_epochs=1, callbacks=[ema])
     foreign = ExponentialMovingAverage()
     other.fit(num_epochs=1, callbacks=[foreign])
-    with pytest.raises(CheckpointError, match=r"are those of another model\. Only .*: more\.bias, more\.weight"):
+    with pytest.raises(CheckpointError, match=r"are those of another model\. Each .*: more\.bias, more\.weight"):
         foreign.load_state_dict(ema.state_dict())
 
 

@@ -74,9 +74,14 @@ def test_no_samples_is_an_error() -> None:
         (None, r"get_loss returned a NoneType. Return a 0-d tensor"),
         ((0.5, 3), r"get_loss returned a float as the loss. Return a 0-d tensor"),
         ((torch.tensor(1.0),), r"get_loss returned a tuple of length 1. Return a loss, or \(loss, weight\), where"),
+        (
+            (torch.tensor(1.0), torch.ones(4, 2)),
+            r"with a tensor of shape \(4, 2\) as the weight. .* store it in an attr",
+        ),
+        ((torch.tensor(1.0), {"tokens": 3}), r"with a dict as the weight. The weight must be a number or a 0-d tensor"),
         (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
-    ids=["number", "nothing", "number and weight", "tuple", "unreduced"],
+    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "unreduced"],
 )
 def test_what_is_no_loss(output: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

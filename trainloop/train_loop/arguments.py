@@ -326,6 +326,11 @@ def check_fit_parts(
 
 def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:
     """Raise an error for a combination of optimizer, model and AMP that can't take steps."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigurationError(
+            "fit was called within torch.autocast, which would use the first step's rounded copies of the weights in "
+            "all steps. Call fit outside of it, and pass use_amp='bf16' or use_amp='fp16' to TrainLoop."
+        )
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
     if asking is None:

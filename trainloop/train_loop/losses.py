@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,13 @@ def split_loss(output: Any) -> tuple[Any, Any]:
                 "is, for example, the number of tokens."
             )
         loss, weight = output
+        plain = weight is None or isinstance(weight, (int, float, np.generic))
+        if not (plain or (isinstance(weight, Tensor) and weight.numel() == 1)):
+            given = f"tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ConfigurationError(
+                f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
+                "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
+            )
     else:
         loss, weight = output, None
     # A method that returns super().get_loss(...), which contains a yield.
