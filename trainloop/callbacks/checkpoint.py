@@ -310,7 +310,7 @@ class ModelCheckpoint(Saver):
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
-        """Write the checkpoint of this step again if the failure occurred before it was complete."""
+        """Write the checkpoint of this step again if it was not yet complete when the failure occurred."""
         if not self._restarted:
             return
         loop = self.train_loop_obj

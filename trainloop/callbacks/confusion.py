@@ -111,7 +111,7 @@ class ConfusionMatrix(AbstractCallback):
         return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
 
     def draw(self) -> Any:
-        """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the fraction of each true class."""
+        """Return a ``matplotlib.figure.Figure`` of the newest matrix; shades are fractions of the true class."""
         if self.matrix is None:
             raise ConfigurationError("ConfusionMatrix.draw: nothing has been predicted yet. Call fit first.")
         counts = self.matrix

@@ -170,8 +170,8 @@ class TimeLimit(AbstractCallback):
 
     Each rank has its own clock. The first rank past the limit ends training on all ranks at the same step. If a run is
     resumed, the earlier time counts too; a second ``fit`` starts from zero. To end a cluster job before its time limit
-    and resume in the next job, use the cluster's signal instead: each job has its full time limit, but this callback
-    also counts the time of earlier jobs.
+    and resume in the next job, use the cluster's signal instead, because this callback also counts the time of earlier
+    jobs.
 
     Parameters
     ----------

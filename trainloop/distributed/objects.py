@@ -243,9 +243,9 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 def barrier() -> None:
     """Wait until every rank has called this function.
 
-    Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still run.
-    Without a process group it returns at once, with a warning if torchrun has started several processes: before ``fit``
-    there is no group, unless the script calls ``torch.distributed.init_process_group``.
+    Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still be
+    running. Without a process group it returns at once, with a warning if torchrun has started several processes:
+    before ``fit`` there is no group, unless the script calls ``torch.distributed.init_process_group``.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")

@@ -107,8 +107,8 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
     project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
         As in :class:`TrainLoopCheckpoint`.
     val_result_package, test_result_package : optional
-        Package for :func:`trainloop.result_package.evaluate_result_package`: a result package, metric functions of
-        ``(y_pred, y_true, metadata)``, or torchmetrics.
+        Package to evaluate with :func:`trainloop.result_package.evaluate_result_package`: a result package, metric
+        functions of ``(y_pred, y_true, metadata)``, or torchmetrics.
     **loop_arguments
         The other arguments of :class:`TrainLoop`.
     """
