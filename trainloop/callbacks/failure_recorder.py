@@ -81,8 +81,8 @@ class FailureRecorder(AbstractCallback):
     -----
     The following is not recorded:
 
-    * the failure of a rank that is killed, by a signal or because the host is out of memory; * failures in evaluation
-    and prediction, and in loaders without indices (streams, plain iterables, persistent
+    * the failure of a rank that is killed, by a signal or because the host is out of memory;
+    * failures in evaluation and prediction, and in loaders without indices (streams, plain iterables, persistent
       workers without a seed);
     * in ``fsdp``, a step in which parameters of the rank are sharded at the moment of the failure (the error names
       them);

@@ -261,7 +261,7 @@ def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
 
 
 def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """Append the batch's predictions; of a list, its items."""
+    """Append the batch's predictions; if they are a list, append its items."""
     if isinstance(y_batch, list):
         predictions += y_batch
     else:
