@@ -299,8 +299,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     if wrong:
         raise CheckpointError(
             f"the checkpoint does not contain {wrong[0]}, and this model's values of it are not those of the run that "
-            f"wrote the checkpoint (differing tensors: {len(wrong)}). Before fit, load the values that the checkpoint's "
-            "run began with."
+            f"wrote the checkpoint (differing tensors: {len(wrong)}). Before fit, load the values that the "
+            "checkpoint's run began with."
         )
 
 
