@@ -58,7 +58,7 @@ class AbstractCallback:
     callback_name : str, optional
         Name of the callback in messages, and of its state in checkpoints. Default: the class name.
     execution_order : int
-        Callbacks run from the lowest to the highest value. Callbacks with equal values run in the order of the list.
+        Callbacks run in ascending order of this value. Callbacks with equal values run in the order of the list.
     device_idx_execution : int, optional
         The only global rank on which the callback runs. Default: every rank. If you restrict a callback to one rank, it
         must not call functions that all ranks have to call together, such as ``predict_on_test_set``.

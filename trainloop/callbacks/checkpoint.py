@@ -53,7 +53,8 @@ class ModelCheckpoint(Saver):
         checkpoint is written, in addition to the checkpoints of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
+        ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
+        mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
         The newest is always kept as well. Only files of this run are deleted, including files that the run wrote before

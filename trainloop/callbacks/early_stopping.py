@@ -30,7 +30,8 @@ class EarlyStopping(AbstractCallback):
         continues for one more epoch if ``patience`` is above 0.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
+        ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
+        mode.
 
     Attributes
     ----------

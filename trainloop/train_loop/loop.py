@@ -102,7 +102,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after
         every n-th epoch.
     gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
-        ``'single'``: one process on one device. ``'dp'``: one process, with a replica in a thread for each device.
+        ``'single'``: one process on one device. ``'dp'``: one process with a replica for each device, each in a thread.
         ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: like
         ``'ddp'``, but parameters, gradients and optimizer state are sharded over the processes. ``'auto'``: ``'ddp'``
         if there are several devices, otherwise ``'single'``.
@@ -112,7 +112,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Mixed precision. ``True``: bf16 if the device supports it, otherwise fp16. A dict: fp16, with the dict as
         arguments of ``GradScaler``.
     accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
-        Kind of device. ``'auto'`` takes GPUs if there are any.
+        Kind of device. ``'auto'`` uses GPUs if there are any.
     devices : int, str or list of int
         Number of devices, or their indices; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
         processes (in ``'dp'``, of replicas).
@@ -408,7 +408,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
-        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; a dict for a ``MultiLoss``.
+        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; for a ``MultiLoss``, a dict.
 
         Outside ``fit``, the evaluation runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 

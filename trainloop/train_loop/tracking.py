@@ -55,7 +55,7 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
 
 class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
-    """A loop that writes checkpoints into an experiment's folder; ``resume_from='last'`` resumes from the newest.
+    """A loop that writes checkpoints into an experiment's folder; ``resume_from='last'`` resumes from the newest one.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ class AbstractExperimentCallback(CompatCallback):
         self.cloud_dir_prefix = cloud_dir_prefix
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take missing values from the loop; the cloud's details only if none of them was given.
+        """Take missing values from the loop; take the cloud's details only if none of them was given.
 
         Raises
         ------

@@ -42,7 +42,7 @@ class AbstractBaseMetric(ABC):
         return self.metric_result
 
     def get_metric_dict(self) -> dict[str, Any]:
-        """Return the result by its name."""
+        """Return a dict with the result under its name."""
         return {self.metric_name: self.metric_result}
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class AbstractBaseMetric(ABC):
         return self.metric_result if item == self.metric_name else self.metric_result[item]
 
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
-        """Return both results by their names."""
+        """Return a dict with both results under their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
             raise TypeError(f"a metric can't be joined with a {type(other).__name__}. Join it with a metric or a dict.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}

@@ -73,7 +73,8 @@ class AbstractModelSaver(ABC):
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the model; return ``(path with the bucket, time stamp, local path)``, locally ``(file name, path)``."""
+        """Write the model; return ``(path with the bucket, time stamp, local path)``, or locally ``(file name,
+        path)``."""
 
 
 class AbstractLocalModelSaver(AbstractModelSaver):
@@ -87,7 +88,7 @@ class AbstractResultsSaver(ABC):
     def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
         """Write results; return ``(path of the main file, with the bucket, time stamp)``.
 
-        Locally return ``[path in the results, local path]`` of each file.
+        A local saver returns ``[path in the results, local path]`` of each file.
         """
 
 
