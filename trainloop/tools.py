@@ -429,8 +429,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes for a step in one process, without kernel workspaces: weights, gradients, optimizer, activations,
-        batch."""
+        """Bytes for a step in one process (no kernel workspaces): weights, gradients, optimizer, activations, batch."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:

@@ -73,8 +73,7 @@ class AbstractModelSaver(ABC):
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the model; return ``(path with the bucket, time stamp, local path)``, or locally ``(file name,
-        path)``."""
+        """Write the model; return ``(path with the bucket, time stamp, local path)``; locally ``(file name, path)``."""
 
 
 class AbstractLocalModelSaver(AbstractModelSaver):
