@@ -118,8 +118,8 @@ def gather_object(obj: T) -> list[T]:
     one host always have a key; ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data
     is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
-    A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all
-    ranks, each padded to the length of the longest.
+    A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the encoded objects
+    of all ranks, each padded to the length of the longest one.
     """
     if not has_group():
         return [obj]

@@ -246,7 +246,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         Raises
         ------
         RuntimeError
-            If parameters got no gradient. The message names them, and the argument that allows this.
+            If parameters got no gradient. The message names them, and the argument that allows missing gradients.
         """
         try:
             self._check_reducer_finalized()

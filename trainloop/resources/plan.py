@@ -202,7 +202,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """Return how many requests of this size fit into ``total_gpus``; a fraction is never split across devices.
+    """Return how many requests of size ``gpus`` fit into ``total_gpus``; a fraction is never split across devices.
 
     Examples
     --------

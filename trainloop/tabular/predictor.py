@@ -200,7 +200,7 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Return a table of all models, best first, with their scores and the resources that each used.
+        """Return a table of all models, best first, with their scores and the resources that they used.
 
         ``score_val`` is the score on rows that the model did not train on, and ``score_test`` is the score on ``data``.
         For a bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU

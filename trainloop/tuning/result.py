@@ -54,7 +54,7 @@ class Trial:
     cpu_seconds: float = 0.0
     """CPU seconds of all folds, as counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The mapping ``facts`` of each fold's model, for models with an attribute of this name."""
+    """For each fold, its model's attribute ``facts``, if the model has one."""
 
     @property
     def score(self) -> float | None:
