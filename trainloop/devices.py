@@ -37,7 +37,7 @@ _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 
 
 def parse_devices(devices: object, count: int) -> list[int]:
-    """Return the indices of the requested devices, in the order of the request: rank r gets the r-th.
+    """Return the indices of the requested devices, in the order of the request: rank ``r`` gets the ``r``-th one.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 
 
 class UnpicklableError(TrainLoopError, TypeError):
-    """An object that can't be sent to another process. The message has its attribute path and its type."""
+    """An object that can't be sent to another process. The message names the object's path and type."""
 
 
 class CheckpointError(TrainLoopError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Tools for a loop, which are also methods of it. They don't change the loop, its model or random generators.
+"""Tools for a loop, also available as its methods. They don't change the loop, its model or random generators.
 
 * :func:`find_lr`: losses for increasing learning rates, and a suggestion
 * :func:`find_batch_size`: the largest batch that fits into memory in a training step
@@ -429,7 +429,7 @@ class Summary:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes for a step in one process: weights, gradients, optimizer, activations, batch (no kernel workspaces)."""
+        """Bytes for a step in one process (no kernel workspaces): weights, gradients, optimizer, activations, batch."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -480,7 +480,7 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
         A batch of the loader, to be passed to ``get_loss``; or a single tensor, to be passed to the model's
         ``forward``. Default: the first batch of ``train_loader``.
     depth : int
-        Depth of the listed modules. Deeper modules are counted in the module that contains them.
+        Maximum depth of the listed modules. Deeper modules are counted in the listed module that contains them.
 
     Returns
     -------

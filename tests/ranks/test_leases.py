@@ -205,7 +205,7 @@ def test_two_that_want_each_other_s_devices_do_not_wait_for_ever(start: Callable
 
 
 def test_what_can_never_be_had_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="9 gpus cannot be granted: this process may use 8"):
+    with pytest.raises(ResourceError, match="9 gpus cannot be granted: this process may use only 8"):
         acquire({"gpu": Request(9, GPUS)}, where=tmp_path / "unused")
     assert not (tmp_path / "unused").exists()
 

@@ -200,7 +200,7 @@ KEYS = {
     "one without": (
         ("k" * 32, None),
         True,
-        "ConfigurationError: of 2 ranks, these have no key, but the others have one: 1. Set TRAINLOOP",
+        "ConfigurationError: only some of the 2 ranks have a key. Ranks without one: 1. Set TRAINLOOP",
     ),
     "two keys": (
         ("k" * 32, "l" * 32),
@@ -249,7 +249,7 @@ def test_the_key_of_the_environment(tmp_path: Path) -> None:
             key_from_environment({"TRAINLOOP_KEY": str(file)})
     with pytest.raises(ConfigurationError, match="No such file"):
         key_from_environment({"TRAINLOOP_KEY": str(tmp_path / "none")})
-    with pytest.raises(ConfigurationError, match="a key of 5 characters, but must have 32 or more"):
+    with pytest.raises(ConfigurationError, match="a key of 5 characters, but a key must have 32 or more"):
         key_from_environment({"TRAINLOOP_KEY": "short"})
 
 

@@ -189,7 +189,7 @@ def test_history_epochs_and_a_second_fit_count_as_in_aitoolbox() -> None:
     assert len(loop.train_history["loss"]) == 5
     assert loop.epoch == 3
     assert loop.train_history["loss"] == pytest.approx(by_hand(5)["loss"])
-    with pytest.warns(UserWarning, match="trains up to this epoch"):
+    with pytest.warns(UserWarning, match="trains up to epoch 1"):
         loop.fit(1)
     assert len(loop.train_history["loss"]) == 5
 

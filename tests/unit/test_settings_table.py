@@ -134,5 +134,5 @@ def test_what_cannot_be_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("no such engine")
 
     monkeypatch.setattr(settings, "SETTINGS", [Setting("some.engine", lambda: 1, refuse)])
-    with pytest.warns(UserWarning, match=r"could not apply some\.engine=2 of .*: no such engine"):
+    with pytest.warns(UserWarning, match=r"could not apply the setting some\.engine=2 of .*: no such engine"):
         apply_settings(pickle.dumps({"some.engine": 2}))

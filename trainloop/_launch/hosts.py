@@ -355,8 +355,8 @@ class Hosts:
                 raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             time.sleep(_MEET_S)
         raise ConfigurationError(
-            f"{who} is connected to node 0 at {self._name}, but others did not connect within {self._wait_s:g} s. See "
-            "node 0's error."
+            f"{who} is connected to node 0 at {self._name}, but other nodes did not connect within {self._wait_s:g} s. "
+            "See node 0's error."
         )
 
     def _key_error(self, who: str, why: str) -> str:

@@ -117,7 +117,7 @@ def write_settings(values: dict[str, Any]) -> None:
             if not same:
                 setting.write(value)
         except Exception as error:
-            warn(f"this rank could not apply {name}={value!r} of the process that called fit: {error}")
+            warn(f"this rank could not apply the setting {name}={value!r} of the process that called fit: {error}")
 
 
 class SettingsInit:

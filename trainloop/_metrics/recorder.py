@@ -413,8 +413,8 @@ class Recorder:
 def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
     if before and before[0][0] != entries[0][0]:
         raise ConfigurationError(
-            f"log({name!r}, ...): it was logged with other options before, on another rank. Use the same options in "
-            "all calls with this name."
+            f"log({name!r}, ...): this metric was logged with other options before, on another rank. Use the same "
+            "options in all calls with this name."
         )
     return [*before, *entries]
 

@@ -50,15 +50,15 @@ class _OwnSignature:
 class AbstractCallback:
     """Base of all callbacks. Override the hooks that you need; the others cost nothing.
 
-    In ``ddp`` each rank has its own copy of each callback. When ``fit`` returns, the caller's callback has the state of
-    rank 0's copy.
+    In ``ddp`` each rank has its own copy of each callback. When ``fit`` returns, the callback that you passed has the
+    state of rank 0's copy.
 
     Parameters
     ----------
     callback_name : str, optional
         Name of the callback in messages, and of its state in checkpoints. Default: the class name.
     execution_order : int
-        Callbacks run from the lowest to the highest value. Callbacks with equal values run in the order of the list.
+        Callbacks run in ascending order of this value. Callbacks with equal values run in the order of the list.
     device_idx_execution : int, optional
         The only global rank on which the callback runs. Default: every rank. If you restrict a callback to one rank, it
         must not call functions that all ranks have to call together, such as ``predict_on_test_set``.
@@ -235,7 +235,7 @@ class AbstractCallback:
         """Called before each (micro-)batch."""
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
-        """Called before the step, when its gradients are complete (from all micro-batches and ranks, unscaled)."""
+        """Called before the optimizer step, with complete gradients (from all micro-batches and ranks, unscaled)."""
 
     def on_after_optimizer_step(self) -> None:
         """Called once all optimizers have stepped. ``train_loop_obj.step_skipped`` is True if AMP skipped the step."""
@@ -258,7 +258,7 @@ class AbstractCallback:
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the last batch of a pass, with the pass's dict; values logged here belong to the pass.
+        """Called after the last batch of a pass, with its ``dataset_info``; values logged here belong to the pass.
 
         Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """
@@ -266,10 +266,10 @@ class AbstractCallback:
     def on_after_batch_prediction(
         self, y_pred_batch: Any, y_test_batch: Any, metadata_batch: Any, dataset_info: dict[str, Any]
     ) -> None:
-        """Called after each batch of ``predict_on_*``, on the batch's rank, with the result of ``get_predictions``."""
+        """Called on a rank after each of its batches in ``predict_on_*``, with the result of ``get_predictions``."""
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Called on rank 0 when logs are flushed. Each row is a step's ``(global_step, {name: mean over ranks})``."""
+        """Called on rank 0 when logs are flushed. Each row is one step: ``(global_step, {name: mean over ranks})``."""
 
     def on_epoch_end(self) -> None:
         """Called after an epoch, when its values, including ``val_loss``, are in ``train_loop_obj.history``."""
@@ -291,7 +291,7 @@ class Saver(AbstractCallback):
         """Write a checkpoint if one is due; called after the last hook of a step."""
 
     def save_now(self, reason: str) -> None:
-        """Write a checkpoint before training is ended from outside."""
+        """Write a checkpoint before a signal ends training."""
 
     def save_finished(self) -> None:
         """Write a checkpoint at the end of training, after all other callbacks' last hooks."""

@@ -53,7 +53,8 @@ class ModelCheckpoint(Saver):
         checkpoint is written, in addition to the checkpoints of ``every_n_*``.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
+        ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
+        mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
         The newest is always kept as well. Only files of this run are deleted, including files that the run wrote before
@@ -310,7 +311,7 @@ class ModelCheckpoint(Saver):
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
-        """Write the checkpoint of this step again if the failure occurred before it was complete."""
+        """Write the checkpoint of this step again if it was not yet complete when the failure occurred."""
         if not self._restarted:
             return
         loop = self.train_loop_obj

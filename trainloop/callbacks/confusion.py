@@ -111,7 +111,7 @@ class ConfusionMatrix(AbstractCallback):
         return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
 
     def draw(self) -> Any:
-        """Return the newest matrix as a ``matplotlib.figure.Figure``, shaded by the fraction of each true class."""
+        """Return a ``matplotlib.figure.Figure`` of the newest matrix, shaded by each cell's fraction of its row."""
         if self.matrix is None:
             raise ConfigurationError("ConfusionMatrix.draw: nothing has been predicted yet. Call fit first.")
         counts = self.matrix

@@ -30,7 +30,8 @@ class EarlyStopping(AbstractCallback):
         continues for one more epoch if ``patience`` is above 0.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
-        ``rmse``, ``accuracy``) or by the torchmetrics metric of that name. For other names, pass the mode.
+        ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
+        mode.
 
     Attributes
     ----------
@@ -170,8 +171,8 @@ class TimeLimit(AbstractCallback):
 
     Each rank has its own clock. The first rank past the limit ends training on all ranks at the same step. If a run is
     resumed, the earlier time counts too; a second ``fit`` starts from zero. To end a cluster job before its time limit
-    and resume in the next job, use the cluster's signal instead: each job has its full time limit, but this callback
-    also counts the time of earlier jobs.
+    and resume in the next job, use the cluster's signal instead, because this callback also counts the time of earlier
+    jobs.
 
     Parameters
     ----------

@@ -48,11 +48,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class FailureRecorder(AbstractCallback):
     """Record a step that fails, so that :meth:`.TrainLoop.replay` can repeat it in one process, under a debugger.
 
-    The rank writes one file if ``get_loss``, backward, clipping, an optimizer's step or a hook of the step raises, or
-    if the loss or a gradient is not finite. The file contains the batches of the step up to the one that failed, the
-    weights, buffers and gradients, the random states before each forward, the precision, the traceback and the
-    versions. If a dataset or a collate function raises, the file contains the indices of the batch, not the batch. The
-    error's message and ``WorkerFailedError.recorded`` name the file.
+    The failing rank writes one file if ``get_loss``, backward, clipping, an optimizer's step or a hook of the step
+    raises, or if the loss or a gradient is not finite. The file contains the batches of the step up to the one that
+    failed, the weights, buffers and gradients, the random states before each forward, the precision, the traceback and
+    the versions. If a dataset or a collate function raises, the file contains the indices of the batch, not the batch.
+    The error's message and ``WorkerFailedError.recorded`` name the file.
 
     In each ``fit``, only the first value that is not finite is recorded, and training continues. To end training, add
     :class:`TerminateOnNaN`. Gradients that AMP's scaler finds infinite are not an error.
@@ -75,13 +75,13 @@ class FailureRecorder(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        For invalid arguments; in ``fit``, if the folder is not writable, or if there is a second recorder.
+        For invalid arguments; at ``fit``, if the folder is not writable, or if there is a second recorder.
 
     Notes
     -----
     The following is not recorded:
 
-    * the failure of a rank that is killed by a signal, or because the host is out of memory;
+    * the failure of a rank that is killed, by a signal or because the host is out of memory;
     * failures in evaluation and prediction, and in loaders without indices (streams, plain iterables, persistent
       workers without a seed);
     * in ``fsdp``, a step in which parameters of the rank are sharded at the moment of the failure (the error names

@@ -44,7 +44,7 @@ class MessageService:
         chosen = frozenset([settings] if isinstance(settings, str) else settings)
         unknown = sorted(chosen - set(_SETTINGS))
         if unknown or not chosen:
-            raise ConfigurationError(f"settings={settings!r}: must be among {', '.join(map(repr, _SETTINGS))}.")
+            raise ConfigurationError(f"settings={settings!r}: must be some of {', '.join(map(repr, _SETTINGS))}.")
         if OVERWRITE in chosen:
             self._messages.pop(key, None)
         self._messages.setdefault(key, []).append((value, chosen))

@@ -30,13 +30,13 @@ class ModelPerformanceEvaluation(AbstractCallback):
     Parameters
     ----------
     result_package : result package, torchmetrics metric, or callable
-        Package for :func:`trainloop.result_package.evaluate_result_package`.
+        Package to evaluate with :func:`trainloop.result_package.evaluate_result_package`.
     args : dict, optional
         Hyperparameters for the package's reports (``package.hyperparameters``).
     on_each_epoch : bool
         Evaluate after each epoch. The model is always evaluated at the end of training.
     on_train_data, on_val_data : bool
-        Data to evaluate; at least one must be True.
+        Datasets to evaluate on; at least one must be True.
     eval_frequency : int, optional
         Epochs between two evaluations, starting with the first. Default: every epoch.
     on_iteration_frequency : int

@@ -50,7 +50,7 @@ class AbstractScheduler:
         return {} if self.scheduler is None else dict(self.scheduler.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned. Learning rates are in the optimizer's state instead."""
+        """Load a state that :meth:`state_dict` returned. Learning rates are part of the optimizer's state."""
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
@@ -85,8 +85,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ------
     ConfigurationError
         At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
-        ``interval='step'``. At ``fit``: if there is no optimizer, if the index is missing or does not exist, if the
-        scheduler belongs to another optimizer, or if the metric does not exist.
+        ``interval='step'``. At ``fit``: if there is no optimizer, if ``optimizer_idx`` is missing or out of range, if
+        the scheduler belongs to another optimizer, or if the metric does not exist.
 
     Notes
     -----

@@ -75,7 +75,7 @@ class WeightAverage(AbstractCallback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average into the model inside a ``with`` block; in ``ddp`` on every rank."""
+        """Put the average into the model for the duration of a ``with`` block. In ``ddp``, use it on every rank."""
         weights = self._weights()
         trained = {name: weight.clone() for name, weight in weights.items()}
         _copy(weights, self.average)
@@ -138,7 +138,7 @@ class ExponentialMovingAverage(WeightAverage):
     start_step : int
         Optimizer steps before averaging starts; until then, the average equals the weights.
     evaluate : bool
-        Evaluate the average on the validation set after each epoch, as ``ema_val_loss`` in ``history``.
+        After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``.
     apply_on_train_end : bool
         Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained weights,
         not from the average, unless you change the model in between.

@@ -65,7 +65,7 @@ class CheckpointInfo:
     """Number of optimizer steps."""
 
     run: str = ""
-    """Identifier of the run. It stays the same when a run is resumed, and other runs have different ones."""
+    """Identifier of the run. It stays the same when the run is resumed, and is different for every other run."""
 
     stamp: int = 0
     """Nanoseconds since 1970; increased if necessary, to exceed the stamps of all older checkpoints in the folder."""

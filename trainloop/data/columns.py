@@ -17,13 +17,13 @@ from trainloop.errors import ConfigurationError
 
 
 class SplitBatches:
-    """A loader whose batches are split over the ranks by columns, so that a column stays on its rank.
+    """A loader whose batches are split over the ranks by columns, so that each column always stays on the same rank.
 
     In ``ddp`` a loader's batches, or the samples of each global batch, are distributed to the ranks in turn. This is
     wrong for a model that carries state from batch to batch (truncated backpropagation through time), because the state
     after a chunk of the sequence is needed for the next chunk. With this class, every rank reads every batch, in order,
-    and takes the same block of columns from each batch. Any number of ranks then trains like one process with the whole
-    batches.
+    and takes the same block of columns from each batch. With any number of ranks, the training is then the same as in
+    one process.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class SplitBatches:
         return columns
 
     def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
-        """Return how many of ``columns`` columns each rank gets."""
+        """Return the number of columns that each rank gets of a batch."""
         return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:

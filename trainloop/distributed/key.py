@@ -59,8 +59,8 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | Non
         given = _read(given)
     if len(given) < _LEAST:
         raise ConfigurationError(
-            f"{where} a key of {len(given)} characters, but must have {_LEAST} or more, and be the same on all hosts. "
-            f"{_ADVICE}."
+            f"{where} a key of {len(given)} characters, but a key must have {_LEAST} or more, and be the same on all "
+            f"hosts. {_ADVICE}."
         )
     return hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
 

@@ -118,8 +118,8 @@ def gather_object(obj: T) -> list[T]:
     one host always have a key; ranks on several hosts have one if ``TRAINLOOP_KEY`` is set. Without a key, plain data
     is sent in the form that ``torch.load(weights_only=True)`` reads. See ``SECURITY.md``.
 
-    A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the bytes of all
-    ranks, each padded to the length of the longest.
+    A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the encoded objects
+    of all ranks, each padded to the length of the longest one.
     """
     if not has_group():
         return [obj]
@@ -243,9 +243,9 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
 def barrier() -> None:
     """Wait until every rank has called this function.
 
-    Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still run.
-    Without a process group it returns at once, with a warning if torchrun has started several processes: before ``fit``
-    there is no group, unless the script calls ``torch.distributed.init_process_group``.
+    Collective: every rank calls it. Only the processes wait for each other; work that is queued on GPUs may still be
+    running. Without a process group it returns at once, with a warning if torchrun has started several processes:
+    before ``fit`` there is no group, unless the script calls ``torch.distributed.init_process_group``.
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")

@@ -74,10 +74,10 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
         then = "" if cause is None else f" Creating the group then failed: {str(cause).rstrip('.')}."
         # Without the cause, which would look like the loss of another rank.
         raise kind(
-            f"{users} connected to this run's process group while it was created, but only the run's ranks may connect "
-            f"(seen by the run's process {os.getpid()} at {time.strftime('%H:%M:%S')}). No data was exchanged.{then} "
-            "Start the run again. If somebody connects on purpose, start the run in a container with its own network. "
-            "See SECURITY.md."
+            f"{users} connected to this run's process group while it was being created, but only the run's ranks may "
+            f"connect (seen by the run's process {os.getpid()} at {time.strftime('%H:%M:%S')}). No data was "
+            f"exchanged.{then} Start the run again. If somebody connects on purpose, start the run in a container with "
+            "its own network. See SECURITY.md."
         ) from None
 
 

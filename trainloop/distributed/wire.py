@@ -133,7 +133,7 @@ class Session:
         if any(have != with_key[0] for have in with_key):
             without = ", ".join(str(rank) for rank, have in enumerate(with_key) if not have)
             raise ConfigurationError(
-                f"of {self._world_size} ranks, these have no key, but the others have one: {without}. Set "
+                f"only some of the {self._world_size} ranks have a key. Ranks without one: {without}. Set "
                 f"{KEY_VARIABLE} to the same secret for all ranks, or for none. If it was set that way, another "
                 "program has connected as a rank."
             )

@@ -137,7 +137,7 @@ def other_distribution() -> str:
 
 
 def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the distributions that extras for users need but that are not installed, by extra."""
+    """Return, for each of the extras for users, its distributions that are not installed."""
     needs: dict[str, list[str]] = {}
     for requirement in requirements:
         extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)

@@ -222,9 +222,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def no_exchange(self) -> Iterator[None]:
         """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 
-        Use it for a step in which ranks have unequal numbers of batches, or none. ``no_sync()`` is not enough, because
-        the first forward under it broadcasts buffers, and would wait for ranks that run no forward. Every rank must
-        call :func:`reduce_gradients` after its last backward of the step.
+        Use it for a step in which some ranks have fewer batches than others, or none. ``no_sync()`` is not enough,
+        because the first forward under it broadcasts buffers, and would wait for ranks that run no forward. Every rank
+        must call :func:`reduce_gradients` after its last backward of the step.
         """
         before, self._tt_exchanges = self._tt_exchanges, False
         try:
@@ -246,7 +246,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         Raises
         ------
         RuntimeError
-            If parameters got no gradient. The message names them, and the argument that allows this.
+            If parameters got no gradient. The message names them, and the argument that allows missing gradients.
         """
         try:
             self._check_reducer_finalized()

@@ -54,9 +54,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Any module without lazy parameters. If it was built under ``torch.device('meta')``, the wrapper initializes it,
         unit by unit, with the ``reset_parameters`` of its submodules.
     shard : type, list of types or callable, optional
-        Modules that are separate units: their classes, or a function ``module -> bool`` or ``(name, module) -> bool``.
-        Default: the repeated blocks, which are modules of one class in a ``ModuleList`` or ``Sequential``. The root
-        unit has the rest.
+        Modules to shard as separate units: their classes, or a function ``module -> bool`` or ``(name, module) ->
+        bool``. Default: the repeated blocks, which are modules of one class in a ``ModuleList`` or ``Sequential``. The
+        root unit has the rest.
     mesh : DeviceMesh, optional
         Mesh with one dimension, or with two named dimensions: replicas, and the shards of each replica (HSDP). Default:
         all ranks.
@@ -226,7 +226,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """Free parameters that are still gathered, in any unit, because no backward followed. No exchange."""
+        """In every unit, free the parameters that are still gathered because no backward followed. No exchange."""
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
@@ -235,7 +235,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_watched = WatchedForwards(self._tt_units, number)
 
     def share_buffers(self) -> None:
-        """Copy the buffers of the mesh's first rank to all of its ranks, as DDP's forward does. Collective."""
+        """Copy the buffers of the mesh's first rank to its other ranks, as DDP's forward does. Collective."""
         for buffer in self.module.buffers():
             _send_from_first(buffer, self._tt_mesh)
 

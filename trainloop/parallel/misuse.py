@@ -20,9 +20,9 @@ def explain_sharded(error: RuntimeError) -> None:
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
             "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
-            "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (calling a "
-            "submodule of the block does not run that), use weight_decay for a penalty over self.parameters(), choose "
-            f"larger blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
+            "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (which does not run "
+            "if you call only a submodule), use weight_decay for a penalty over self.parameters(), choose larger "
+            f"blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(

@@ -58,7 +58,7 @@ class SharedName:
 
 
 class Transparent(nn.Module):
-    """Base of wrappers that read, write and delete names on the model if they do not belong to the wrapper.
+    """Base of wrappers. Attributes that are not the wrapper's own are read, written and deleted on the model.
 
     These names belong to the wrapper: ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a
     leading underscore that the model doesn't have. Every other name belongs to the model, even if it is new.

@@ -145,7 +145,7 @@ class PictureModel(TTBasicModel):
 
 
 class PictureFiles(Dataset[Tensor]):
-    """A dataset of picture files, which are read on access. An empty path is a black picture.
+    """A dataset of picture files, which are read on access. An empty path stands for a black picture.
 
     Parameters
     ----------

@@ -46,8 +46,8 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     Returns
     -------
     list of str or None
-        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden. Like
-        CUDA, it ends the list before a negative entry and before the first entry of a different kind. If an entry is
+        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden. As in
+        CUDA, the list ends before a negative entry and before the first entry of a different kind. If an entry is
         repeated, the list is empty.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")

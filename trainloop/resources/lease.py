@@ -117,7 +117,8 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
         # At once: waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
-                f"{request.enough} {kind}s cannot be granted: this process may use {len(request.pool)}. Request fewer."
+                f"{request.enough} {kind}s cannot be granted: this process may use only "
+                f"{len(request.pool)}. Request fewer."
             )
     if fcntl is None:
         warn("CPUs and GPUs are not leased on Windows. Give each run its own devices= and num_cpus=.")

@@ -71,7 +71,7 @@ class Plan:
     per_model: ResourceQuota
     """Quota of one fold, or of the trial's only model."""
     placement: tuple[tuple[int, ...], ...]
-    """Devices of each model that runs at once, as indices into the run's own devices (:func:`place`)."""
+    """Devices of each of the models that run at once, as indices into the run's own devices (:func:`place`)."""
 
     @property
     def models_in_parallel(self) -> int:
@@ -202,7 +202,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """Return how many requests of ``gpus`` GPUs fit into ``total_gpus``; a fraction is never split across devices.
+    """Return how many requests of size ``gpus`` fit into ``total_gpus``; a fraction is never split across devices.
 
     Examples
     --------

@@ -174,7 +174,7 @@ class TabularPredictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
-        """Predict classes or numbers with the ensemble or the named model. The result has ``data``'s index."""
+        """Predict classes or numbers with the ensemble or the named model. The result has the index of ``data``."""
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)
 
@@ -200,12 +200,12 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Return a table of all models, best first, with their scores and the resources that each used.
+        """Return a table of all models, best first, with their scores and the resources that they used.
 
-        ``score_val`` is the score on rows that the model did not train on, ``score_test`` the score on ``data``. For a
-        bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU time.
-        ``cpus`` and ``gpus`` are the resources that each of these models had. The ensemble's row has the sums over its
-        models.
+        ``score_val`` is the score on rows that the model did not train on, and ``score_test`` is the score on ``data``.
+        For a bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU
+        time. ``cpus`` and ``gpus`` are the resources that each of these models had. The ensemble's row has the sums
+        over its models.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 

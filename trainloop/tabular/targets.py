@@ -172,7 +172,8 @@ class Task:
             return cls(*found, table, y, None if folds > 1 else held_out_rows(y, target))
         if folds > 1:
             raise ConfigurationError(
-                "tuning_data can't be used with num_bag_folds, because a bag validates on its own folds. Remove either."
+                "tuning_data can't be used with num_bag_folds, because a bag validates on its own folds. Pass only "
+                "one of them."
             )
         more = labelled_rows(tuning_data, label, "tuning_data")
         both = pd.concat([table, columns.clean(more, "tuning_data")], ignore_index=True)

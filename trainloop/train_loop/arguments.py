@@ -338,8 +338,8 @@ def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device
     if len(optimizers) > 1:
         raise ConfigurationError(
             f"{asking} evaluates the loss several times in a step (step(closure)), but it is one of {len(optimizers)} "
-            f"optimizers, whose weights would change in between. Give {asking} all parameters, or use optimizers that "
-            "need no closure, such as Adam."
+            f"optimizers, and the weights of the others would change in between. Give {asking} all parameters, or use "
+            "optimizers that need no closure, such as Adam."
         )
     if yields_losses(model):
         raise ConfigurationError(

@@ -102,7 +102,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         ``True``: evaluate after each epoch, and on the test set when training ends. ``False``: never. ``n``: after
         every n-th epoch.
     gpu_mode : {'single', 'dp', 'ddp', 'fsdp', 'auto'}
-        ``'single'``: one process on one device. ``'dp'``: one process, with a replica in a thread for each device.
+        ``'single'``: one process on one device. ``'dp'``: one process with a replica for each device, each in a thread.
         ``'ddp'``: one process for each device, started by ``fit``, each with a copy of the model. ``'fsdp'``: like
         ``'ddp'``, but parameters, gradients and optimizer state are sharded over the processes. ``'auto'``: ``'ddp'``
         if there are several devices, otherwise ``'single'``.
@@ -112,17 +112,17 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Mixed precision. ``True``: bf16 if the device supports it, otherwise fp16. A dict: fp16, with the dict as
         arguments of ``GradScaler``.
     accelerator : {'auto', 'cpu', 'gpu', 'cuda', 'mps'}
-        Kind of device. ``'auto'`` takes GPUs if there are any.
+        Kind of device. ``'auto'`` uses GPUs if there are any.
     devices : int, str or list of int
         Number of devices, or their indices; see :func:`trainloop.devices.parse_devices`. On the CPU, the number of
         processes (in ``'dp'``, of replicas).
     auto_select_gpus : bool
-        Choose GPUs that no other run uses, as many as ``devices`` says.
+        Choose GPUs that no other run uses; ``devices`` sets their number.
     resources : trainloop.resources.ResourceQuota, optional
         CPUs, GPUs and memory that the run may use. The limits are enforced while it runs.
     seed : int, optional
-        Seed for the order of samples in each epoch, and for the random generators. With the same seed, every mode and
-        any number of ranks have the same global batches.
+        Seed for the order of samples in each epoch, and for the random generators. With the same seed, the global
+        batches are the same in every mode and with any number of ranks.
     timeout : float
         If a rank hangs for this many seconds, the run ends with an error.
     progress_bar : bool
@@ -141,8 +141,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
         fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, otherwise
         ``'forkserver'`` if the platform supports it.
     checkpoint_modules : class, str, callable or list of them, optional
-        Gradient checkpointing: these modules keep only their inputs, and compute the rest again in the backward pass.
-        This saves memory, takes about a third more time, and does not change the results. Pass classes
+        Gradient checkpointing: these modules keep only their inputs, and recompute their activations in the backward
+        pass. This saves memory, takes about a third more time, and does not change the results. Pass classes
         (``nn.TransformerEncoderLayer``), names (``'encoder.layers.*'``), or a function ``(name, module) -> bool``.
 
     Raises
@@ -287,17 +287,17 @@ class TrainLoop(LoopState, Generic[ModelT]):
         backend : str, optional
             Backend of the process group. Default: Gloo on the CPU, NCCL on CUDA.
         init_method : str, optional
-            Rendezvous address of several hosts, ``'tcp://ADDRESS:PORT'``. Default: the environment variables
+            Rendezvous address for runs on several hosts, ``'tcp://ADDRESS:PORT'``. Default: the environment variables
             ``MASTER_ADDR`` and ``MASTER_PORT``.
         on_gpu : bool, optional
             ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
         resume_from : 'last' or path, optional
             Checkpoint to resume from. ``'last'``: the newest valid checkpoint of the ``ModelCheckpoint`` in
-            ``callbacks``, or a fresh start if there is no checkpoint yet. If the run of the checkpoint has ended (as
-            planned, or by a callback that would end the run again), its results are loaded and nothing is trained.
+            ``callbacks``, or a fresh start if there is no checkpoint yet. If the checkpoint's run has ended (as
+            planned, or because of a callback that would end it again), its results are loaded and nothing is trained.
         max_restarts : int
             Number of failures that the run survives; -1 for any number. If a rank is killed, crashes, exits, raises,
-            hangs or loses a worker of a loader, all ranks are restarted from a checkpoint that the run writes for this
+            hangs or loses a loader worker, all ranks are restarted from a checkpoint that the run writes for this
             purpose into a private folder. The run ends with the same results as an uninterrupted one. In ``'single'``
             and ``'dp'``, the loop runs in a separate process if this argument is not 0. With several hosts, pass this
             argument on all hosts; the loss of a host ends the run.
@@ -408,7 +408,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
-        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; a dict for a ``MultiLoss``.
+        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; for a ``MultiLoss``, a dict.
 
         Outside ``fit``, the evaluation runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
@@ -570,10 +570,11 @@ class TrainLoop(LoopState, Generic[ModelT]):
 
         The first ``fit``, ``predict_*`` or ``evaluate_*`` in the block starts the ranks. Further calls run in the same
         processes: nothing is started or imported again, and the process group and GPU memory are kept. The ranks end
-        with the block. Each call sends what you have changed: the loop, its model, loaders and callbacks, the
-        environment, and notebook cells. If a call fails, the ranks end, and the next call starts new ones. New ranks
-        are also started if a call needs a different number of ranks or other devices. Calls of other loops in the block
-        use the ranks, too. With several nodes, with ``max_restarts``, or under a launcher, ranks end after each call.
+        when the block ends. Each call sends the ranks what you have changed: the loop, its model, loaders and
+        callbacks, the environment, and code in notebook cells. If a call fails, the ranks end, and the next call starts
+        new ones. New ranks are also started if a call needs a different number of ranks or other devices. Calls of
+        other loops in the block use the ranks, too. With several nodes, with ``max_restarts``, or under a launcher,
+        ranks end after each call.
 
         The workers of loaders start and end with each call, even with ``persistent_workers=True``.
 

@@ -32,7 +32,7 @@ __all__ = ["LoopState"]
 class LoopState:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
 
-    It exists longer than a run, and is sent to the ranks and back. :attr:`running` is the current run.
+    It outlives each run, and is sent to the ranks and back. :attr:`running` is the current run.
     """
 
     model: Any
@@ -40,7 +40,7 @@ class LoopState:
     options: Options
     """The loop's arguments."""
     run_config: RunConfig
-    """Mode, devices and nodes of its runs."""
+    """Mode, devices and nodes of the loop's runs."""
 
     def __init__(self) -> None:
         self.callbacks: list[AbstractCallback] = []
@@ -100,7 +100,7 @@ class LoopState:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this process trains; in the process that calls ``fit`` in ``ddp``, the device of rank 0."""
+        """Device on which this process trains; in a process that only starts ranks, the device of rank 0."""
         return self.running.place.device if self.running is not None else self.run_config.devices[0]
 
     @property
@@ -151,7 +151,7 @@ class LoopState:
 
     @property
     def step_skipped(self) -> bool:
-        """True if AMP skipped the last optimizer step. Waits for the device if there is a scaler."""
+        """True if AMP skipped the last optimizer step. Reading it waits for the device if there is a scaler."""
         return any(bool(found.item()) for found in self.found_inf)
 
     @property
@@ -162,7 +162,7 @@ class LoopState:
 
     @property
     def effective_batch_size(self) -> int | None:
-        """Number of samples that all processes take from the training loader at once; ``None`` if unknown."""
+        """Number of samples in a global batch of the training loader; ``None`` if unknown."""
         size = loader_batch_size(self.train_loader)
         if size is None:
             return None
@@ -173,8 +173,8 @@ class LoopState:
     ) -> int | None:
         """Return the number of optimizer steps of a training run. You can call it before, during and after ``fit``.
 
-        The number is the same on all ranks. In one process it is ``len(train_loader) * num_epochs``. With several ranks
-        the number is smaller, because each step uses a batch on each rank.
+        The number is the same on all ranks. In one process without gradient accumulation it is ``len(train_loader) *
+        num_epochs``. With several ranks it is smaller, because each step uses a batch on each rank.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Checks to run before a long job: in seconds, they find problems that would otherwise stop it after hours.
+"""Checks to run before a long job. Within seconds they find problems that would otherwise stop the job after hours.
 
 :func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
 uses its own random generators.
@@ -149,7 +149,7 @@ class _Found(Exception):
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
-    """List the sharded units, and the bytes of a rank's shards and of the units that are gathered at the same time."""
+    """List the sharded units, the bytes of one rank's shards, and the bytes of units gathered at the same time."""
     ranks = loop.run_config.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}

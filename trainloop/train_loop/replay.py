@@ -48,9 +48,9 @@ class Replay:
     error: str
     """The recorded failure, in one line."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Losses of the batch that failed, by their names in the ``MultiLoss``; a single loss is called ``'loss'``."""
+    """Losses of the failing batch, by their names in the ``MultiLoss``; a single loss is called ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of each parameter's gradient, accumulated over the step's batches so far."""
+    """Norm of each parameter's gradient, which includes the step's earlier batches."""
     loss_difference: float | None = None
     """Largest difference from the recorded loss; None if no loss was recorded."""
     gradient_difference: float | None = None

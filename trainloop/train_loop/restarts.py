@@ -181,7 +181,7 @@ class Supervisor:
         return None
 
     def next_order(self) -> list[Any] | None:
-        """Return the :class:`RestartOrder` for ranks that start after a failure, of plain types.
+        """Return the :class:`RestartOrder`, in plain types, for ranks that start after a failure.
 
         ``None`` for the first start, and on all hosts but node 0.
         """

@@ -115,11 +115,10 @@ class RowFiles:
 class PredictionStream(Iterator[Predictions]):
     """Iterator over predictions, which ``predict_with_model(loader, stream=True)`` returns.
 
-    Each item is ``(y_pred, y_true, metadata)`` of some rows, in the order of the loader. If the loader is not
-    shuffled, the items are the batches of ``get_predictions``. If it is shuffled, each item has as many rows as the
-    first batch. An item is read from disk when it is requested. The files are already unlinked and need no removal:
-    their space is freed when you close the stream or drop it (for example with ``break``), and at the end of the
-    process.
+    Each item is ``(y_pred, y_true, metadata)`` of some rows, in the order of the loader. If the loader is not shuffled,
+    the items are the batches of ``get_predictions``. If it is shuffled, each item has as many rows as the first batch.
+    An item is read from disk when it is requested. The files are already unlinked and need no removal: their space is
+    freed when you close the stream or drop it (for example with ``break``), or when the process ends.
 
     Parameters
     ----------

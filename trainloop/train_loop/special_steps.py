@@ -159,8 +159,8 @@ class AlternatingTraining(Training):
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(
                     "get_loss yielded a loss whose graph begins before an earlier yield. That graph has been freed, "
-                    "and an optimizer has changed its weights. After each yield, compute everything that the next loss "
-                    f"needs, or detach() the tensors that you computed before it. torch says: {error}"
+                    "and an optimizer has changed weights in it. After each yield, compute everything that the next "
+                    f"loss needs, or detach() the tensors that you computed before it. torch says: {error}"
                 ) from error
             raise
 

@@ -299,8 +299,8 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
     if wrong:
         raise CheckpointError(
             f"the checkpoint does not contain {wrong[0]}, and this model's values of it are not those of the run that "
-            f"wrote the checkpoint (differing tensors: {len(wrong)}). Before fit, load the values that this run began "
-            "with."
+            f"wrote the checkpoint (differing tensors: {len(wrong)}). Before fit, load the values that the "
+            "checkpoint's run began with."
         )
 
 
@@ -430,8 +430,8 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     if before * steps % now:
         raise CheckpointError(
             f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
-            f"have {now}, so none of them begins there. Choose batch_size x ranks x grad_accumulation as before, or "
-            "resume from a checkpoint at an epoch's end."
+            f"have {now} samples, so no step begins at that point. Choose batch_size x ranks x grad_accumulation as "
+            "before, or resume from a checkpoint at an epoch's end."
         )
     return before * steps // now
 

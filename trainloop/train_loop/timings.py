@@ -11,7 +11,7 @@ __all__ = ["StepClock", "Timings"]
 
 @dataclass(frozen=True)
 class Timings:
-    """Duration of the steps of a training run, in seconds, in this process (in ``ddp``, of rank 0).
+    """Time in seconds that a training run's steps take in this process (in ``ddp``, on rank 0).
 
     Evaluations and hooks outside of steps are not included. ``data`` is the time that the host waited for the loader. A
     GPU works asynchronously, so on a GPU only the total is exact. :class:`~trainloop.callbacks.Profiler` measures the
@@ -37,7 +37,7 @@ class Timings:
 
     @property
     def step(self) -> float:
-        """Seconds without the wait for the loader: ``get_loss``, backward, optimizers, hooks and logs."""
+        """Time without the wait for the loader, in seconds: ``get_loss``, backward, optimizers, hooks and logs."""
         return self.seconds - self.data
 
     @classmethod

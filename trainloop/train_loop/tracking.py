@@ -55,7 +55,7 @@ class _TrackingLoop(TrainLoop[ModelT]):
 
 
 class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
-    """A loop that writes checkpoints into an experiment's folder; ``resume_from='last'`` resumes from the newest.
+    """A loop that writes checkpoints into an experiment's folder; ``resume_from='last'`` resumes from the newest one.
 
     Parameters
     ----------
@@ -107,8 +107,8 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
     project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
         As in :class:`TrainLoopCheckpoint`.
     val_result_package, test_result_package : optional
-        Package for :func:`trainloop.result_package.evaluate_result_package`: a result package, metric functions of
-        ``(y_pred, y_true, metadata)``, or torchmetrics.
+        Package to evaluate with :func:`trainloop.result_package.evaluate_result_package`: a result package, metric
+        functions of ``(y_pred, y_true, metadata)``, or torchmetrics.
     **loop_arguments
         The other arguments of :class:`TrainLoop`.
     """

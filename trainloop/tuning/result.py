@@ -54,7 +54,7 @@ class Trial:
     cpu_seconds: float = 0.0
     """CPU seconds of all folds, as counted by the system; at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Mapping in the ``facts`` attribute of each fold's model, for models that have one."""
+    """For each fold, its model's attribute ``facts``, if the model has one."""
 
     @property
     def score(self) -> float | None:
@@ -157,7 +157,7 @@ class TuneResult:
         trial : Trial
             One of :attr:`trials`. Any trial but the best requires ``tune(..., keep='all')``.
         lazy : bool
-            If True, read the files of the models when they are first needed. Until then, the predictor keeps this
+            If True, read the models' files only when a model is first needed. Until then, the predictor keeps this
             result and its folder alive.
         """
         paths = [folder / "model.pkl" for _, folder in self._finished(trial)]

@@ -53,8 +53,8 @@ class Scorer:
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
     """Return a scikit-learn scorer as a ``metric`` for :func:`~trainloop.tuning.tune`, even for a ``TrainLoop``.
 
-    scikit-learn's scorers call a model. This scorer takes predictions instead: numbers or classes in one column, or
-    probabilities, with one column for each of the classes 0, 1, 2 ...
+    scikit-learn's scorers call a model. The returned function takes predictions instead: numbers or classes in one
+    column, or probabilities, with one column for each of the classes 0, 1, 2 ...
 
     Parameters
     ----------

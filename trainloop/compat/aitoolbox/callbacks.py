@@ -22,7 +22,7 @@ _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
 def experiment_arguments(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
-    """Remove a subclass's arguments of :class:`AbstractExperimentCallback`; return them, with the fixed ones."""
+    """Remove :class:`AbstractExperimentCallback`'s arguments from a subclass's, and return them with the fixed ones."""
     return {name: arguments.pop(name) for name in (*_EXPERIMENT, *_CLOUD) if name in arguments} | fixed
 
 
@@ -62,7 +62,7 @@ class AbstractExperimentCallback(CompatCallback):
         self.cloud_dir_prefix = cloud_dir_prefix
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take missing values from the loop; the cloud's details only if none of them was given.
+        """Take missing values from the loop; take the cloud's details only if none of them was given.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class _StopsWithPatience(CompatCallback):
 
 
 class EarlyStopping(_StopsWithPatience):
-    """Stop when a metric has not improved for ``patience + 1`` epochs; a loss or an error should fall."""
+    """Stop when a metric has not improved for ``patience + 1`` epochs; lower is better for a loss or an error."""
 
     in_checkpoints = ("patience_count", "best_performance", "best_epoch")
 
@@ -316,7 +316,7 @@ class GradientStatsPrint(CompatCallback):
 
 
 class DistributedSamplerSetEpoch(CompatCallback):
-    """Call ``set_epoch`` of samplers before each epoch; those of the loop's loaders need no callback."""
+    """Call ``set_epoch`` of samplers before each epoch; the samplers of the loop's own loaders need no callback."""
 
     def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
         super().__init__("Distributed sampler set epoch", execution_order=-100)

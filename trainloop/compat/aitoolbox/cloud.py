@@ -28,7 +28,7 @@ PROTOCOLS = {**dict.fromkeys(s3_available_options, "s3"), **dict.fromkeys(gcs_av
 
 
 class Bucket:
-    """Files under a prefix in a bucket of S3; subclasses with the name of Google Cloud Storage set its mode."""
+    """Files under a prefix in an S3 bucket; subclasses for Google Cloud Storage have another ``mode``."""
 
     mode = "s3"
 
@@ -66,7 +66,7 @@ class Bucket:
 
 
 def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_prefix: str | None) -> Bucket | None:
-    """Return the bucket to save to; ``None`` for the local disk, which any other text selects.
+    """Return the bucket to save to; ``None`` (the local disk) for any mode that is not a cloud.
 
     Raises
     ------

@@ -23,7 +23,7 @@ _HOOKS = (
 
 
 class CallbacksHandler:
-    """Register callbacks before ``fit``, where they run before those that are passed to ``fit``.
+    """Register callbacks before ``fit``. They run before the callbacks that are passed to ``fit``.
 
     ``execute_train_begin()``, ``execute_epoch_end()`` and so on call the callbacks' hooks outside of a training.
 
@@ -42,7 +42,7 @@ class CallbacksHandler:
         cache_callbacks: bool = False,
         print_callbacks: bool = False,
     ) -> None:
-        """Add callbacks to the loop; with ``cache_callbacks`` they wait for the next call without it, or ``fit``."""
+        """Add callbacks to the loop; with ``cache_callbacks``, only at the next call without it, or in ``fit``."""
         new = list(callbacks or ())
         for callback in new:
             if not isinstance(callback, AbstractCallback):
@@ -72,7 +72,7 @@ class CallbacksHandler:
 
     @property
     def registered_cbs(self) -> list[list[AbstractCallback]]:
-        """The callbacks of each hook: of epochs, training, batches, gradients, steps, processes and predictions."""
+        """The callbacks by kind of hook: epochs, training, batches, gradients, steps, processes and predictions."""
         return [getattr(self, f"cbs_{hook}") for hook in _HOOKS]
 
     def print_registered_callback_names(self) -> None:
@@ -261,7 +261,7 @@ def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
 
 
 def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """Append the batch's predictions; of a list, its items."""
+    """Append the batch's predictions; if they are a list, append its items."""
     if isinstance(y_batch, list):
         predictions += y_batch
     else:

@@ -79,8 +79,8 @@ class _Saves(AbstractExperimentCallback):
 class ModelCheckpoint(_Saves):
     """Save the model after each epoch, as ``checkpoint_model/model_<experiment>_<time stamp>_E<epoch>.pth``.
 
-    With ``rm_subopt_local_models`` only the ``num_best_checkpoints_kept`` best remain on the local disk, by ``loss`` or
-    by the given metric.
+    With ``rm_subopt_local_models``, only the ``num_best_checkpoints_kept`` best models by ``loss`` or by the given
+    metric remain on the local disk.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ModelCheckpoint(_Saves):
 
 
 class ModelIterationCheckpoint(ModelCheckpoint):
-    """Save the model also every ``save_frequency`` batches, with ``_ITER<total_iteration_idx>`` in the file's name."""
+    """Also save the model every ``save_frequency`` batches, with ``_ITER<total_iteration_idx>`` in the file's name."""
 
     def __init__(self, save_frequency: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,7 +203,7 @@ class ModelTrainEndSave(_Saves):
 
 
 class ModelLoadContinueTraining(AbstractExperimentCallback):
-    """Load model, optimizer and schedulers of an earlier experiment, and resume with the epoch after it."""
+    """Load model, optimizer and schedulers of an earlier experiment, and resume with the next epoch."""
 
     def __init__(
         self,
@@ -406,7 +406,7 @@ class TrainLoopEndSave(_TrackingLoop):
 
 
 class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
-    """Do both: checkpoints during training, and results and model at the end.
+    """Save checkpoints during training, and the results and the model at the end.
 
     The arguments are those of :class:`TrainLoopEndSave`, then those of checkpoints, in the order of :attr:`arguments`.
     """
@@ -464,13 +464,13 @@ class PyTorchModelPredictor:
         return result_package if return_result_package else result_package.get_results()
 
     def evaluate_metric(self, metric_class: Any, return_metric: bool = True) -> Any:
-        """Return a metric of targets and predictions, or its result by name."""
+        """Return a metric of targets and predictions, or a dict with its name and result."""
         y_pred, y_true, _ = self.model_predict()
         metric = metric_class(y_true, y_pred)
         return metric if return_metric else metric.get_metric_dict()
 
     def evaluate_metric_list(self, metrics_class_list: Sequence[Any], return_metric_list: bool = True) -> Any:
-        """Return several metrics, or their results by name."""
+        """Return several metrics, or a dict with their names and results."""
         metrics = [self.evaluate_metric(metric) for metric in metrics_class_list]
         if return_metric_list:
             return metrics

@@ -13,7 +13,7 @@ from trainloop.errors import ConfigurationError
 
 
 class StrictCheck:
-    """Base class of the history and of result packages, which report problems in one way."""
+    """Base class of the history and of result packages, which report problems in the same way."""
 
     strict_content_check: bool
 
@@ -155,7 +155,7 @@ class TrainingHistoryPlotter:
     def generate_report(
         self, training_history: Any, plots_folder_name: str = "plots", file_format: str = "png"
     ) -> list[list[str]]:
-        """Write plots; return ``[path among the results, local path]`` of each file."""
+        """Write plots; return ``[path in the results, local path]`` of each file."""
         figures = self.generate_plots(training_history)
         return _save_figures(figures, self.experiment_results_local_path, plots_folder_name, file_format)
 
@@ -214,7 +214,7 @@ class TrainingHistoryWriter:
         results_folder_name: str = "",
         file_format: str = "txt",
     ) -> tuple[str, str]:
-        """Append the results; return ``(path among the results, local path)``."""
+        """Append the results; return ``(path in the results, local path)``."""
         if file_format not in ("txt", "tsv", "csv"):
             raise ConfigurationError(f"file_format={file_format!r}: must be 'txt', 'tsv' or 'csv'.")
         folder = os.path.join(str(self.experiment_results_local_path), results_folder_name)

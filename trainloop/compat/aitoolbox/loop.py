@@ -120,7 +120,7 @@ class TrainLoop(core.TrainLoop):
         grad_accumulation: int = 1,
         **kwargs: Any,
     ) -> Any:
-        """Train up to the epoch ``num_epochs``; after an earlier ``fit``, from its last epoch on, as AIToolbox counts.
+        """Train up to the epoch ``num_epochs``. As in AIToolbox, a later ``fit`` begins with the last epoch's number.
 
         Returns the model, or the module in a ``ModelWrap``, in every mode.
         """
@@ -138,7 +138,7 @@ class TrainLoop(core.TrainLoop):
         return model.model if isinstance(model, ModelWrap) else model
 
     def register_callback(self, callback: AbstractCallback) -> None:
-        """Register once, not in every ``fit``: a callback may load a checkpoint then."""
+        """Register a callback only once, not in every ``fit``, because it may load a checkpoint when registered."""
         if getattr(callback, "train_loop_obj", None) is not self:
             super().register_callback(callback)
 
@@ -353,8 +353,8 @@ class _Bookkeeping(AbstractCallback):
             loop.num_epochs = self.num_epochs - loop.epoch
             if loop.num_epochs <= 0:
                 warn(
-                    f"fit(num_epochs={self.num_epochs}) trains up to this epoch, but {loop.epoch} epochs are already "
-                    "done, so nothing is trained."
+                    f"fit(num_epochs={self.num_epochs}) trains up to epoch {self.num_epochs}, but the loop is already "
+                    f"at epoch {loop.epoch}, so nothing is trained."
                 )
         self.epochs_run, self.wants_stop = 0, False
         loop.place_criterion()

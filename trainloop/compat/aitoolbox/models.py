@@ -108,7 +108,7 @@ class ListDataset(StackDataset):
 
 
 class Batches(Sequence[Any]):
-    """A list as a loader, with any items: only ``get_loss`` uses the batches.
+    """A list of batches as a loader. Items may have any type, because only ``get_loss`` uses them.
 
     Parameters
     ----------

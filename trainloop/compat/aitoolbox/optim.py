@@ -87,7 +87,7 @@ class MultiLoss(core.MultiLoss):
         self.loss_backward_remaining -= 1
 
     def map(self, function: Callable[[Any], Any]) -> MultiLoss:
-        """Return the losses after ``function``, in the same class, so that overrides are kept."""
+        """Return the losses with ``function`` applied, in the same class, so that overrides are kept."""
         other = copy.copy(self)
         other.loss_dict = {name: function(loss) for name, loss in self.loss_dict.items()}
         return other
@@ -232,16 +232,16 @@ def _of_inner(name: str) -> Any:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. one that wraps another and its rate.
+    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. a wrapper that also sets the rate.
 
-    It has every attribute of the object and calls it. Its groups and its state are the object's own, or
+    It passes calls on to the object, and has every attribute of it. Its groups and its state are the object's own, or
     those of the only torch optimizer that the object holds.
 
     Parameters
     ----------
     inner : object
     parameters : iterable of Tensor
-        Parameters that it steps, if neither has groups.
+        Parameters that the object steps, if neither it nor a torch optimizer in it has groups.
     """
 
     def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
@@ -290,7 +290,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
 
 def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
-    """Return an object that can step and clear gradients as a torch optimizer; any other object unchanged."""
+    """Wrap an object with ``step`` and ``zero_grad`` as a torch optimizer; return any other object unchanged."""
     if isinstance(optimizer, (torch.optim.Optimizer, core.MultiOptimizer, type)):
         return optimizer
     if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
@@ -344,7 +344,7 @@ class MultiStepLRScheduler(GeneralLRSchedulerCallback):
 
 
 class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
-    """Lower rates when the validation loss stops falling; of several losses their mean, or ``main_multi_loss``."""
+    """Lower rates when the validation loss stops falling; for several losses, their mean or ``main_multi_loss``."""
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
         super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)

@@ -85,7 +85,7 @@ class ModelTrainHistoryBaseCB(_Reports):
         self._upload(files)
 
     def _write(self, prefix: str) -> list[Any]:
-        """Write files; return ``[path among the results, local path]`` of each."""
+        """Write files; return ``[path in the results, local path]`` of each."""
         raise NotImplementedError
 
 

@@ -42,7 +42,7 @@ class AbstractBaseMetric(ABC):
         return self.metric_result
 
     def get_metric_dict(self) -> dict[str, Any]:
-        """Return the result by its name."""
+        """Return a dict with the result under its name."""
         return {self.metric_name: self.metric_result}
 
     def __str__(self) -> str:
@@ -74,9 +74,9 @@ class AbstractBaseMetric(ABC):
         return self.metric_result if item == self.metric_name else self.metric_result[item]
 
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
-        """Return both results by their names."""
+        """Return a dict with both results under their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
-            raise TypeError(f"a metric and a {type(other).__name__} can't be joined. Join it with a metric or a dict.")
+            raise TypeError(f"a metric can't be joined with a {type(other).__name__}. Join it with a metric or a dict.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
 
     __add__ = __radd__ = concat_metric
@@ -251,7 +251,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         return self.hyperparameters
 
     def get_additional_results_dump_paths(self) -> list[list[str]] | None:
-        """Return further files to keep, each ``[path among the results, local path]``."""
+        """Return further files to keep, each ``[path in the results, local path]``."""
         self.additional_results_dump_paths = self.list_additional_results_dump_paths()
         self.qa_check_additional_results_dump_paths()
         return self.additional_results_dump_paths
@@ -285,7 +285,7 @@ class AbstractResultPackage(StrictCheck, ABC):
         )
         if paths is not None and not pairs:
             raise ConfigurationError(
-                f"list_additional_results_dump_paths() returned {paths!r}: must be a list of [path among the results, "
+                f"list_additional_results_dump_paths() returned {paths!r}: must be a list of [path in the results, "
                 "local path], or None."
             )
 
@@ -346,7 +346,7 @@ def _packages_of(other: Any, joined: bool = False) -> list[Any]:
         return [PreCalculatedResultPackage(copy.deepcopy(other))]
     if not isinstance(other, AbstractResultPackage):
         raise ConfigurationError(
-            f"a result package and a {type(other).__name__} can't be added. Add a result package or a dict."
+            f"a {type(other).__name__} can't be added to a result package. Add a result package or a dict."
         )
     other.warn_if_results_dict_not_defined()
     other = copy.deepcopy(other)

@@ -1,6 +1,6 @@
 """AIToolbox's files of an experiment: save and load models, optimizers and schedulers; results and hyperparameters.
 
-It is ``<folder>/<project>/<experiment>_<time stamp>/``, with ``model/``, ``checkpoint_model/`` and ``results/``.
+They are in ``<folder>/<project>/<experiment>_<time stamp>/``: ``model/``, ``checkpoint_model/`` and ``results/``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AbstractModelSaver(ABC):
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the model; return ``(path with the bucket, time stamp, local path)``, locally ``(file name, path)``."""
+        """Write the model; return ``(path with the bucket, time stamp, local path)``; locally ``(file name, path)``."""
 
 
 class AbstractLocalModelSaver(AbstractModelSaver):
@@ -87,7 +87,7 @@ class AbstractResultsSaver(ABC):
     def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
         """Write results; return ``(path of the main file, with the bucket, time stamp)``.
 
-        Locally return ``[path among the results, local path]`` of each file.
+        A local saver returns ``[path in the results, local path]`` of each file.
         """
 
 
@@ -215,7 +215,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         epoch_num: int | None = None,
         map_location: Any = None,
     ) -> dict[str, Any]:
-        """Read an experiment's model, of a certain epoch if given."""
+        """Read an experiment's model; if an epoch is given, the model of that epoch."""
         where = project_name, experiment_name, experiment_timestamp
         _, folder = ExperimentFolder.get_base_folder_paths(*where, self.local_model_result_folder_path)
         name = model_file_name(experiment_name, experiment_timestamp, epoch_num)
@@ -356,7 +356,7 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         save_true_pred_labels: bool = False,
         protect_existing_folder: bool = True,
     ) -> list[list[str]]:
-        """Write all to one file; return ``[path among the results, local path]`` of each file."""
+        """Write all to one file; return ``[path in the results, local path]`` of each file."""
         where = project_name, experiment_name, experiment_timestamp or new_timestamp()
         return self._save(result_package, training_history, where, save_true_pred_labels, separate=False)
 
