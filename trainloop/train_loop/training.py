@@ -449,9 +449,9 @@ class Training(Run):
             return
         self._warned_of_averages = True
         _warn(
-            "get_loss calls a criterion with class weights or ignored targets, which averages over the targets' "
-            "weights, but get_loss returns another loss. The returned loss is averaged over samples, so results depend "
-            "on batch size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
+            "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
+            "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
+            "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each loss under its "
             "own name."
         )
