@@ -172,9 +172,9 @@ class Trial:
             self.wrong.append("never ended")
         elif self.ranks in control and digest(end) != control[self.ranks]:
             self.wrong.append("other bits")
-        if self.last is not None and self.last.process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-            # It was killed after its work was done, when SIGTERM is the program's own affair again: the next launch on
-            # this machine removes its folder.
+        if self.last is not None and self.last.process.returncode < 0:
+            # It was killed after its work was done, when signals are the program's own affair again: the next launch
+            # on this machine removes its folder.
             clean = "from trainloop._support.scratch import remove_dead; remove_dead()"
             environment = {**os.environ, "TMPDIR": str(self.where / "tmp")}
             subprocess.run([sys.executable, "-c", clean], env=environment, check=True)
