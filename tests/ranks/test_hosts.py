@@ -54,6 +54,7 @@ def test_the_meeting_point(init_method: str | None, environ: dict[str, str], poi
             r"MASTER_ADDR=a and MASTER_PORT=x: must name a host and a port",
         ),
         ("tcp://a", {}, r"init_method='tcp://a': must name a host and a port \(1 to 65535\)"),
+        ("tcp://[::1", {}, r"init_method='tcp://\[::1': must name a host and a port"),
         ("tcp://a:99999", {}, r"such as tcp://10\.0\.0\.1:29500"),
         ("udp://a:1", {}, r"init_method='udp://a:1'"),
     ],

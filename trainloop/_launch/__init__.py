@@ -7,19 +7,14 @@ receives a :class:`~trainloop._support.stopping.StopAgreement`, and runs in an i
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from trainloop._launch.spawning import Ranks
 import contextlib
 import logging
 import multiprocessing
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar

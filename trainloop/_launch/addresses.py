@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -33,13 +34,11 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
         given = f"MASTER_ADDR={host} and MASTER_PORT={port_text}"
     else:
         given = f"init_method={init_method!r}"
-        try:
+        host, port_text = "", ""
+        with contextlib.suppress(ValueError):  # a bracket without its pair, or a port above 65535
             parts = urlsplit(init_method)
-            host, port_text = parts.hostname or "", str(parts.port or "")
-        except ValueError:
-            host, port_text = "", ""
-        if parts.scheme != "tcp":
-            host = ""
+            if parts.scheme == "tcp":
+                host, port_text = parts.hostname or "", str(parts.port or "")
     if not host or not port_text.isdigit() or not 0 < int(port_text) < 65536:
         raise ConfigurationError(
             f"{given}: must name a host and a port (1 to 65535) on node 0, such as tcp://10.0.0.1:29500."

@@ -211,7 +211,8 @@ def signals(
     Returns
     -------
     ReceivedSignals
-        The signals that arrived in the outermost context. Its owner calls :meth:`ReceivedSignals.end` afterwards.
+        The signals that arrived in the outermost context. Its owner calls
+        :meth:`ReceivedSignals.raise_if_any` afterwards.
     """
     global _outermost, _mark
     # A rank has its handlers since its start.

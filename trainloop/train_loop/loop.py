@@ -1,4 +1,4 @@
-"""The constructor and the public methods of the training loop. The attributes that callbacks read are in view.py.
+"""The constructor and the public methods of the training loop. The attributes that callbacks read are in loop_state.py.
 
 ::
 
