@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -156,6 +157,21 @@ def _first_batches(loader: Any, number: int) -> Any:
     return list(islice(loader, number))
 
 
+# Hooks by the arguments that choose them.
+_POINTS = {
+    "tl_registration": "on_train_loop_registration",
+    "epoch_begin": "on_epoch_begin",
+    "epoch_end": "on_epoch_end",
+    "train_begin": "on_train_begin",
+    "train_end": "on_train_end",
+    "batch_begin": "on_batch_begin",
+    "batch_end": "on_batch_end",
+    "after_gradient_update": "on_after_gradient_update",
+    "after_optimizer_step": "on_after_optimizer_step",
+}
+
+
+@dataclass(eq=False, repr=False)
 class FunctionOnTrainLoop(AbstractCallback):
     """Call a function with the loop at chosen points of the training.
 
@@ -180,38 +196,26 @@ class FunctionOnTrainLoop(AbstractCallback):
     >>> FunctionOnTrainLoop(lambda tl: print(tl.history), epoch_end=True, device_idx_execution=0)
     """
 
-    def __init__(
-        self,
-        fn_to_execute: Callable[[Any], Any],
-        tl_registration: bool = False,
-        epoch_begin: bool = False,
-        epoch_end: bool = False,
-        train_begin: bool = False,
-        train_end: bool = False,
-        batch_begin: bool = False,
-        batch_end: bool = False,
-        after_gradient_update: bool = False,
-        after_optimizer_step: bool = False,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        super().__init__("FunctionOnTrainLoop", execution_order, device_idx_execution)
-        if not callable(fn_to_execute):
-            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={fn_to_execute!r}: must be a function.")
-        chosen = {
-            "on_train_loop_registration": tl_registration,
-            "on_epoch_begin": epoch_begin,
-            "on_epoch_end": epoch_end,
-            "on_train_begin": train_begin,
-            "on_train_end": train_end,
-            "on_batch_begin": batch_begin,
-            "on_batch_end": batch_end,
-            "on_after_gradient_update": after_gradient_update,
-            "on_after_optimizer_step": after_optimizer_step,
-        }
-        self.fn_to_execute = fn_to_execute
-        self.hooks = [name for name, wanted in chosen.items() if wanted]
-        if not self.hooks:
+    fn_to_execute: Callable[[Any], Any]
+    tl_registration: bool = False
+    epoch_begin: bool = False
+    epoch_end: bool = False
+    train_begin: bool = False
+    train_end: bool = False
+    batch_begin: bool = False
+    batch_end: bool = False
+    after_gradient_update: bool = False
+    after_optimizer_step: bool = False
+    execution_order: int = 0
+    device_idx_execution: int | None = None
+    may_do_nothing: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__init__("FunctionOnTrainLoop", self.execution_order, self.device_idx_execution)
+        if not callable(self.fn_to_execute):
+            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={self.fn_to_execute!r}: must be a function.")
+        self.hooks = [hook for point, hook in _POINTS.items() if getattr(self, point)]
+        if not self.hooks and not self.may_do_nothing:
             raise ConfigurationError(
                 "FunctionOnTrainLoop: choose when to call the function, for example with epoch_end=True."
             )

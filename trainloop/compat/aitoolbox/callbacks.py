@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage, prepare_package
+from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver, ExperimentFolder
 
 _EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
 _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
@@ -82,16 +83,12 @@ class AbstractExperimentCallback(CompatCallback):
 
     def experiment_folder(self) -> str:
         """Return the experiment's folder. Create it if it is missing."""
-        project, experiment, stamp = self.experiment_names
-        folder = os.path.join(str(self.local_model_result_folder_path), project, f"{experiment}_{stamp}")
-        os.makedirs(folder, exist_ok=True)
-        return folder
+        return ExperimentFolder.create_base_folder(*self.experiment_names, str(self.local_model_result_folder_path))
 
     def results_folder(self) -> str:
         """Return the folder ``results`` in the experiment's folder. Create it if it is missing."""
-        folder = os.path.join(self.experiment_folder(), "results")
-        os.makedirs(folder, exist_ok=True)
-        return folder
+        where = *self.experiment_names, str(self.local_model_result_folder_path)
+        return BaseLocalResultsSaver.create_experiment_local_results_folder(*where)
 
     @property
     def experiment_names(self) -> tuple[str, str, str]:
@@ -103,11 +100,12 @@ class AbstractExperimentCallback(CompatCallback):
         """The bucket to save to; ``None`` for the local disk only."""
         return bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
 
-    def upload_to_experiment(self, files: Iterable[Sequence[str]]) -> None:
-        """Upload files, each ``(path in the experiment, local path)``, if the experiment is in a cloud."""
+    def upload(self, paths: Iterable[str]) -> None:
+        """Upload files of the experiment's folder, if the experiment is in a cloud."""
         bucket = self.cloud_bucket
         if bucket is not None:
-            for name, path in files:
+            for path in paths:
+                name = os.path.relpath(path, self.experiment_folder())
                 bucket.save_file(path, bucket.experiment_path(*self.experiment_names, name))
 
 
@@ -209,34 +207,10 @@ class AllPredictionsSame(core.AllPredictionsSame):
 class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
     """Call a function with the loop at some of the hooks; without hooks it does nothing."""
 
-    def __init__(
-        self,
-        fn_to_execute: Callable[[Any], Any],
-        tl_registration: bool = False,
-        epoch_begin: bool = False,
-        epoch_end: bool = False,
-        train_begin: bool = False,
-        train_end: bool = False,
-        batch_begin: bool = False,
-        batch_end: bool = False,
-        after_gradient_update: bool = False,
-        after_optimizer_step: bool = False,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        hooks = tl_registration, epoch_begin, epoch_end, train_begin, train_end, batch_begin, batch_end
-        reads_gradients = after_gradient_update, after_optimizer_step
-        if any((*hooks, *reads_gradients)):
-            super().__init__(fn_to_execute, *hooks, *reads_gradients, execution_order, device_idx_execution)
-        else:  # the core rejects this
-            name = "Execute given function as a callback"
-            AbstractCallback.__init__(self, name, execution_order, device_idx_execution)
-            self.fn_to_execute = fn_to_execute
-            self.hooks = []
-        self._reads_gradients = any(reads_gradients)
+    may_do_nothing = True
 
     def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
-        if self._reads_gradients:
+        if self.after_gradient_update or self.after_optimizer_step:
             train_loop_obj.grad_cb_used = True
         return super().register_train_loop_object(train_loop_obj)
 

@@ -129,9 +129,9 @@ class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
     ) -> tuple[str, str]:
         """Return ``(path of the main file, with the bucket, time stamp)``."""
         stamp = experiment_timestamp or new_timestamp()
-        where, local = (project_name, experiment_name, stamp), self.local_results_saver
-        save = local.save_experiment_results_separate_files if separate_files else local.save_experiment_results
-        saved = save(result_package, training_history, *where, save_true_pred_labels=save_true_pred_labels)
+        where = project_name, experiment_name, stamp
+        results = result_package, training_history, *where, save_true_pred_labels
+        saved = self.local_results_saver.save_experiment_results(*results, separate_files=separate_files)
         folder = self.create_experiment_cloud_storage_folder_structure(*where)
         for name, path in saved:
             self.save_file(path, os.path.join(folder, name))
@@ -180,14 +180,13 @@ class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
         project_name: str,
         experiment_name: str,
         experiment_timestamp: str | None = None,
-        epoch: int | None = None,
-        iteration_idx: int | None = None,
-        protect_existing_folder: bool = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Return ``(path with the bucket, time stamp, local path)``."""
+        """Return ``(path with the bucket, time stamp, local path)``; arguments as in the local saver."""
         stamp = experiment_timestamp or new_timestamp()
         where = project_name, experiment_name, stamp
-        name, path = self.pytorch_local_saver.save_model(model, *where, epoch, iteration_idx)
+        name, path = self.pytorch_local_saver.save_model(model, *where, *args, **kwargs)
         in_cloud = os.path.join(self.create_experiment_cloud_storage_folder_structure(*where), name)
         self.save_file(path, in_cloud)
         return os.path.join(self.bucket_name, in_cloud), stamp, path
@@ -227,26 +226,11 @@ class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
 class FullPyTorchExperimentS3Saver(FullPyTorchExperimentLocalSaver):
     """Write a model and its results to the local disk, and upload them."""
 
-    kinds: tuple[type[Any], type[Any]] = (PyTorchS3ModelSaver, S3ResultsSaver)
+    kinds = (PyTorchS3ModelSaver, S3ResultsSaver)
 
-    def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        bucket_name: str = "model-result",
-        cloud_dir_prefix: str = "",
-        local_model_result_folder_path: str = DEFAULT_FOLDER,
-    ) -> None:
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        where = bucket_name, cloud_dir_prefix, local_model_result_folder_path
-        self.model_saver, self.results_saver = (kind(*where) for kind in self.kinds)
-
-    def _save(self, model: tuple[Any, ...], results: tuple[Any, ...], separate: bool) -> tuple[str, str]:
+    def paths(self, of_model: tuple[Any, ...], of_results: Any) -> tuple[str, str]:
         """Return ``(path of the model, path of the results)`` in the cloud."""
-        model_path, _, _ = self.model_saver.save_model(*model)
-        results_path, _ = self.results_saver.save_experiment_results(*results, separate)
-        return model_path, results_path
+        return of_model[0], of_results[0]
 
 
 class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):

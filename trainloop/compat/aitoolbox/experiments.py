@@ -59,7 +59,7 @@ class _Saves(AbstractExperimentCallback):
             reporter.save_experiment_python_file(self.hyperparams),
             reporter.save_experiment_source_files(self.hyperparams),
         ]
-        self.upload_to_experiment((os.path.basename(path), path) for path in written if path)
+        self.upload(filter(None, written))
 
     def _state(self) -> dict[str, Any]:
         loop = self.train_loop_obj

@@ -38,13 +38,9 @@ class ExperimentFolder:
     """The folder of an experiment."""
 
     @staticmethod
-    def create_base_folder(
-        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
-    ) -> str:
-        """Create the folder if it is missing; return its path."""
-        _, path = ExperimentFolder.get_base_folder_paths(
-            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
-        )
+    def create_base_folder(*where: str, **named: str) -> str:
+        """Create the folder if it is missing; return its path. Arguments as in :meth:`get_base_folder_paths`."""
+        _, path = ExperimentFolder.get_base_folder_paths(*where, **named)
         os.makedirs(path, exist_ok=True)
         return path
 
@@ -125,13 +121,9 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
         self.checkpoint_model = checkpoint_model
 
-    def create_experiment_local_models_folder(
-        self, project_name: str, experiment_name: str, experiment_timestamp: str
-    ) -> str:
-        """Create the folder if it is missing; return its path."""
-        base = ExperimentFolder.create_base_folder(
-            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
-        )
+    def create_experiment_local_models_folder(self, *experiment: str) -> str:
+        """Create the folder of ``(project, experiment, time stamp)`` if it is missing; return its path."""
+        base = ExperimentFolder.create_base_folder(*experiment, self.local_model_result_folder_path)
         path = os.path.join(base, "checkpoint_model" if self.checkpoint_model else "model")
         os.makedirs(path, exist_ok=True)
         return path
@@ -303,34 +295,21 @@ class BaseLocalResultsSaver:
             file_format = "pickle"
         self.file_format = file_format
 
-    def create_experiment_local_folder_structure(
-        self, project_name: str, experiment_name: str, experiment_timestamp: str
-    ) -> str:
-        """Create ``results/``; return its path."""
-        return self.create_experiment_local_results_folder(
-            project_name, experiment_name, experiment_timestamp, self.local_model_result_folder_path
-        )
+    def create_experiment_local_folder_structure(self, *experiment: str) -> str:
+        """Create ``results/`` of ``(project, experiment, time stamp)``; return its path."""
+        return self.create_experiment_local_results_folder(*experiment, self.local_model_result_folder_path)
 
     @staticmethod
-    def create_experiment_local_results_folder(
-        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
-    ) -> str:
-        """Create ``results/``; return its path."""
-        base = ExperimentFolder.create_base_folder(
-            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
-        )
-        path = os.path.join(base, "results")
+    def create_experiment_local_results_folder(*where: str, **named: str) -> str:
+        """Create ``results/``; return its path. Arguments as in :meth:`ExperimentFolder.get_base_folder_paths`."""
+        *_, path = BaseLocalResultsSaver.get_experiment_local_results_folder_paths(*where, **named)
         os.makedirs(path, exist_ok=True)
         return path
 
     @staticmethod
-    def get_experiment_local_results_folder_paths(
-        project_name: str, experiment_name: str, experiment_timestamp: str, local_model_result_folder_path: str
-    ) -> tuple[str, str, str]:
+    def get_experiment_local_results_folder_paths(*where: str, **named: str) -> tuple[str, str, str]:
         """Return the paths of the project, the experiment, and its ``results/``."""
-        project, base = ExperimentFolder.get_base_folder_paths(
-            project_name, experiment_name, experiment_timestamp, local_model_result_folder_path
-        )
+        project, base = ExperimentFolder.get_base_folder_paths(*where, **named)
         return project, base, os.path.join(base, "results")
 
     def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
@@ -355,64 +334,48 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         experiment_timestamp: str | None = None,
         save_true_pred_labels: bool = False,
         protect_existing_folder: bool = True,
+        *,
+        separate_files: bool = False,
     ) -> list[list[str]]:
-        """Write all to one file; return ``[path in the results, local path]`` of each file."""
-        where = project_name, experiment_name, experiment_timestamp or new_timestamp()
-        return self._save(result_package, training_history, where, save_true_pred_labels, separate=False)
-
-    def save_experiment_results_separate_files(
-        self,
-        result_package: Any,
-        training_history: Any,
-        project_name: str,
-        experiment_name: str,
-        experiment_timestamp: str | None = None,
-        save_true_pred_labels: bool = False,
-        protect_existing_folder: bool = True,
-    ) -> list[list[str]]:
-        """Write each to a separate file; return paths as :meth:`save_experiment_results` does."""
-        where = project_name, experiment_name, experiment_timestamp or new_timestamp()
-        return self._save(result_package, training_history, where, save_true_pred_labels, separate=True)
-
-    def _save(
-        self, package: Any, history: Any, where: tuple[str, str, str], labels: bool, separate: bool
-    ) -> list[list[str]]:
-        folder = self.create_experiment_local_folder_structure(*where)
-        _, experiment, stamp = where
-        place = {"experiment_name": experiment, "experiment_results_local_path": folder}
-        true_and_predicted = {"y_true": package.y_true, "y_predicted": package.y_predicted} if labels else {}
+        """Write all to one file, or each to a separate file; return ``[path in the results, local path]`` of each."""
+        stamp, package = experiment_timestamp or new_timestamp(), result_package
+        folder = self.create_experiment_local_folder_structure(project_name, experiment_name, stamp)
+        place = {"experiment_name": experiment_name, "experiment_results_local_path": folder}
+        labels = {"y_true": package.y_true, "y_predicted": package.y_predicted} if save_true_pred_labels else {}
         results = {"results": package.get_results()}
         hyperparams = {"hyperparameters": package.get_hyperparameters()}
-        train_history = {"training_history": history.get_train_history()}
+        train_history = {"training_history": training_history.get_train_history()}
         files = {
             "results": {**place, **results},
             "hyperparams": {**place, **hyperparams},
             "train_history": {**place, **train_history},
-            "true_pred_labels": true_and_predicted,
+            "true_pred_labels": labels,
         }
-        if not separate:
-            everything = {**true_and_predicted, **place, **results, **hyperparams, **train_history}
-            files = {"results_hyperParams_hist": everything}
+        if not separate_files:
+            files = {"results_hyperParams_hist": {**labels, **place, **results, **hyperparams, **train_history}}
         further = package.get_additional_results_dump_paths() or []
-        plots = TrainingHistoryPlotter(folder).generate_report(history, plots_folder_name="plots")
+        plots = TrainingHistoryPlotter(folder).generate_report(training_history, plots_folder_name="plots")
         saved = []
         for kind, content in files.items():
             if content:
-                name = f"{kind}_{experiment}_{stamp}"
+                name = f"{kind}_{experiment_name}_{stamp}"
                 saved.append(list(self.save_file(content, name, os.path.join(folder, name))))
         return saved + list(further) + plots
 
+    def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """Write each to a separate file, with the arguments of :meth:`save_experiment_results`."""
+        return self.save_experiment_results(*args, **kwargs, separate_files=True)
+
 
 class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
-    """Writes a model and its results."""
+    """Writes a model and its results. Further arguments go to both savers."""
 
-    def __init__(
-        self, project_name: str, experiment_name: str, local_model_result_folder_path: str = DEFAULT_FOLDER
-    ) -> None:
+    kinds: tuple[type[Any], type[Any]] = (PyTorchLocalModelSaver, LocalResultsSaver)
+
+    def __init__(self, project_name: str, experiment_name: str, *where: str, **named: str) -> None:
         self.project_name = project_name
         self.experiment_name = experiment_name
-        self.model_saver: Any = PyTorchLocalModelSaver(local_model_result_folder_path)
-        self.results_saver: Any = LocalResultsSaver(local_model_result_folder_path)
+        self.model_saver, self.results_saver = (kind(*where, **named) for kind in self.kinds)
 
     def save_experiment(
         self,
@@ -426,14 +389,14 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
     ) -> Sequence[str]:
         """Write both; return the paths."""
         where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
+        model_paths = self.model_saver.save_model(model, *where)
         results = result_package, training_history, *where, save_true_pred_labels
-        return self._save((model, *where), results, separate_files)
+        results_paths = self.results_saver.save_experiment_results(*results, separate_files=separate_files)
+        return self.paths(model_paths, results_paths)
 
-    def _save(self, model: tuple[Any, ...], results: tuple[Any, ...], separate: bool) -> Sequence[str]:
-        saver = self.results_saver
-        save = saver.save_experiment_results_separate_files if separate else saver.save_experiment_results
-        _, model_path = self.model_saver.save_model(*model)
-        return [model_path, *(path for _, path in save(*results))]
+    def paths(self, of_model: tuple[Any, ...], of_results: Any) -> Sequence[str]:
+        """Return the local paths, from what the two savers have returned."""
+        return [of_model[1], *(path for _, path in of_results)]
 
 
 # -- hyperparameters and source ----------------------------------------------------------------------------------------
