@@ -378,7 +378,7 @@ class AbstractResultPackage(ABC):
         self.y_predicted: Any = None
         self.additional_results: dict[str, Any] | None = None
         self.hyperparameters: dict[str, Any] | None = None
-        self.results_dict: dict[str, Any] | None = None
+        self.results_dict: Any = None
 
     @abstractmethod
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -392,9 +392,9 @@ class AbstractResultPackage(ABC):
         self.y_predicted = as_array(y_predicted) if self.np_array else y_predicted
         self.hyperparameters = hyperparameters
         self.additional_results = kwargs
-        self.results_dict = dict(self.prepare_results_dict())
+        self.results_dict = self.prepare_results_dict()
 
-    def get_results(self) -> dict[str, Any]:
+    def get_results(self) -> Any:
         """Return the last results.
 
         Raises
