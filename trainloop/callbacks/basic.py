@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
 from trainloop.callbacks.nan import TerminateOnNaN
 from trainloop.errors import ConfigurationError
@@ -47,6 +47,7 @@ class ListRegisteredCallbacks(AbstractCallback):
         print(f"Callbacks: {', '.join(callback.callback_name for callback in callbacks)}")
 
 
+@dataclass(eq=False, repr=False)
 class AllPredictionsSame(AbstractCallback):
     """Detect that a model predicts the same value for all samples, which can happen if classes are unbalanced.
 
@@ -66,18 +67,15 @@ class AllPredictionsSame(AbstractCallback):
     >>> tl.fit(num_epochs=10, callbacks=[AllPredictionsSame(value=0, stop_training=True)])
     """
 
-    def __init__(self, value: float | None = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
+    value: float | None = 0.0
+    stop_training: bool = False
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("AllPredictionsSame")
-        self.value = value
-        self.stop_training = stop_training
-        self.verbose = verbose
 
     def on_train_loop_registration(self) -> None:
-        if self.train_loop_obj.validation_loader is None:
-            raise ConfigurationError(
-                "AllPredictionsSame predicts the validation set, but the loop has no validation_loader. "
-                "Pass one to TrainLoop."
-            )
+        require_loader(self.train_loop_obj, "validation_loader", "AllPredictionsSame")
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
@@ -123,25 +121,18 @@ class DataSubsetTestRun(AbstractCallback):
 
     def __init__(self, num_train_batches: int = 1, num_val_batches: int = 0, num_test_batches: int = 0) -> None:
         super().__init__("DataSubsetTestRun", execution_order=-100)
-        if num_train_batches < 1 or num_val_batches < 0 or num_test_batches < 0:
-            raise ConfigurationError(
-                f"DataSubsetTestRun: num_train_batches={num_train_batches} must be 1 or more, and "
-                f"num_val_batches={num_val_batches} and num_test_batches={num_test_batches} must be 0 or more."
-            )
+        me = "DataSubsetTestRun"
         self.num_batches = {
-            "train_loader": num_train_batches,
-            "validation_loader": num_val_batches,
-            "test_loader": num_test_batches,
+            "train_loader": count_of(me, "num_train_batches", num_train_batches),
+            "validation_loader": count_of(me, "num_val_batches", num_val_batches, least=0),
+            "test_loader": count_of(me, "num_test_batches", num_test_batches, least=0),
         }
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         for name, number in self.num_batches.items():
-            if number and getattr(loop, name) is None:
-                raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Set that number to 0, "
-                    f"or pass a {name} to TrainLoop."
-                )
+            if number:
+                require_loader(loop, name, f"DataSubsetTestRun takes {number} batches of {name}")
         for name, number in self.num_batches.items():
             if number:
                 setattr(loop, name, _first_batches(getattr(loop, name), number))

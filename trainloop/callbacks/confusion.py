@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.result_package import classes_of
 
@@ -76,12 +76,8 @@ class ConfusionMatrix(AbstractCallback):
         self.matrix: Tensor | None = None
 
     def on_train_loop_registration(self) -> None:
-        loop = self.train_loop_obj
-        if getattr(loop, f"{self.dataset}_loader") is None:
-            raise ConfigurationError(
-                f"ConfusionMatrix(dataset={self.dataset!r}): the loop has no {self.dataset}_loader. Pass one to "
-                "TrainLoop."
-            )
+        owner = f"ConfusionMatrix(dataset={self.dataset!r})"
+        require_loader(self.train_loop_obj, f"{self.dataset}_loader", owner)
         if self.path is not None or self._writers():
             import_extra("matplotlib.figure", "ConfusionMatrix", "plot")
 

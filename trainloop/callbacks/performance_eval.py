@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainloop import distributed
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.base import AbstractCallback, check_counts, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import evaluate_result_package
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False, repr=False)
 class ModelPerformanceEvaluation(AbstractCallback):
     """Compute a result package's metrics over whole datasets, and add them to the history.
 
@@ -57,44 +59,33 @@ class ModelPerformanceEvaluation(AbstractCallback):
     >>> tl.fit(num_epochs=3, callbacks=[evaluation, EarlyStopping("val_accuracy", patience=2)])
     """
 
-    def __init__(
-        self,
-        result_package: Any,
-        args: dict[str, Any] | None = None,
-        on_each_epoch: bool = True,
-        on_train_data: bool = False,
-        on_val_data: bool = True,
-        eval_frequency: int | None = None,
-        on_iteration_frequency: int = 0,
-        if_available_output_to_project_dir: bool = True,
-    ) -> None:
+    result_package: Any
+    args: dict[str, Any] | None = None
+    on_each_epoch: bool = True
+    on_train_data: bool = False
+    on_val_data: bool = True
+    eval_frequency: int | None = None
+    on_iteration_frequency: int = 0
+    if_available_output_to_project_dir: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("ModelPerformanceEvaluation")
-        if not on_train_data and not on_val_data:
+        if not self.on_train_data and not self.on_val_data:
             raise ConfigurationError(
                 "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."
             )
-        self.result_package = result_package
-        self.args = {} if args is None else args
-        self.on_each_epoch = on_each_epoch
-        self.on_train_data = on_train_data
-        self.on_val_data = on_val_data
-        self.eval_frequency = count_of("ModelPerformanceEvaluation", "eval_frequency", eval_frequency, optional=True)
-        self.on_iteration_frequency = count_of(
-            "ModelPerformanceEvaluation", "on_iteration_frequency", on_iteration_frequency, least=0
-        )
-        self.if_available_output_to_project_dir = if_available_output_to_project_dir
+        self.args = self.args or {}
+        check_counts(self, "eval_frequency", optional=True)
+        check_counts(self, "on_iteration_frequency", least=0)
         self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
-        if on_iteration_frequency:
+        if self.on_iteration_frequency:
             # Set only if it is needed, as a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
-        if self.on_val_data and loop.validation_loader is None:
-            raise ConfigurationError(
-                "ModelPerformanceEvaluation: the loop has no validation_loader. Pass one to TrainLoop, or use "
-                "on_train_data=True, on_val_data=False."
-            )
+        if self.on_val_data:
+            require_loader(loop, "validation_loader", "ModelPerformanceEvaluation(on_val_data=True)")
         self._latest = None
         if hasattr(self.result_package, "hyperparameters") and self.args:
             self.result_package.hyperparameters = self.args
@@ -157,6 +148,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
 
+@dataclass(eq=False, repr=False)
 class ModelPerformancePrintReport(AbstractCallback):
     """Print chosen metrics of the history after each epoch and at the end of training.
 
@@ -183,25 +175,18 @@ class ModelPerformancePrintReport(AbstractCallback):
     >>> ModelPerformancePrintReport(["val_accuracy", "val_loss"])
     """
 
-    def __init__(
-        self,
-        metrics: Sequence[str],
-        on_each_epoch: bool = True,
-        report_frequency: int | None = None,
-        strict_metric_reporting: bool = True,
-        list_tracked_metrics: bool = False,
-    ) -> None:
+    metrics: Sequence[str]
+    on_each_epoch: bool = True
+    report_frequency: int | None = None
+    strict_metric_reporting: bool = True
+    list_tracked_metrics: bool = False
+
+    def __post_init__(self) -> None:
         # After callbacks that compute metrics.
         super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
-        if isinstance(metrics, str) or not metrics:
-            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={metrics!r}: must be a list of names.")
-        self.metrics = list(metrics)
-        self.on_each_epoch = on_each_epoch
-        self.report_frequency = count_of(
-            "ModelPerformancePrintReport", "report_frequency", report_frequency, optional=True
-        )
-        self.strict_metric_reporting = strict_metric_reporting
-        self.list_tracked_metrics = list_tracked_metrics
+        if isinstance(self.metrics, str) or not self.metrics:
+            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={self.metrics!r}: must be a list of names.")
+        check_counts(self, "report_frequency", optional=True)
 
     def on_epoch_end(self) -> None:
         epoch = self.train_loop_obj.epoch
@@ -239,6 +224,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         print(message)
 
 
+@dataclass(eq=False, repr=False)
 class TrainHistoryFormatter(AbstractCallback):
     """Compute a new metric from other metrics in the history.
 
@@ -268,24 +254,19 @@ class TrainHistoryFormatter(AbstractCallback):
     ... )
     """
 
-    def __init__(
-        self,
-        input_metric_getter: Callable[[Any], list[Any]],
-        output_metric_setter: Callable[[list[Any]], tuple[str, float]],
-        epoch_end: bool = True,
-        train_end: bool = False,
-        strict_metric_extract: bool = True,
-    ) -> None:
+    input_metric_getter: Callable[[Any], list[Any]]
+    output_metric_setter: Callable[[list[Any]], tuple[str, float]]
+    epoch_end: bool = True
+    train_end: bool = False
+    strict_metric_extract: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("TrainHistoryFormatter")
-        if bool(epoch_end) == bool(train_end):
+        if bool(self.epoch_end) == bool(self.train_end):
             raise ConfigurationError(
-                f"{type(self).__name__}: epoch_end={epoch_end}, train_end={train_end}: exactly one must be True."
+                f"{type(self).__name__}: epoch_end={self.epoch_end}, train_end={self.train_end}: exactly one must be "
+                "True."
             )
-        self.input_metric_getter = input_metric_getter
-        self.output_metric_setter = output_metric_setter
-        self.epoch_end = epoch_end
-        self.train_end = train_end
-        self.strict_metric_extract = strict_metric_extract
 
     def on_epoch_end(self) -> None:
         if self.epoch_end and self.check_if_history_updated(train_end_phase=False):

@@ -6,17 +6,19 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
 
 
+@dataclass(eq=False, repr=False)
 class Profiler(AbstractCallback):
     """Profile some steps of the training with ``torch.profiler``, and write a Chrome trace on every rank.
 
@@ -50,32 +52,25 @@ class Profiler(AbstractCallback):
     >>> print(profiler.table)
     """
 
-    _running: Any = None  # not part of the state: a process that loads a state keeps its own profiler
+    dirpath: str | os.PathLike[str] = "profile"
+    _: KW_ONLY
+    skip: int = 10
+    warmup: int = 2
+    active: int = 5
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    device_idx_execution: int | None = None
+    # Not part of the state: a process that loads a state keeps its own profiler.
+    _running: ClassVar[Any] = None
 
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] = "profile",
-        *,
-        skip: int = 10,
-        warmup: int = 2,
-        active: int = 5,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
-        device_idx_execution: int | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         # Last: a step ends after all hooks.
-        super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
-        self.dirpath = os.path.expanduser(os.fspath(dirpath))
-        self.skip = count_of("Profiler", "skip", skip, least=0)
-        self.warmup, self.active = count_of("Profiler", "warmup", warmup), count_of("Profiler", "active", active)
-        self.options: dict[str, Any] = {
-            "record_shapes": record_shapes,
-            "profile_memory": profile_memory,
-            "with_stack": with_stack,
-            "with_flops": with_flops,
-        }
+        super().__init__("Profiler", execution_order=1000, device_idx_execution=self.device_idx_execution)
+        self.dirpath = os.path.expanduser(os.fspath(self.dirpath))
+        check_counts(self, "skip", least=0)
+        check_counts(self, "warmup", "active")
         self.traces: list[str] = []
         self.table = ""
         self._steps = 0
@@ -98,7 +93,14 @@ class Profiler(AbstractCallback):
                 activities.append(profiler.ProfilerActivity.CUDA)
             schedule = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
             self._running = profiler.profile(
-                activities=activities, schedule=schedule, on_trace_ready=self._write, acc_events=True, **self.options
+                activities=activities,
+                schedule=schedule,
+                on_trace_ready=self._write,
+                record_shapes=self.record_shapes,
+                profile_memory=self.profile_memory,
+                with_stack=self.with_stack,
+                with_flops=self.with_flops,
+                acc_events=True,
             )
             self._running.start()
 
@@ -144,6 +146,7 @@ _PEAKS = {
 }  # fmt: skip
 
 
+@dataclass(eq=False, repr=False)
 class ThroughputMonitor(AbstractCallback):
     """Log samples per second over all ranks, the wait for data and, where known, tokens, FLOPs and MFU.
 
@@ -174,25 +177,21 @@ class ThroughputMonitor(AbstractCallback):
     >>> tl.history["throughput/samples_per_s"]
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        *,
-        units: Callable[[int], float] | None = None,
-        flops: bool = False,
-        peak_flops: float | None = None,
-    ) -> None:
+    every_n_steps: int = 50
+    _: KW_ONLY
+    units: Callable[[int], float] | None = None
+    flops: bool = False
+    peak_flops: float | None = None
+
+    def __post_init__(self) -> None:
         super().__init__("ThroughputMonitor", execution_order=-90)
-        if units is not None and not callable(units):
+        if self.units is not None and not callable(self.units):
             raise ConfigurationError(
-                f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
+                f"ThroughputMonitor: units={self.units!r}: must be a function that takes a number of samples."
             )
-        if peak_flops is not None and not 0 < peak_flops < math.inf:
-            raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
-        self.every_n_steps = count_of("ThroughputMonitor", "every_n_steps", every_n_steps)
-        self.units = units
-        self.flops = flops
-        self.peak_flops = peak_flops
+        if self.peak_flops is not None and not 0 < self.peak_flops < math.inf:
+            raise ConfigurationError(f"ThroughputMonitor: peak_flops={self.peak_flops!r}: must be a number above 0.")
+        check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
         """FLOPs of this rank's first step; None if not counted."""
         self._counter: FlopCounterMode | None = None

@@ -131,8 +131,8 @@ class MessageHandling(str, Enum):
 class Message(core.Message):
     """A value and how long to keep it."""
 
-    def __post_init__(self) -> None:
-        self.msg_handling_settings = MessageService.validate_msg_handling_settings(self.msg_handling_settings)
+    def __init__(self, key: str, value: Any, msg_handling_settings: MessageHandling | list[MessageHandling]) -> None:
+        super().__init__(key, value, MessageService.validate_msg_handling_settings(msg_handling_settings))
 
 
 class MessageService(core.MessageService):
