@@ -6,8 +6,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,7 +63,7 @@ class Profiler(AbstractCallback):
     with_flops: bool = False
     device_idx_execution: int | None = None
     # Not part of the state: a process that loads a state keeps its own profiler.
-    _running: ClassVar[Any] = None
+    _running: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         # Last: a step ends after all hooks.

@@ -357,7 +357,7 @@ class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
             self._insert_results(f"{prefix}val_", self.result_package, *evaluations)
 
     def _insert_results(self, prefix: str, package: Any, predict: Callable[..., Any], loss: Callable[..., Any]) -> None:
-        prepare_package(package, self.args, predict, loss)
+        prepare_package(package, self.args or {}, predict, loss)
         for name, value in package.get_results().items():
             self.train_loop_obj.insert_metric_result_into_history(f"{prefix}{name}", value)
 
