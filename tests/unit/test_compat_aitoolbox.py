@@ -152,6 +152,14 @@ def test_every_name_of_aitoolbox_is_there() -> None:
         module = importlib.import_module(name)
         for public in names.split():
             assert getattr(module, public) is not None, (name, public)
+    for package, name in (
+        ("aitoolbox", "ReduceLROnPlateauScheduler"),
+        ("aitoolbox.torchtrain", "BasicDataset"),
+        ("aitoolbox.torchtrain.callbacks", "EmailNotification"),
+        ("aitoolbox.torchtrain.train_loop", "TrainLoopEndSave"),
+        ("aitoolbox.experiment", "RegressionResultPackage"),
+    ):
+        assert hasattr(importlib.import_module(package), name), (package, name)
     namespace: dict[str, Any] = {}
     exec("from aitoolbox import *\nimport aitoolbox.torchtrain.train_loop as t", namespace)
     assert namespace["TrainLoop"] is TrainLoop is namespace["t"].TrainLoop
