@@ -260,19 +260,17 @@ class InMultiProcessDataLoad(AbstractCallback):
         test_loader_build_fn: Callable[[], Any] | bool | None = None,
     ) -> None:
         super().__init__("InMultiProcessDataLoad")
-        for name, build, own in (
-            ("train_loader_build_fn", train_loader_build_fn, "build_train_dataloader"),
-            ("val_loader_build_fn", val_loader_build_fn, "build_val_dataloader"),
-            ("test_loader_build_fn", test_loader_build_fn, "build_test_dataloader"),
-        ):
+        self.train_loader_build_fn = train_loader_build_fn
+        self.val_loader_build_fn = val_loader_build_fn
+        self.test_loader_build_fn = test_loader_build_fn
+        for part in ("train", "val", "test"):
+            name, own = f"{part}_loader_build_fn", f"build_{part}_dataloader"
+            build = getattr(self, name)
             overridden = getattr(type(self), own) is not getattr(InMultiProcessDataLoad, own)
             if not (build is None or build is False or callable(build) or (build is True and overridden)):
                 raise ConfigurationError(
                     f"{type(self).__name__}: {name}={build!r}: must be a function that returns a loader, or None."
                 )
-        self.train_loader_build_fn = train_loader_build_fn
-        self.val_loader_build_fn = val_loader_build_fn
-        self.test_loader_build_fn = test_loader_build_fn
 
     def on_multiprocess_start(self) -> None:
         loop = self.train_loop_obj

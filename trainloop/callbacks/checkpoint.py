@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -374,33 +374,31 @@ class ModelCheckpoint(Saver):
             state = without(state, self._left_out)
         self._restart_clock()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
+        copy = self._host_copy.copy if self.async_save and not final else None
+        give_up: Callable[[], None] | None = None
         if self._is_sharded():
             if loop.is_global_zero:
                 self._own.remove_unfinished()
-            async_ = self.async_save and not final
             folder = FolderWriting(
                 self.dirpath,
                 checkpoint.checkpoint_name(info),
                 self._own.run,
                 state,
                 partial(self._own.write_as, info, keep=self.keep, in_folder=True),
-                copy=self._host_copy.copy if async_ else None,
+                copy=copy,
                 wait_s=loop.timeout,
             )
-            if async_:
-                self._writing = BackgroundWrite(folder.write, info.step, give_up=folder.give_up)
-            elif loop.is_global_zero:
-                self._report(folder.write(), info.step)
-            else:
-                folder.write()
-            return
-        if state is None:
-            return
-        if self.async_save and not final:
-            copied = self._host_copy.copy(state)
-            self._writing = BackgroundWrite(lambda: error_of(lambda: self._write(copied, info)), info.step)
+            write, give_up = folder.write, folder.give_up
+        elif state is not None:
+            write = partial(error_of, partial(self._write, state if copy is None else copy(state), info))
         else:
-            self._report(error_of(lambda: self._write(state, info)), info.step)
+            return
+        if copy is not None:
+            self._writing = BackgroundWrite(write, info.step, give_up)
+            return
+        error = write()
+        if loop.is_global_zero:
+            self._report(error, info.step)
 
     def _now_left_out(self, model: dict[str, Any]) -> Bits:
         return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}

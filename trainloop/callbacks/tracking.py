@@ -22,6 +22,7 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from trainloop import checkpoint, distributed
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import user_place, warn
 from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
@@ -111,11 +112,9 @@ class Experiment:
         return [stamp for stamp in reversed(stamps) if _is_timestamp(stamp)]
 
     def _new_timestamp(self) -> str:
-        stamp = time.strftime(_STAMP)
-        taken = set(self.earlier_timestamps())
-        if stamp in taken:  # a second run in the same second
-            stamp = next(s for i in range(2, 10**6) if (s := f"{stamp}-{i}") not in taken)
-        return stamp
+        stamp, taken = time.strftime(_STAMP), set(self.earlier_timestamps())
+        # A second run in the same second gets a number.
+        return next(s for i in count(1) if (s := stamp if i == 1 else f"{stamp}-{i}") not in taken)
 
     def record(self) -> None:
         """Write hyperparameters and source; existing files with other content are kept beside them."""
@@ -131,7 +130,7 @@ class Experiment:
         folder = self.folder
         stem, dot, ending = name.rpartition(".")
         present = set(folder.names())
-        for version in range(1, 10**6):
+        for version in count(1):
             candidate = name if version == 1 else f"{stem or ending}_{version}{dot}{ending if stem else ''}"
             if candidate not in present:
                 folder.write(candidate, lambda file: file.write(content))
@@ -346,11 +345,7 @@ class ExperimentEndSave(AbstractCallback):
 
 def _read_script(path: Any) -> tuple[str, str, bytes] | None:
     """Return name, path and content of the script: the named one, or the file that called into trainloop."""
-    if path is None:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "trainloop":
-            frame = frame.f_back
-        path = frame.f_code.co_filename
+    path = user_place().file if path is None else path
     try:
         return os.path.basename(path), os.path.abspath(path), Path(path).expanduser().read_bytes()
     except OSError:

@@ -195,32 +195,29 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def _optimizer(self) -> Optimizer:
         optimizers = optimizers_of(self.train_loop_obj.optimizer)
-        index = self.optimizer_idx
+        chosen = self.optimizer_idx
         if not optimizers:
             raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
-        if isinstance(index, Optimizer) or (index is None and self.scheduler is not None and self.factory is None):
-            # The optimizer itself was passed, or the scheduler was made for it.
-            given = index if isinstance(index, Optimizer) else self.scheduler.optimizer
-            for optimizer in optimizers:
-                if optimizer is given:
-                    return optimizer
-            raise ConfigurationError(
-                f"LRScheduler: the given {type(given).__name__} is not one of the loop's optimizers. Make the "
-                "scheduler for an optimizer that is passed to TrainLoop, or pass the scheduler's class and arguments."
-            )
-        if index is None:
-            if len(optimizers) > 1:
+        if chosen is None and self.scheduler is not None and self.factory is None:
+            chosen = self.scheduler.optimizer  # for which the given scheduler was made
+        if isinstance(chosen, Optimizer):
+            if all(optimizer is not chosen for optimizer in optimizers):
                 raise ConfigurationError(
-                    f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
-                    f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
+                    f"LRScheduler: the given {type(chosen).__name__} is not one of the loop's optimizers. Make the "
+                    "scheduler for an optimizer of the loop, or pass the scheduler's class and arguments."
                 )
-            return optimizers[0]
-        if not 0 <= index < len(optimizers):
+            return chosen
+        if chosen is None and len(optimizers) > 1:
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={index}: must be the index of one of the loop's optimizers (0 to "
+                f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
+                f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
+            )
+        if not 0 <= (chosen or 0) < len(optimizers):
+            raise ConfigurationError(
+                f"LRScheduler: optimizer_idx={chosen}: must be the index of one of the loop's optimizers (0 to "
                 f"{len(optimizers) - 1})."
             )
-        return optimizers[index]
+        return optimizers[chosen or 0]
 
     def on_train_begin(self) -> None:
         _mark_step(self.scheduler.optimizer)
