@@ -14,9 +14,8 @@ from torch import nn
 from trainloop.callbacks import basic as core
 from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage, prepare_package
-from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver, ExperimentFolder
+from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver, Bucket, ExperimentFolder, bucket_of
 
 _EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
 _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")

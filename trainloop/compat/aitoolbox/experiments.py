@@ -8,19 +8,20 @@ from typing import Any, ClassVar
 
 from trainloop._support.user_line import user_place
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_arguments
-from trainloop.compat.aitoolbox.cloud import (
-    EXPERIMENT_SAVERS,
-    MODEL_LOADERS,
-    MODEL_SAVERS,
-    RESULTS_SAVERS,
-    bucket_of,
-    in_store,
-)
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.optim import OwnOptimizer
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, prepare_package
-from trainloop.compat.aitoolbox.saving import HyperParamSourceReporter, LocalSubOptimalModelRemover
+from trainloop.compat.aitoolbox.saving import (
+    EXPERIMENT_SAVERS,
+    MODEL_LOADERS,
+    MODEL_SAVERS,
+    RESULTS_SAVERS,
+    HyperParamSourceReporter,
+    LocalSubOptimalModelRemover,
+    bucket_of,
+    in_store,
+)
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 

@@ -13,7 +13,6 @@ from types import ModuleType
 from trainloop.callbacks import basic
 from trainloop.compat.aitoolbox import (
     callbacks,
-    cloud,
     components,
     experiments,
     history,
@@ -28,7 +27,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.schedulers import warmup
 
 # Where a name is looked up: a class has one name in all of AIToolbox. Own modules are before the core's.
-_OWN = models, optim, components, history, results, saving, cloud, callbacks, reports, loop, experiments
+_OWN = models, optim, components, history, results, saving, callbacks, reports, loop, experiments
 _HOMES = ChainMap(*map(vars, (*_OWN, basic, warmup)))
 
 _WARMUP = (
