@@ -32,6 +32,7 @@ from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
 from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.gradient import norms_of, which_are_finite
+from trainloop.callbacks.nan import describe_not_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
@@ -227,23 +228,18 @@ class FailureRecorder(AbstractCallback):
         every, begun = self.check_every_n_steps, perf_counter()
         due = begun >= self._next_look if every is None else self._place["step"] % every == 0
         looks = due and last
-        what = ""
-        if (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses):
-            what = "the loss is not finite"
+        bad_loss = (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
+        names: list[str] = []
         if looks and not run.place.scaler.is_enabled():
             names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
-            if names:
-                more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
-                gradient = f"the gradient of {names[0]!r}{more} is not finite"
-                what = f"{what}; {gradient}" if what else gradient
         if looks:
             self._looks += 1
             if self._looks > 1:  # the first check is slow, as any first call
                 now = perf_counter()
                 self._next_look = now + (now - begun) / _LOOK_SHARE
-        if what:
+        if bad_loss or names:
             self._found = True
-            self._record_values(what)
+            self._record_values(describe_not_finite(loss=bad_loss, gradients=names))
 
     # -- a failure ---------------------------------------------------------------------------------------------------
 
