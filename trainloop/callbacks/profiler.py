@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -146,6 +145,15 @@ _PEAKS = {
 }  # fmt: skip
 
 
+class _Reading(NamedTuple):
+    """The loop's clock after a step of an epoch."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    data: float = 0.0
+
+
 @dataclass(eq=False, repr=False)
 class ThroughputMonitor(AbstractCallback):
     """Log samples per second over all ranks, the wait for data and, where known, tokens, FLOPs and MFU.
@@ -196,13 +204,10 @@ class ThroughputMonitor(AbstractCallback):
         """FLOPs of this rank's first step; None if not counted."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
-        self._reset()
+        self._begin_window(_Reading())
 
-    def _reset(self) -> None:
-        self._steps = self._samples = 0
-        self._units = self._waited = 0.0
-        self._since = self._ready = time.perf_counter()
-        self._in_step = False
+    def _begin_window(self, now: _Reading) -> None:
+        self._begin, self._units = now, 0.0
 
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
@@ -217,61 +222,58 @@ class ThroughputMonitor(AbstractCallback):
     def on_epoch_begin(self) -> None:
         self._windows = 0
         self._last_step = self.train_loop_obj.global_step
-        self._reset()
+        self._begin_window(_Reading())  # the loop's clock starts with each epoch
 
     def on_batch_begin(self) -> None:
-        if not self._in_step:  # all batches of a step are read before its first hook
-            self._in_step = True
-            self._waited += time.perf_counter() - self._ready
-            if self.flops and self.flops_per_step is None:
-                self._counter = FlopCounterMode(display=False)
-                self._counter.__enter__()
-        samples = int(self.train_loop_obj.running.recorder.batch_size)  # type: ignore[union-attr]  # it is running
-        self._samples += samples
-        if self.units is not None:
-            self._units += self.units(samples)
+        if self.flops and self.flops_per_step is None and self._counter is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if loop.global_step == self._last_step:  # more micro-batches of the step follow
             return
         self._last_step = loop.global_step
-        self._in_step = False
-        self._steps += 1
+        run: Any = loop.running
+        step, clock = run.step_in_work, run.clock.read()
+        if self.units is not None:
+            self._units += sum(map(self.units, step.sizes))
+        now = _Reading(clock.steps + 1, clock.samples + step.total, clock.seconds, clock.data)
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
-            self._reset()  # counting FLOPs has distorted the timing
-        elif self._steps == self.every_n_steps:
-            self._log()
+            self._begin_window(now)  # counting FLOPs has distorted the timing
+        elif now.steps - self._begin.steps >= self.every_n_steps:
+            self._log(now)
             self._windows += 1
-            self._reset()
-        self._ready = time.perf_counter()
+            self._begin_window(now)
 
     def on_epoch_end(self) -> None:
-        if not self._windows and self._steps:  # shorter than a window
-            self._log()
+        run: Any = self.train_loop_obj.running
+        epoch = run.clock.epochs[-1]
+        if not self._windows and epoch.steps > self._begin.steps:  # shorter than a window
+            self._log(_Reading(epoch.steps, epoch.samples, epoch.seconds, epoch.data))
 
     def _stop_counting(self) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
 
-    def _log(self) -> None:
-        ranks, seconds = self.train_loop_obj.world_size, max(time.perf_counter() - self._since, 1e-9)
-        values = {"samples_per_s": ranks * self._samples / seconds}
+    def _log(self, now: _Reading) -> None:
+        steps, samples, seconds, waited = (end - begin for begin, end in zip(self._begin, now))
+        seconds, ranks = max(seconds, 1e-9), self.train_loop_obj.world_size
+        values = {"samples_per_s": samples / seconds}
         if self.units is not None:
             values["units_per_s"] = ranks * self._units / seconds
-        values["step_s"] = seconds / self._steps
-        values["waiting"] = min(1.0, self._waited / seconds)
+        values["step_s"] = seconds / steps
+        values["waiting"] = min(1.0, waited / seconds)
         if self.flops_per_step is not None:
-            speed = self.flops_per_step * self._steps / seconds
+            speed = self.flops_per_step * steps / seconds
             values["flops_per_s"] = ranks * speed
             if self.peak_flops is not None:
                 values["mfu"] = speed / self.peak_flops
         for name, value in values.items():
-            # The mean over the epoch's windows and over ranks, with equal weights; multiplied by the number of ranks
-            # for a sum over ranks.
+            # The mean over the epoch's windows and over ranks, with equal weights.
             self.log(f"throughput/{name}", value, batch_size=1)
 
     def on_exception(self, exception: BaseException) -> None:
