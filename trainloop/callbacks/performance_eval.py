@@ -335,14 +335,18 @@ class ModelPerformancePrintReport(AbstractCallback):
         check_counts(self, "report_frequency", optional=True)
 
     def on_epoch_end(self) -> None:
-        epoch = self.train_loop_obj.epoch
-        if self.on_each_epoch and epoch % (self.report_frequency or 1) == 0:
-            print(f"---- Performance after epoch {epoch + 1} ----")
+        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
+            self.print_heading(at_end=False)
             self.print_performance_report()
 
     def on_train_end(self) -> None:
-        print("---- Performance at the end of training ----")
+        self.print_heading(at_end=True)
         self.print_performance_report(prefix="train_end_")
+
+    def print_heading(self, at_end: bool) -> None:
+        """Print the line above the metrics."""
+        when = "at the end of training" if at_end else f"after epoch {self.train_loop_obj.epoch + 1}"
+        print(f"---- Performance {when} ----")
 
     def print_performance_report(self, prefix: str = "") -> None:
         """Print the newest value of each metric.

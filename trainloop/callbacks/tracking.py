@@ -26,12 +26,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import user_place, warn
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
@@ -101,10 +98,6 @@ class Experiment:
     def folder(self) -> Folder:
         return self._project / f"{self.experiment_name}_{self.timestamp}"
 
-    def check_writable(self) -> None:
-        """Raise ConfigurationError if no file can be created in the folder."""
-        self.folder.check_writable()
-
     def earlier_timestamps(self) -> list[str]:
         """Return the time stamps of this experiment's earlier runs, newest first."""
         prefix = f"{self.experiment_name}_"
@@ -153,7 +146,7 @@ class ExperimentRecord(AbstractCallback):
         self.experiment = experiment
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.check_writable()
+        self.experiment.folder.check_writable()
 
     def on_train_begin(self) -> None:
         # Ranks of a launcher may have started in different seconds.
@@ -255,14 +248,13 @@ class ExperimentEndSave(AbstractCallback):
         self.results: dict[str, dict[str, float]] = {}
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.check_writable()
-        loop = self.train_loop_obj
+        self.experiment.folder.check_writable()
         for name, package, loader in (
             ("val_result_package", self.val_result_package, "validation_loader"),
             ("test_result_package", self.test_result_package, "test_loader"),
         ):
-            if package is not None and getattr(loop, loader) is None:
-                raise ConfigurationError(f"{name} is given, but the loop has no {loader}. Pass one to the loop.")
+            if package is not None:
+                require_loader(self.train_loop_obj, loader, name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}
@@ -394,7 +386,7 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_jsonable(item) for item in value]
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+    if hasattr(value, "tolist"):  # a tensor, an array or a number of numpy's
         return _jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ class CompatCallback(AbstractCallback):
     message_service: Any
 
 
+@dataclass(eq=False, repr=False)
 class AbstractExperimentCallback(CompatCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
@@ -40,26 +42,19 @@ class AbstractExperimentCallback(CompatCallback):
     these arguments, from ``project_name`` on, after their own: in this order, or by name.
     """
 
-    def __init__(
-        self,
-        callback_name: str,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        super().__init__(callback_name, execution_order, device_idx_execution)
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        folder = local_model_result_folder_path
-        self.local_model_result_folder_path = None if folder is None else os.path.expanduser(folder)
-        self.cloud_save_mode = cloud_save_mode
-        self.bucket_name = bucket_name
-        self.cloud_dir_prefix = cloud_dir_prefix
+    callback_name: str
+    project_name: str | None = None
+    experiment_name: str | None = None
+    local_model_result_folder_path: str | None = None
+    cloud_save_mode: str | None = None
+    bucket_name: str | None = None
+    cloud_dir_prefix: str | None = None
+    execution_order: int = 0
+    device_idx_execution: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_model_result_folder_path is not None:
+            self.local_model_result_folder_path = os.path.expanduser(self.local_model_result_folder_path)
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
         """Take missing values from the loop; take the cloud's details only if none of them was given.
@@ -374,14 +369,9 @@ class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
         super().__init__(*args, **kwargs)
         self.callback_name = "Model performance print reporter"  # callbacks_handler finds callbacks by their names
 
-    def on_epoch_end(self) -> None:
-        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
-            print("------------------  End of epoch performance report  -------------------")
-            self.print_performance_report()
-
-    def on_train_end(self) -> None:
-        print("-----------------  End of training performance report  -----------------")
-        self.print_performance_report(prefix="train_end_")
+    def print_heading(self, at_end: bool) -> None:
+        dashes, when = ("-" * 17, "training") if at_end else ("-" * 18, "epoch")
+        print(f"{dashes}  End of {when} performance report  {dashes}")
 
     def print_performance_report(self, prefix: str = "") -> None:
         """Print each metric's last result unchanged; at the end of training, only results with the prefix."""

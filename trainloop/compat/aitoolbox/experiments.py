@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from trainloop._support.user_line import user_place
+from trainloop.callbacks.base import require_loader
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_arguments
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.loop import TrainLoop
@@ -402,8 +403,8 @@ class TrainLoopEndSave(_TrackingLoop):
     def check_if_result_packages_possible(self) -> None:
         """Raise an error for a result package whose data set is missing."""
         for part, loader in (("val", "validation_loader"), ("test", "test_loader")):
-            if getattr(self, f"{part}_result_package") is not None and getattr(self, loader) is None:
-                raise ConfigurationError(f"{part}_result_package is given, but the loop has no {loader}. Pass one.")
+            if getattr(self, f"{part}_result_package") is not None:
+                require_loader(self, loader, f"{part}_result_package")
 
 
 class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
