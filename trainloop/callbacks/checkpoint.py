@@ -21,7 +21,6 @@ from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import local_shard, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +146,6 @@ class ModelCheckpoint(Saver):
         self._ask_step = 0  # the step at which rank 0's clock is read next
         self._asked = (0.0, 0)
         self._failed = False
-        self._prepared = False
         self._host_copy = checkpoint.HostCopy()
         self._writing: BackgroundWrite | None = None
 
@@ -230,8 +228,6 @@ class ModelCheckpoint(Saver):
     def save_due(self) -> None:
         """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
         step = self.train_loop_obj.global_step
-        if not self._prepared:
-            self._prepare()
         if step == self._saved_step:
             return  # AMP has skipped this step
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
@@ -304,7 +300,6 @@ class ModelCheckpoint(Saver):
         self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has created one
         self._saved_step, self._restarted = None, False
         self._failed, self._received = False, None
-        self._prepared = not self.async_save
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._own.folder.remove_dead()
@@ -346,15 +341,6 @@ class ModelCheckpoint(Saver):
     def on_exception(self, exception: BaseException) -> None:
         self._finish_writing(_OTHERS_S)  # another rank may have ended
         self._host_copy = checkpoint.HostCopy()
-
-    def _prepare(self) -> None:
-        """Reserve memory for copies after the first step, when optimizers have their state."""
-        self._prepared = True
-        loop = self.train_loop_obj
-        if loop.is_global_zero or self._is_sharded():
-            model = {n: value for n, value in loop.model.state_dict().items() if n not in self._left_out}
-            states = [model, loop.optimizer.state_dict()]
-            self._host_copy.prepare(map_tensors(states, local_shard) if self._is_sharded() else states)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -439,7 +425,6 @@ class ModelCheckpoint(Saver):
 
     def _finish_writing(self, seconds: float | None = None) -> None:
         """Wait for writing threads and warn of their errors; wait for those of other ranks with a limit."""
-        self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
             error = writing.wait(seconds)
