@@ -6,14 +6,14 @@ and micro-batches. It does not step if AMP skips the optimizer's step.
 
 from __future__ import annotations
 
-import functools
-import weakref
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.monitor import Monitor
@@ -220,7 +220,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return optimizers[chosen or 0]
 
     def on_train_begin(self) -> None:
-        _mark_step(self.scheduler.optimizer)
+        if started_by_launch():
+            # Torch's schedulers mark the optimizer's step, to warn about calls in the wrong order. The mark is lost on
+            # the way to a rank, where they would warn that it is missing. The loop's order of calls is right.
+            warnings.filterwarnings("ignore", r".*(lr_scheduler|optimizer)\.step\(\)`")
 
     def on_after_optimizer_step(self) -> None:
         # As in a hand-written loop that follows torch's advice: the schedule counts the steps taken.
@@ -329,22 +332,3 @@ def _restore_counters(scheduler: Any) -> None:
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
         _restore_counters(part)
-
-
-def _mark_step(optimizer: Optimizer) -> None:
-    """Restore the mark that torch's schedulers set on the optimizer's ``step``.
-
-    They set it at construction, to warn about calls in the wrong order. The mark is lost on the way to another
-    process, where they would warn that it is missing. The loop's order of calls is right.
-    """
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # read by torch's schedulers
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return
-    step, reference = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return step(reference(), *args, **kwargs)  # type: ignore[arg-type]  # alive, since it is being called
-
-    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = marked  # type: ignore[method-assign]
