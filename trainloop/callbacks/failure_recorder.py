@@ -96,9 +96,9 @@ class FailureRecorder(AbstractCallback):
       without their optimizer steps.
     * Once Python's and numpy's random states have not changed for 100 forwards, they are read only before every 100th
       forward. If a program uses these generators rarely, the replay reports that its numbers may differ.
-    * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in total.
-      Larger buffers have the values after the failing forward, and the record names them. Other state of the model also
-      has the values after the failing forward, except ``carried_state``.
+    * Buffers, of spectral norm for example, are copied before each step: the smallest ones, up to 1 MiB in total. If a
+      forward changes others, they have the values after the failing forward, and the record names them. Other state of
+      the model also has the values after the failing forward, except ``carried_state``.
     * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
       exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in micro-batches before
       the last one of a step, and in steps whose ``get_loss`` yields its losses.
@@ -132,7 +132,6 @@ class FailureRecorder(AbstractCallback):
         self._place: dict[str, Any] = {}
         self._buffers: list[tuple[str, nn.Module, str]] = []  # those that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
-        self._restless: set[str] | None = None  # those that forwards change; None before the second step
         self._copies: dict[str, Tensor] = {}
         self._carriers: list[tuple[str, nn.Module, str]] | None = None
         self._carried: dict[str, Any] = {}
@@ -204,16 +203,13 @@ class FailureRecorder(AbstractCallback):
             return value
 
     def _copy_buffers(self) -> None:
-        first = not self._seen
         now = {path: module._buffers[name] for path, module, name in self._buffers}
-        marks = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
-        if not first:
-            moved = {p for p, (b, _) in marks.items() if p not in self._seen or self._moved(b, self._seen[p])}
-            self._restless = moved | (self._restless or set())
-        self._seen = marks
-        chosen = {p: b for p, (b, _) in marks.items() if first or p in (self._restless or ())}
-        small = sum(b.nbytes for b in chosen.values()) <= _MOST_BUFFER_BYTES
-        self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
+        self._seen = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
+        self._copies, left = {}, _MOST_BUFFER_BYTES
+        for path, (buffer, _) in sorted(self._seen.items(), key=lambda entry: entry[1][0].nbytes):
+            left -= buffer.nbytes
+            if left >= 0:
+                self._copies[path] = buffer.detach().clone()
 
     def backward_ended(self, loss: Any) -> None:
         """Check values if a check is due. The training loop calls this right after each backward."""
