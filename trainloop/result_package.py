@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -225,18 +225,7 @@ def scikit_learn() -> Any:
     ConfigurationError
         If it is not installed.
     """
-    try:
-        from sklearn import metrics
-    except ImportError as error:
-        raise no_scikit_learn() from error
-    return metrics
-
-
-def no_scikit_learn() -> ConfigurationError:
-    return ConfigurationError(
-        "Classification metrics and r2 need scikit-learn, which is not installed: "
-        f"{pip_install('metrics')}, or score with a function of (y_pred, y_true, metadata)."
-    )
+    return import_extra("sklearn.metrics", "A metric of classes, or r2,", "metrics")
 
 
 def _are_finite(numbers: Array) -> bool:
@@ -378,7 +367,7 @@ class AbstractResultPackage(ABC):
         self.y_predicted: Any = None
         self.additional_results: dict[str, Any] | None = None
         self.hyperparameters: dict[str, Any] | None = None
-        self.results_dict: dict[str, Any] | None = None
+        self.results_dict: Any = None
 
     @abstractmethod
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -392,9 +381,9 @@ class AbstractResultPackage(ABC):
         self.y_predicted = as_array(y_predicted) if self.np_array else y_predicted
         self.hyperparameters = hyperparameters
         self.additional_results = kwargs
-        self.results_dict = dict(self.prepare_results_dict())
+        self.results_dict = self.prepare_results_dict()
 
-    def get_results(self) -> dict[str, Any]:
+    def get_results(self) -> Any:
         """Return the last results.
 
         Raises
@@ -447,7 +436,7 @@ class _ScikitLearnPackage(AbstractResultPackage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if find_spec("sklearn") is None:  # finding it is quick, importing it takes a second
-            raise no_scikit_learn()
+            scikit_learn()
 
 
 class ClassificationResultPackage(_ScikitLearnPackage):

@@ -66,7 +66,7 @@ def test_all_predictions_same(model: Any, arguments: Any, epochs: int, capsys: p
 
 
 def test_all_predictions_same_needs_a_validation_loader() -> None:
-    with pytest.raises(ConfigurationError, match="AllPredictionsSame predicts the validation set, but the loop has no"):
+    with pytest.raises(ConfigurationError, match="AllPredictionsSame: the loop has no validation_loader"):
         make_loop(validation=False).fit(num_epochs=1, callbacks=[AllPredictionsSame()])
 
 
@@ -98,11 +98,11 @@ def test_data_subset_of_a_stream() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: DataSubsetTestRun(0), "num_train_batches=0 must be 1 or more, and num_val_batches=0"),
+        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: num_train_batches=0: must be an int of 1 or more"),
         (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
-            "the loop has no test_loader to take 2 batches from",
+            "DataSubsetTestRun takes 2 batches of test_loader: the loop has no test_loader. Pass one to TrainLoop.",
         ),
         (
             lambda: FunctionOnTrainLoop(print),

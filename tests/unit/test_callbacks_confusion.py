@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from small_loop import STEPS_PER_EPOCH, Net, make_loop
 from trainloop.callbacks import ConfusionMatrix, TensorBoard
-from trainloop.callbacks.confusion import confusion_matrix
+from trainloop.callbacks.performance_eval import confusion_matrix
 from trainloop.errors import ConfigurationError
 
 

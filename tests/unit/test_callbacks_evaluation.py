@@ -134,7 +134,7 @@ def test_a_package_with_files_of_its_own() -> None:
         ),
         (
             lambda: make_loop(validation=False).fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(Counts())]),
-            "the loop has no validation_loader. Pass one to TrainLoop, or use on_train_data=True",
+            "ModelPerformanceEvaluation(on_val_data=True): the loop has no validation_loader. Pass one to TrainLoop.",
         ),
         (lambda: ModelPerformancePrintReport([]), "metrics=[]: must be a list of names"),
         (lambda: ModelPerformancePrintReport("loss"), "metrics='loss': must be a list of names"),

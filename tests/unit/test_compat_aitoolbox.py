@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.compat.aitoolbox import callbacks as cb
-from trainloop.compat.aitoolbox import cloud, install
+from trainloop.compat.aitoolbox import install, saving
 from trainloop.compat.aitoolbox.callbacks import (
     MetricHistoryRename,
     ModelPerformanceEvaluation,
@@ -152,6 +152,14 @@ def test_every_name_of_aitoolbox_is_there() -> None:
         module = importlib.import_module(name)
         for public in names.split():
             assert getattr(module, public) is not None, (name, public)
+    for package, name in (
+        ("aitoolbox", "ReduceLROnPlateauScheduler"),
+        ("aitoolbox.torchtrain", "BasicDataset"),
+        ("aitoolbox.torchtrain.callbacks", "EmailNotification"),
+        ("aitoolbox.torchtrain.train_loop", "TrainLoopEndSave"),
+        ("aitoolbox.experiment", "RegressionResultPackage"),
+    ):
+        assert hasattr(importlib.import_module(package), name), (package, name)
     namespace: dict[str, Any] = {}
     exec("from aitoolbox import *\nimport aitoolbox.torchtrain.train_loop as t", namespace)
     assert namespace["TrainLoop"] is TrainLoop is namespace["t"].TrainLoop
@@ -452,7 +460,7 @@ def test_experiments_have_aitoolboxs_files_here_and_in_a_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Callable[..., None]
 ) -> None:
     may_leave("matplotlib")  # it keeps its fonts open
-    monkeypatch.setitem(cloud.PROTOCOLS, "s3", "memory")  # another file system of fsspec
+    monkeypatch.setitem(saving.PROTOCOLS, "s3", "memory")  # another file system of fsspec
     package = ClassificationResultPackage()
     where = "project", "experiment", str(tmp_path), {"lr": LR}
     loop = make(
@@ -494,7 +502,7 @@ def test_experiments_have_aitoolboxs_files_here_and_in_a_bucket(
 def test_no_file_system_for_the_cloud_is_an_error_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cloud.PROTOCOLS, "s3", "nosuchstore")
+    monkeypatch.setitem(saving.PROTOCOLS, "s3", "nosuchstore")
     loop = make(TrainLoopCheckpoint, "project", "experiment", str(tmp_path), {})
     with pytest.raises(ConfigurationError, match=r"cloud_save_mode='s3': .*pass cloud_save_mode=None"):
         loop.fit(1)

@@ -16,14 +16,13 @@ import torchmetrics
 from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.compat.aitoolbox import cloud
+from trainloop.compat.aitoolbox import saving
 from trainloop.compat.aitoolbox.callbacks import (
     FunctionOnTrainLoop,
     GradientStatsPrint,
     GradNormClip,
     ModelPerformanceEvaluation,
 )
-from trainloop.compat.aitoolbox.cloud import FullPyTorchExperimentS3Saver, PyTorchS3ModelSaver
 from trainloop.compat.aitoolbox.components import ModelPredictionStore
 from trainloop.compat.aitoolbox.experiments import ModelCheckpoint, ModelLoadContinueTraining, ModelTrainEndSave
 from trainloop.compat.aitoolbox.history import TrainingHistory
@@ -39,9 +38,11 @@ from trainloop.compat.aitoolbox.optim import (
 from trainloop.compat.aitoolbox.results import ClassificationResultPackage, TorchMetricsPackage
 from trainloop.compat.aitoolbox.saving import (
     FullPyTorchExperimentLocalSaver,
+    FullPyTorchExperimentS3Saver,
     LocalResultsSaver,
     PyTorchLocalModelLoader,
     PyTorchLocalModelSaver,
+    PyTorchS3ModelSaver,
 )
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
@@ -287,7 +288,7 @@ def test_callbacks_that_read_gradients_say_so() -> None:
 
 
 def test_what_writes_files_is_made_at_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cloud.PROTOCOLS, "s3", "memory")
+    monkeypatch.setitem(saving.PROTOCOLS, "s3", "memory")
     where = "project", "experiment", str(tmp_path), {}
     for mode, model_saver, results_saver in (
         (None, PyTorchLocalModelSaver, FullPyTorchExperimentLocalSaver),

@@ -205,7 +205,6 @@ DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_tot
 FOREIGN: dict[str, str] = {
     "callbacks/failure_recorder.py": "_version",
     "callbacks/gradient.py": "_foreach_norm",
-    "callbacks/train_schedule.py": "_opt_called _wrapped_by_lr_sched",
     "checkpoint/sharded_writing.py": "_StorageInfo",
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",

@@ -216,8 +216,9 @@ def test_torchmetrics() -> None:
 
 
 def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = r"need scikit-learn, which is not installed: pip install '\.\[metrics\]', or score with a function"
+    hidden = r"A metric of classes, or r2, needs sklearn: pip install '\.\[metrics\]'"
     monkeypatch.setattr(rp, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     for package in (
         rp.ClassificationResultPackage,
         rp.BinaryClassificationResultPackage,
@@ -225,7 +226,6 @@ def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypat
     ):
         with pytest.raises(ConfigurationError, match=hidden):
             package()
-    monkeypatch.setitem(sys.modules, "sklearn", None)
     for metric in (rp.accuracy, rp.f1, rp.roc_auc, rp.r2):
         with pytest.raises(ConfigurationError, match=hidden):
             metric([0, 1], [1, 0])

@@ -93,6 +93,7 @@ def test_goes_on_after_resuming(scheduler: Any, arguments: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("scheduler, arguments", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the optimizer does not step here
 def test_state_can_stand_in_a_checkpoint(scheduler: Any, arguments: dict[str, Any]) -> None:
     """And what comes back from there, where dicts of any kind are dicts, is a state to go on with."""
     loop = make_loop()

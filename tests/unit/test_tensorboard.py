@@ -373,10 +373,10 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
     class Fills(AbstractCallback):
         def on_epoch_begin(self) -> None:
             if self.train_loop_obj.epoch == 1:
-                assert board._file is not None
-                board._file.close()
-                board._file._file = open("/dev/full", "wb")  # noqa: SIM115
-                board._file._records = RecordWriter(board._file._file)
+                assert board._run is not None
+                board._run.close()
+                board._run._file = open("/dev/full", "wb")  # noqa: SIM115
+                board._run._records = RecordWriter(board._run._file)
 
     loop = make_loop()
     with pytest.warns(

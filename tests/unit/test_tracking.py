@@ -225,9 +225,7 @@ def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> 
 
 def test_a_package_without_its_data_is_told_before_training(tmp_path: Path) -> None:
     loop, _ = tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
-    with pytest.raises(
-        ConfigurationError, match=r"test_result_package is given, but the loop has no test_loader. Pass"
-    ):
+    with pytest.raises(ConfigurationError, match=r"test_result_package: the loop has no test_loader. Pass"):
         loop.fit(num_epochs=1)
     assert not (tmp_path / "p").exists()
 

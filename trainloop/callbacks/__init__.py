@@ -13,7 +13,6 @@ from trainloop.callbacks.basic import InMultiProcessDataLoad as InMultiProcessDa
 from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
 from trainloop.callbacks.basic import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
-from trainloop.callbacks.confusion import ConfusionMatrix as ConfusionMatrix
 from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainloop.callbacks.early_stopping import ThresholdEarlyStopping as ThresholdEarlyStopping
 from trainloop.callbacks.early_stopping import TimeLimit as TimeLimit
@@ -22,6 +21,7 @@ from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbac
 from trainloop.callbacks.gradient import GradientClipping as GradientClipping
 from trainloop.callbacks.gradient import GradientStats as GradientStats
 from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
+from trainloop.callbacks.performance_eval import ConfusionMatrix as ConfusionMatrix
 from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
 from trainloop.callbacks.performance_eval import ModelPerformanceEvaluation as ModelPerformanceEvaluation
 from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as ModelPerformancePrintReport

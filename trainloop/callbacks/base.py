@@ -26,9 +26,11 @@ __all__ = [
     "AbstractCallback",
     "HookTable",
     "Saver",
+    "check_counts",
     "count_of",
     "logs_nothing",
     "overrides",
+    "require_loader",
     "warn_of_misnamed_hooks",
 ]
 
@@ -355,6 +357,19 @@ def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: boo
         also = ", or None" if optional else ""
         raise ConfigurationError(f"{owner}: {name}={value!r}: must be an int of {least} or more{also}.")
     return number
+
+
+def check_counts(callback: AbstractCallback, *names: str, least: int = 1, optional: bool = False) -> None:
+    """Check attributes of a callback by :func:`count_of`."""
+    for name in names:
+        value = count_of(type(callback).__name__, name, getattr(callback, name), least, optional=optional)
+        setattr(callback, name, value)
+
+
+def require_loader(loop: Any, loader: str, owner: str) -> None:
+    """Raise ConfigurationError, naming the callback or argument that needs it, if a loop does not have this loader."""
+    if getattr(loop, loader) is None:
+        raise ConfigurationError(f"{owner}: the loop has no {loader}. Pass one to TrainLoop.")
 
 
 def logs_nothing(hook: HookT) -> HookT:

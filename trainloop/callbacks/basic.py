@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
 from trainloop.callbacks.nan import TerminateOnNaN
 from trainloop.errors import ConfigurationError
@@ -46,6 +47,7 @@ class ListRegisteredCallbacks(AbstractCallback):
         print(f"Callbacks: {', '.join(callback.callback_name for callback in callbacks)}")
 
 
+@dataclass(eq=False, repr=False)
 class AllPredictionsSame(AbstractCallback):
     """Detect that a model predicts the same value for all samples, which can happen if classes are unbalanced.
 
@@ -65,18 +67,15 @@ class AllPredictionsSame(AbstractCallback):
     >>> tl.fit(num_epochs=10, callbacks=[AllPredictionsSame(value=0, stop_training=True)])
     """
 
-    def __init__(self, value: float | None = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
+    value: float | None = 0.0
+    stop_training: bool = False
+    verbose: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("AllPredictionsSame")
-        self.value = value
-        self.stop_training = stop_training
-        self.verbose = verbose
 
     def on_train_loop_registration(self) -> None:
-        if self.train_loop_obj.validation_loader is None:
-            raise ConfigurationError(
-                "AllPredictionsSame predicts the validation set, but the loop has no validation_loader. "
-                "Pass one to TrainLoop."
-            )
+        require_loader(self.train_loop_obj, "validation_loader", "AllPredictionsSame")
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
@@ -122,25 +121,18 @@ class DataSubsetTestRun(AbstractCallback):
 
     def __init__(self, num_train_batches: int = 1, num_val_batches: int = 0, num_test_batches: int = 0) -> None:
         super().__init__("DataSubsetTestRun", execution_order=-100)
-        if num_train_batches < 1 or num_val_batches < 0 or num_test_batches < 0:
-            raise ConfigurationError(
-                f"DataSubsetTestRun: num_train_batches={num_train_batches} must be 1 or more, and "
-                f"num_val_batches={num_val_batches} and num_test_batches={num_test_batches} must be 0 or more."
-            )
+        me = "DataSubsetTestRun"
         self.num_batches = {
-            "train_loader": num_train_batches,
-            "validation_loader": num_val_batches,
-            "test_loader": num_test_batches,
+            "train_loader": count_of(me, "num_train_batches", num_train_batches),
+            "validation_loader": count_of(me, "num_val_batches", num_val_batches, least=0),
+            "test_loader": count_of(me, "num_test_batches", num_test_batches, least=0),
         }
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         for name, number in self.num_batches.items():
-            if number and getattr(loop, name) is None:
-                raise ConfigurationError(
-                    f"DataSubsetTestRun: the loop has no {name} to take {number} batches from. Set that number to 0, "
-                    f"or pass a {name} to TrainLoop."
-                )
+            if number:
+                require_loader(loop, name, f"DataSubsetTestRun takes {number} batches of {name}")
         for name, number in self.num_batches.items():
             if number:
                 setattr(loop, name, _first_batches(getattr(loop, name), number))
@@ -156,6 +148,21 @@ def _first_batches(loader: Any, number: int) -> Any:
     return list(islice(loader, number))
 
 
+# Hooks by the arguments that choose them.
+_POINTS = {
+    "tl_registration": "on_train_loop_registration",
+    "epoch_begin": "on_epoch_begin",
+    "epoch_end": "on_epoch_end",
+    "train_begin": "on_train_begin",
+    "train_end": "on_train_end",
+    "batch_begin": "on_batch_begin",
+    "batch_end": "on_batch_end",
+    "after_gradient_update": "on_after_gradient_update",
+    "after_optimizer_step": "on_after_optimizer_step",
+}
+
+
+@dataclass(eq=False, repr=False)
 class FunctionOnTrainLoop(AbstractCallback):
     """Call a function with the loop at chosen points of the training.
 
@@ -180,38 +187,26 @@ class FunctionOnTrainLoop(AbstractCallback):
     >>> FunctionOnTrainLoop(lambda tl: print(tl.history), epoch_end=True, device_idx_execution=0)
     """
 
-    def __init__(
-        self,
-        fn_to_execute: Callable[[Any], Any],
-        tl_registration: bool = False,
-        epoch_begin: bool = False,
-        epoch_end: bool = False,
-        train_begin: bool = False,
-        train_end: bool = False,
-        batch_begin: bool = False,
-        batch_end: bool = False,
-        after_gradient_update: bool = False,
-        after_optimizer_step: bool = False,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        super().__init__("FunctionOnTrainLoop", execution_order, device_idx_execution)
-        if not callable(fn_to_execute):
-            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={fn_to_execute!r}: must be a function.")
-        chosen = {
-            "on_train_loop_registration": tl_registration,
-            "on_epoch_begin": epoch_begin,
-            "on_epoch_end": epoch_end,
-            "on_train_begin": train_begin,
-            "on_train_end": train_end,
-            "on_batch_begin": batch_begin,
-            "on_batch_end": batch_end,
-            "on_after_gradient_update": after_gradient_update,
-            "on_after_optimizer_step": after_optimizer_step,
-        }
-        self.fn_to_execute = fn_to_execute
-        self.hooks = [name for name, wanted in chosen.items() if wanted]
-        if not self.hooks:
+    fn_to_execute: Callable[[Any], Any]
+    tl_registration: bool = False
+    epoch_begin: bool = False
+    epoch_end: bool = False
+    train_begin: bool = False
+    train_end: bool = False
+    batch_begin: bool = False
+    batch_end: bool = False
+    after_gradient_update: bool = False
+    after_optimizer_step: bool = False
+    execution_order: int = 0
+    device_idx_execution: int | None = None
+    may_do_nothing: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__init__("FunctionOnTrainLoop", self.execution_order, self.device_idx_execution)
+        if not callable(self.fn_to_execute):
+            raise ConfigurationError(f"FunctionOnTrainLoop: fn_to_execute={self.fn_to_execute!r}: must be a function.")
+        self.hooks = [hook for point, hook in _POINTS.items() if getattr(self, point)]
+        if not self.hooks and not self.may_do_nothing:
             raise ConfigurationError(
                 "FunctionOnTrainLoop: choose when to call the function, for example with epoch_end=True."
             )
@@ -265,19 +260,17 @@ class InMultiProcessDataLoad(AbstractCallback):
         test_loader_build_fn: Callable[[], Any] | bool | None = None,
     ) -> None:
         super().__init__("InMultiProcessDataLoad")
-        for name, build, own in (
-            ("train_loader_build_fn", train_loader_build_fn, "build_train_dataloader"),
-            ("val_loader_build_fn", val_loader_build_fn, "build_val_dataloader"),
-            ("test_loader_build_fn", test_loader_build_fn, "build_test_dataloader"),
-        ):
+        self.train_loader_build_fn = train_loader_build_fn
+        self.val_loader_build_fn = val_loader_build_fn
+        self.test_loader_build_fn = test_loader_build_fn
+        for part in ("train", "val", "test"):
+            name, own = f"{part}_loader_build_fn", f"build_{part}_dataloader"
+            build = getattr(self, name)
             overridden = getattr(type(self), own) is not getattr(InMultiProcessDataLoad, own)
             if not (build is None or build is False or callable(build) or (build is True and overridden)):
                 raise ConfigurationError(
                     f"{type(self).__name__}: {name}={build!r}: must be a function that returns a loader, or None."
                 )
-        self.train_loader_build_fn = train_loader_build_fn
-        self.val_loader_build_fn = val_loader_build_fn
-        self.test_loader_build_fn = test_loader_build_fn
 
     def on_multiprocess_start(self) -> None:
         loop = self.train_loop_obj

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,7 +21,6 @@ from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.parallel.shards import local_shard, map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +146,6 @@ class ModelCheckpoint(Saver):
         self._ask_step = 0  # the step at which rank 0's clock is read next
         self._asked = (0.0, 0)
         self._failed = False
-        self._prepared = False
         self._host_copy = checkpoint.HostCopy()
         self._writing: BackgroundWrite | None = None
 
@@ -230,8 +228,6 @@ class ModelCheckpoint(Saver):
     def save_due(self) -> None:
         """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
         step = self.train_loop_obj.global_step
-        if not self._prepared:
-            self._prepare()
         if step == self._saved_step:
             return  # AMP has skipped this step
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
@@ -304,7 +300,6 @@ class ModelCheckpoint(Saver):
         self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has created one
         self._saved_step, self._restarted = None, False
         self._failed, self._received = False, None
-        self._prepared = not self.async_save
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._own.folder.remove_dead()
@@ -347,15 +342,6 @@ class ModelCheckpoint(Saver):
         self._finish_writing(_OTHERS_S)  # another rank may have ended
         self._host_copy = checkpoint.HostCopy()
 
-    def _prepare(self) -> None:
-        """Reserve memory for copies after the first step, when optimizers have their state."""
-        self._prepared = True
-        loop = self.train_loop_obj
-        if loop.is_global_zero or self._is_sharded():
-            model = {n: value for n, value in loop.model.state_dict().items() if n not in self._left_out}
-            states = [model, loop.optimizer.state_dict()]
-            self._host_copy.prepare(map_tensors(states, local_shard) if self._is_sharded() else states)
-
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
@@ -374,33 +360,31 @@ class ModelCheckpoint(Saver):
             state = without(state, self._left_out)
         self._restart_clock()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
+        copy = self._host_copy.copy if self.async_save and not final else None
+        give_up: Callable[[], None] | None = None
         if self._is_sharded():
             if loop.is_global_zero:
                 self._own.remove_unfinished()
-            async_ = self.async_save and not final
             folder = FolderWriting(
                 self.dirpath,
                 checkpoint.checkpoint_name(info),
                 self._own.run,
                 state,
                 partial(self._own.write_as, info, keep=self.keep, in_folder=True),
-                copy=self._host_copy.copy if async_ else None,
+                copy=copy,
                 wait_s=loop.timeout,
             )
-            if async_:
-                self._writing = BackgroundWrite(folder.write, info.step, give_up=folder.give_up)
-            elif loop.is_global_zero:
-                self._report(folder.write(), info.step)
-            else:
-                folder.write()
-            return
-        if state is None:
-            return
-        if self.async_save and not final:
-            copied = self._host_copy.copy(state)
-            self._writing = BackgroundWrite(lambda: error_of(lambda: self._write(copied, info)), info.step)
+            write, give_up = folder.write, folder.give_up
+        elif state is not None:
+            write = partial(error_of, partial(self._write, state if copy is None else copy(state), info))
         else:
-            self._report(error_of(lambda: self._write(state, info)), info.step)
+            return
+        if copy is not None:
+            self._writing = BackgroundWrite(write, info.step, give_up)
+            return
+        error = write()
+        if loop.is_global_zero:
+            self._report(error, info.step)
 
     def _now_left_out(self, model: dict[str, Any]) -> Bits:
         return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
@@ -441,7 +425,6 @@ class ModelCheckpoint(Saver):
 
     def _finish_writing(self, seconds: float | None = None) -> None:
         """Wait for writing threads and warn of their errors; wait for those of other ranks with a limit."""
-        self._host_copy.close()
         if self._writing is not None:
             writing, self._writing = self._writing, None
             error = writing.wait(seconds)

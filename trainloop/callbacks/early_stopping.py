@@ -13,7 +13,31 @@ from trainloop.errors import ConfigurationError
 __all__ = ["EarlyStopping", "ThresholdEarlyStopping", "TimeLimit"]
 
 
-class EarlyStopping(AbstractCallback):
+class _EndsByMetric(AbstractCallback):
+    """Base of callbacks that end training after too many bad values of a metric in a row."""
+
+    counters: tuple[str, ...] = ()  # attributes in checkpoints
+
+    def __init__(self, name: str, monitor: str, mode: Mode, patience: int) -> None:
+        # After callbacks that compute metrics at an epoch's end.
+        super().__init__(name, execution_order=99)
+        self._metric = Monitor(monitor, mode, owner=name)
+        self.monitor = monitor
+        self.patience = _at_least_zero(name, "patience", patience)
+
+    def on_train_loop_registration(self) -> None:
+        self._metric.check(self.train_loop_obj)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self._metric.state_dict(), **{name: getattr(self, name) for name in self.counters}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._metric.load_state_dict(state["metric"])
+        for name in self.counters:
+            setattr(self, name, state[name])
+
+
+class EarlyStopping(_EndsByMetric):
     """Stop once a metric has not improved for ``patience`` epochs in a row.
 
     It decides at the end of each epoch, from the same values on all ranks. Epochs in which the metric is not evaluated
@@ -52,22 +76,17 @@ class EarlyStopping(AbstractCallback):
     >>> tl.fit(num_epochs=100, callbacks=[EarlyStopping("val_loss", patience=3)])
     """
 
+    counters = ("best", "best_epoch", "epochs_without_improvement")
+
     def __init__(
         self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0, mode: Mode = "auto"
     ) -> None:
-        # After callbacks that compute metrics at an epoch's end.
-        super().__init__("EarlyStopping", execution_order=99)
-        self._metric = Monitor(monitor, mode, owner="EarlyStopping")
-        self.monitor = monitor
+        super().__init__("EarlyStopping", monitor, mode, patience)
         self.min_delta = _at_least_zero("EarlyStopping", "min_delta", min_delta)
-        self.patience = _at_least_zero("EarlyStopping", "patience", patience)
         self.best: float | None = None
         self.best_epoch = 0
         self.epochs_without_improvement = 0
         self.stopped_epoch: int | None = None
-
-    def on_train_loop_registration(self) -> None:
-        self._metric.check(self.train_loop_obj)
 
     def on_train_begin(self) -> None:
         # Another call of fit requests more epochs. (Resuming restores the count after this.)
@@ -94,22 +113,8 @@ class EarlyStopping(AbstractCallback):
     def ends_again(self, state: dict[str, Any]) -> bool:
         return bool(state["epochs_without_improvement"] >= self.patience)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self.best,
-            "best_epoch": self.best_epoch,
-            "epochs_without_improvement": self.epochs_without_improvement,
-            "metric": self._metric.state_dict(),
-        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
-        self.best_epoch = state["best_epoch"]
-        self.epochs_without_improvement = state["epochs_without_improvement"]
-        self._metric.load_state_dict(state["metric"])
-
-
-class ThresholdEarlyStopping(AbstractCallback):
+class ThresholdEarlyStopping(_EndsByMetric):
     """Stop if a metric does not reach a threshold, to end unpromising runs early.
 
     Parameters
@@ -128,16 +133,12 @@ class ThresholdEarlyStopping(AbstractCallback):
     >>> tl.fit(num_epochs=100, callbacks=[ThresholdEarlyStopping("val_accuracy", threshold=0.5, patience=4)])
     """
 
-    def __init__(self, monitor: str, threshold: float, patience: int = 0, mode: Mode = "auto") -> None:
-        super().__init__("ThresholdEarlyStopping", execution_order=99)
-        self._metric = Monitor(monitor, mode, owner="ThresholdEarlyStopping")
-        self.monitor = monitor
-        self.threshold = threshold
-        self.patience = _at_least_zero("ThresholdEarlyStopping", "patience", patience)
-        self.epochs_below = 0
+    counters = ("epochs_below",)
 
-    def on_train_loop_registration(self) -> None:
-        self._metric.check(self.train_loop_obj)
+    def __init__(self, monitor: str, threshold: float, patience: int = 0, mode: Mode = "auto") -> None:
+        super().__init__("ThresholdEarlyStopping", monitor, mode, patience)
+        self.threshold = threshold
+        self.epochs_below = 0
 
     def on_train_begin(self) -> None:
         self.epochs_below = 0
@@ -157,13 +158,6 @@ class ThresholdEarlyStopping(AbstractCallback):
 
     def ends_again(self, state: dict[str, Any]) -> bool:
         return bool(state["epochs_below"] > self.patience)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epochs_below": self.epochs_below, "metric": self._metric.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epochs_below = state["epochs_below"]
-        self._metric.load_state_dict(state["metric"])
 
 
 class TimeLimit(AbstractCallback):

@@ -32,6 +32,7 @@ from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
 from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.callbacks.gradient import norms_of, which_are_finite
+from trainloop.callbacks.nan import describe_not_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded
@@ -95,9 +96,9 @@ class FailureRecorder(AbstractCallback):
       without their optimizer steps.
     * Once Python's and numpy's random states have not changed for 100 forwards, they are read only before every 100th
       forward. If a program uses these generators rarely, the replay reports that its numbers may differ.
-    * Buffers that a forward changes (of spectral norm, for example) are copied before each step, up to 1 MiB in total.
-      Larger buffers have the values after the failing forward, and the record names them. Other state of the model also
-      has the values after the failing forward, except ``carried_state``.
+    * Buffers, of spectral norm for example, are copied before each step: the smallest ones, up to 1 MiB in total. If a
+      forward changes others, they have the values after the failing forward, and the record names them. Other state of
+      the model also has the values after the failing forward, except ``carried_state``.
     * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
       exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in micro-batches before
       the last one of a step, and in steps whose ``get_loss`` yields its losses.
@@ -131,7 +132,6 @@ class FailureRecorder(AbstractCallback):
         self._place: dict[str, Any] = {}
         self._buffers: list[tuple[str, nn.Module, str]] = []  # those that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
-        self._restless: set[str] | None = None  # those that forwards change; None before the second step
         self._copies: dict[str, Tensor] = {}
         self._carriers: list[tuple[str, nn.Module, str]] | None = None
         self._carried: dict[str, Any] = {}
@@ -203,16 +203,13 @@ class FailureRecorder(AbstractCallback):
             return value
 
     def _copy_buffers(self) -> None:
-        first = not self._seen
         now = {path: module._buffers[name] for path, module, name in self._buffers}
-        marks = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
-        if not first:
-            moved = {p for p, (b, _) in marks.items() if p not in self._seen or self._moved(b, self._seen[p])}
-            self._restless = moved | (self._restless or set())
-        self._seen = marks
-        chosen = {p: b for p, (b, _) in marks.items() if first or p in (self._restless or ())}
-        small = sum(b.nbytes for b in chosen.values()) <= _MOST_BUFFER_BYTES
-        self._copies = {p: b.detach().clone() for p, b in chosen.items()} if small else {}
+        self._seen = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
+        self._copies, left = {}, _MOST_BUFFER_BYTES
+        for path, (buffer, _) in sorted(self._seen.items(), key=lambda entry: entry[1][0].nbytes):
+            left -= buffer.nbytes
+            if left >= 0:
+                self._copies[path] = buffer.detach().clone()
 
     def backward_ended(self, loss: Any) -> None:
         """Check values if a check is due. The training loop calls this right after each backward."""
@@ -227,23 +224,18 @@ class FailureRecorder(AbstractCallback):
         every, begun = self.check_every_n_steps, perf_counter()
         due = begun >= self._next_look if every is None else self._place["step"] % every == 0
         looks = due and last
-        what = ""
-        if (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses):
-            what = "the loss is not finite"
+        bad_loss = (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
+        names: list[str] = []
         if looks and not run.place.scaler.is_enabled():
             names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
-            if names:
-                more = f" (and of {len(names) - 1} more)" if len(names) > 1 else ""
-                gradient = f"the gradient of {names[0]!r}{more} is not finite"
-                what = f"{what}; {gradient}" if what else gradient
         if looks:
             self._looks += 1
             if self._looks > 1:  # the first check is slow, as any first call
                 now = perf_counter()
                 self._next_look = now + (now - begun) / _LOOK_SHARE
-        if what:
+        if bad_loss or names:
             self._found = True
-            self._record_values(what)
+            self._record_values(describe_not_finite(loss=bad_loss, gradients=names))
 
     # -- a failure ---------------------------------------------------------------------------------------------------
 

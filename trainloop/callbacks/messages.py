@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainloop.errors import ConfigurationError
@@ -14,6 +15,15 @@ UNTIL_END_OF_EPOCH = "until_end_of_epoch"
 UNTIL_READ = "until_read"
 OVERWRITE = "overwrite"
 _SETTINGS = (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ, OVERWRITE)
+
+
+@dataclass
+class Message:
+    """A value, and how long to keep it."""
+
+    key: str
+    value: Any
+    msg_handling_settings: Collection[str]
 
 
 class MessageService:
@@ -28,7 +38,7 @@ class MessageService:
     """
 
     def __init__(self) -> None:
-        self._messages: dict[str, list[tuple[Any, frozenset[str]]]] = {}
+        self.message_store: dict[str, list[Message]] = {}
 
     def write_message(self, key: str, value: Any, settings: str | Sequence[str] = KEEP_FOREVER) -> None:
         """Store ``value`` under ``key``.
@@ -45,17 +55,24 @@ class MessageService:
         unknown = sorted(chosen - set(_SETTINGS))
         if unknown or not chosen:
             raise ConfigurationError(f"settings={settings!r}: must be some of {', '.join(map(repr, _SETTINGS))}.")
-        if OVERWRITE in chosen:
-            self._messages.pop(key, None)
-        self._messages.setdefault(key, []).append((value, chosen))
+        self.store(Message(key, value, chosen))
+
+    def store(self, message: Message) -> None:
+        """Append a message to those of its key, or replace them."""
+        if OVERWRITE in message.msg_handling_settings:
+            self.message_store.pop(message.key, None)
+        self.message_store.setdefault(message.key, []).append(message)
 
     def read_messages(self, key: str) -> list[Any]:
         """Return the values under ``key``, oldest first; empty if there are none."""
-        messages = self._messages.pop(key, [])
-        self._messages[key] = [message for message in messages if UNTIL_READ not in message[1]]
-        return [value for value, _ in messages]
+        messages = self.message_store.get(key, [])
+        self.message_store[key] = [message for message in messages if UNTIL_READ not in message.msg_handling_settings]
+        return [message.value for message in messages]
 
     def end_of_epoch_trigger(self) -> None:
         """Remove messages with the lifetime ``'until_end_of_epoch'``; the loop calls it."""
-        for key, messages in self._messages.items():
-            self._messages[key] = [message for message in messages if UNTIL_END_OF_EPOCH not in message[1]]
+        messages = [message for of_key in self.message_store.values() for message in of_key]
+        self.message_store = {}
+        for message in messages:
+            if UNTIL_END_OF_EPOCH not in message.msg_handling_settings:
+                self.message_store.setdefault(message.key, []).append(message)

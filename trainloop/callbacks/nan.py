@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,14 +158,8 @@ class TerminateOnNaN(GradientCallbackBase):
         if not bad:
             return
         step = min(step for step, _ in bad)
-        loss = (step, None) in bad
         parameters = tuple(dict.fromkeys(name for at, name in bad if at == step and name is not None))
-        if parameters:
-            more = f" (and of {len(parameters) - 1} more)" if len(parameters) > 1 else ""
-            what = f"the gradient of {parameters[0]!r}{more} is not finite"
-            what = f"the loss is not finite; {what}" if loss else what
-        else:
-            what = "the loss is not finite"
+        what = describe_not_finite(loss=(step, None) in bad, gradients=parameters)
         self._stop(NonFinite(self.train_loop_obj.epoch, step, what, parameters))
 
     def _stop(self, found: NonFinite) -> None:
@@ -186,6 +181,15 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._metric.load_state_dict(state["metric"])
+
+
+def describe_not_finite(*, loss: bool, gradients: Sequence[str]) -> str:
+    """Describe a loss that is not finite, and the gradients of parameters with these names; empty if there is none."""
+    found = ["the loss is not finite"] if loss else []
+    if gradients:
+        more = f" (and of {len(gradients) - 1} more)" if len(gradients) > 1 else ""
+        found.append(f"the gradient of {gradients[0]!r}{more} is not finite")
+    return "; ".join(found)
 
 
 def _losses(loss: Any) -> list[Tensor]:

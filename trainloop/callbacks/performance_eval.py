@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from trainloop import distributed
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop._support.distribution import import_extra
+from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
-from trainloop.result_package import evaluate_result_package
+from trainloop.result_package import classes_of, evaluate_result_package
 
 __all__ = [
+    "ConfusionMatrix",
     "MetricHistoryRename",
     "ModelPerformanceEvaluation",
     "ModelPerformancePrintReport",
@@ -19,6 +28,7 @@ __all__ = [
 ]
 
 
+@dataclass(eq=False, repr=False)
 class ModelPerformanceEvaluation(AbstractCallback):
     """Compute a result package's metrics over whole datasets, and add them to the history.
 
@@ -57,44 +67,33 @@ class ModelPerformanceEvaluation(AbstractCallback):
     >>> tl.fit(num_epochs=3, callbacks=[evaluation, EarlyStopping("val_accuracy", patience=2)])
     """
 
-    def __init__(
-        self,
-        result_package: Any,
-        args: dict[str, Any] | None = None,
-        on_each_epoch: bool = True,
-        on_train_data: bool = False,
-        on_val_data: bool = True,
-        eval_frequency: int | None = None,
-        on_iteration_frequency: int = 0,
-        if_available_output_to_project_dir: bool = True,
-    ) -> None:
+    result_package: Any
+    args: dict[str, Any] | None = None
+    on_each_epoch: bool = True
+    on_train_data: bool = False
+    on_val_data: bool = True
+    eval_frequency: int | None = None
+    on_iteration_frequency: int = 0
+    if_available_output_to_project_dir: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("ModelPerformanceEvaluation")
-        if not on_train_data and not on_val_data:
+        if not self.on_train_data and not self.on_val_data:
             raise ConfigurationError(
                 "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."
             )
-        self.result_package = result_package
-        self.args = {} if args is None else args
-        self.on_each_epoch = on_each_epoch
-        self.on_train_data = on_train_data
-        self.on_val_data = on_val_data
-        self.eval_frequency = count_of("ModelPerformanceEvaluation", "eval_frequency", eval_frequency, optional=True)
-        self.on_iteration_frequency = count_of(
-            "ModelPerformanceEvaluation", "on_iteration_frequency", on_iteration_frequency, least=0
-        )
-        self.if_available_output_to_project_dir = if_available_output_to_project_dir
+        self.args = self.args or {}
+        check_counts(self, "eval_frequency", optional=True)
+        check_counts(self, "on_iteration_frequency", least=0)
         self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
-        if on_iteration_frequency:
+        if self.on_iteration_frequency:
             # Set only if it is needed, as a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
-        if self.on_val_data and loop.validation_loader is None:
-            raise ConfigurationError(
-                "ModelPerformanceEvaluation: the loop has no validation_loader. Pass one to TrainLoop, or use "
-                "on_train_data=True, on_val_data=False."
-            )
+        if self.on_val_data:
+            require_loader(loop, "validation_loader", "ModelPerformanceEvaluation(on_val_data=True)")
         self._latest = None
         if hasattr(self.result_package, "hyperparameters") and self.args:
             self.result_package.hyperparameters = self.args
@@ -157,6 +156,145 @@ class ModelPerformanceEvaluation(AbstractCallback):
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
 
+class ConfusionMatrix(AbstractCallback):
+    """Count predicted versus true classes over a whole dataset. Each sample is counted once across all ranks.
+
+    If :class:`~trainloop.callbacks.TensorBoard` is in ``callbacks``, it shows the matrix as an image.
+
+    Parameters
+    ----------
+    dataset : {'validation', 'test'}
+        ``'validation'`` for the validation set at the end of epochs, ``'test'`` for the test set after training.
+    every_n_epochs : int
+        Epochs between two matrices of the validation set.
+    class_names : sequence of str, optional
+        Names of the classes in the picture. Default: their numbers.
+    path : str or path, optional
+        File for the newest picture; its suffix sets the format. Default: no file.
+
+    Attributes
+    ----------
+    matrix : Tensor or None
+        The newest matrix: ``matrix[i, j]`` samples of class ``i`` were predicted as class ``j``.
+
+    Raises
+    ------
+    ConfigurationError
+        At ``fit``, if the loop has no loader for ``dataset``, or if matplotlib is needed but missing; during training,
+        if ``get_predictions`` returns neither classes nor a score for each class.
+
+    Notes
+    -----
+    Each matrix requires one prediction pass over the data. Pictures need matplotlib: ``pip install
+    'tt-trainloop[plot]'``.
+
+    Examples
+    --------
+    >>> matrix = ConfusionMatrix(class_names=["cat", "dog"])
+    >>> tl.fit(num_epochs=1, callbacks=[TensorBoard("runs/first"), matrix])
+    >>> matrix.matrix.diagonal().sum() / matrix.matrix.sum()  # accuracy
+    """
+
+    def __init__(
+        self,
+        dataset: Literal["validation", "test"] = "validation",
+        every_n_epochs: int = 1,
+        *,
+        class_names: Sequence[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__("ConfusionMatrix", execution_order=500)  # before TensorBoard, which writes the picture
+        if dataset not in ("validation", "test"):
+            raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
+        self.dataset = dataset
+        self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
+        self.class_names = None if class_names is None else [str(name) for name in class_names]
+        self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
+        self.matrix: Tensor | None = None
+
+    def on_train_loop_registration(self) -> None:
+        owner = f"ConfusionMatrix(dataset={self.dataset!r})"
+        require_loader(self.train_loop_obj, f"{self.dataset}_loader", owner)
+        if self.path is not None or self._writers():
+            import_extra("matplotlib.figure", "ConfusionMatrix", "plot")
+
+    def on_epoch_end(self) -> None:
+        if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
+            self._take(*self.train_loop_obj.predict_on_validation_set()[:2])
+
+    def on_train_end(self) -> None:
+        if self.dataset == "test":
+            self._take(*self.train_loop_obj.predict_on_test_set()[:2])
+
+    def _take(self, y_pred: Any, y_true: Any) -> None:
+        self.matrix = confusion_matrix(y_pred, y_true, 0 if self.class_names is None else len(self.class_names))
+        if not self.train_loop_obj.is_global_zero:
+            return
+        writers = self._writers()
+        if self.path is None and not writers:
+            return
+        figure = self.draw()
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(self.path, dpi=150)
+        for writer in writers:
+            writer.write_figure(f"confusion_matrix/{self.dataset}", figure)
+
+    def _writers(self) -> list[Any]:
+        return [callback for callback in self.train_loop_obj.callbacks if hasattr(callback, "write_figure")]
+
+    def draw(self) -> Any:
+        """Return a ``matplotlib.figure.Figure`` of the newest matrix, shaded by each cell's fraction of its row."""
+        if self.matrix is None:
+            raise ConfigurationError("ConfusionMatrix.draw: nothing has been predicted yet. Call fit first.")
+        counts = self.matrix
+        number = len(counts)
+        names = [*(self.class_names or []), *map(str, range(len(self.class_names or []), number))]
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        side = min(4 + 0.4 * number, 14)
+        figure_type = import_extra("matplotlib.figure", "ConfusionMatrix", "plot").Figure
+        figure = figure_type(figsize=(side, side), layout="constrained")
+        axes = figure.add_subplot()
+        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+        axes.set(xlabel="predicted", ylabel="true", title=f"{self.dataset}, {int(counts.sum()):,} samples")
+        if number <= _MOST_NAMES:
+            axes.set_xticks(range(number), names, rotation=45, ha="right")
+            axes.set_yticks(range(number), names)
+            for i in range(number):
+                for j in range(number):
+                    if counts[i, j]:
+                        color = "white" if shares[i, j] > 0.5 else "black"
+                        axes.text(j, i, f"{int(counts[i, j])}", ha="center", va="center", color=color)
+        return figure
+
+
+_MOST_NAMES = 30  # with more, names and numbers overlap
+
+
+def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
+    """Return counts by true (rows) and predicted (columns) class.
+
+    Parameters
+    ----------
+    y_pred, y_true : Tensor or array
+        Classes, or a score for each class in the last of two dimensions.
+    num_classes : int
+        Minimum number of classes.
+    """
+    predicted, true = classes_of(y_pred, y_true)
+    for name, classes in (("y_pred", predicted), ("y_true", true)):
+        numbers = classes.dtype.kind in "biuf" and bool(np.isfinite(classes).all())
+        if not numbers or (classes != np.floor(classes)).any() or (classes < 0).any():
+            raise ConfigurationError(
+                f"ConfusionMatrix: the {name} that get_predictions returned are not classes. Return classes (whole "
+                "numbers from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
+            )
+    number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
+    pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64))
+    return torch.bincount(pairs, minlength=number * number).reshape(number, number)
+
+
+@dataclass(eq=False, repr=False)
 class ModelPerformancePrintReport(AbstractCallback):
     """Print chosen metrics of the history after each epoch and at the end of training.
 
@@ -183,35 +321,32 @@ class ModelPerformancePrintReport(AbstractCallback):
     >>> ModelPerformancePrintReport(["val_accuracy", "val_loss"])
     """
 
-    def __init__(
-        self,
-        metrics: Sequence[str],
-        on_each_epoch: bool = True,
-        report_frequency: int | None = None,
-        strict_metric_reporting: bool = True,
-        list_tracked_metrics: bool = False,
-    ) -> None:
+    metrics: Sequence[str]
+    on_each_epoch: bool = True
+    report_frequency: int | None = None
+    strict_metric_reporting: bool = True
+    list_tracked_metrics: bool = False
+
+    def __post_init__(self) -> None:
         # After callbacks that compute metrics.
         super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
-        if isinstance(metrics, str) or not metrics:
-            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={metrics!r}: must be a list of names.")
-        self.metrics = list(metrics)
-        self.on_each_epoch = on_each_epoch
-        self.report_frequency = count_of(
-            "ModelPerformancePrintReport", "report_frequency", report_frequency, optional=True
-        )
-        self.strict_metric_reporting = strict_metric_reporting
-        self.list_tracked_metrics = list_tracked_metrics
+        if isinstance(self.metrics, str) or not self.metrics:
+            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={self.metrics!r}: must be a list of names.")
+        check_counts(self, "report_frequency", optional=True)
 
     def on_epoch_end(self) -> None:
-        epoch = self.train_loop_obj.epoch
-        if self.on_each_epoch and epoch % (self.report_frequency or 1) == 0:
-            print(f"---- Performance after epoch {epoch + 1} ----")
+        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
+            self.print_heading(at_end=False)
             self.print_performance_report()
 
     def on_train_end(self) -> None:
-        print("---- Performance at the end of training ----")
+        self.print_heading(at_end=True)
         self.print_performance_report(prefix="train_end_")
+
+    def print_heading(self, at_end: bool) -> None:
+        """Print the line above the metrics."""
+        when = "at the end of training" if at_end else f"after epoch {self.train_loop_obj.epoch + 1}"
+        print(f"---- Performance {when} ----")
 
     def print_performance_report(self, prefix: str = "") -> None:
         """Print the newest value of each metric.
@@ -239,6 +374,7 @@ class ModelPerformancePrintReport(AbstractCallback):
         print(message)
 
 
+@dataclass(eq=False, repr=False)
 class TrainHistoryFormatter(AbstractCallback):
     """Compute a new metric from other metrics in the history.
 
@@ -268,24 +404,19 @@ class TrainHistoryFormatter(AbstractCallback):
     ... )
     """
 
-    def __init__(
-        self,
-        input_metric_getter: Callable[[Any], list[Any]],
-        output_metric_setter: Callable[[list[Any]], tuple[str, float]],
-        epoch_end: bool = True,
-        train_end: bool = False,
-        strict_metric_extract: bool = True,
-    ) -> None:
+    input_metric_getter: Callable[[Any], list[Any]]
+    output_metric_setter: Callable[[list[Any]], tuple[str, float]]
+    epoch_end: bool = True
+    train_end: bool = False
+    strict_metric_extract: bool = True
+
+    def __post_init__(self) -> None:
         super().__init__("TrainHistoryFormatter")
-        if bool(epoch_end) == bool(train_end):
+        if bool(self.epoch_end) == bool(self.train_end):
             raise ConfigurationError(
-                f"{type(self).__name__}: epoch_end={epoch_end}, train_end={train_end}: exactly one must be True."
+                f"{type(self).__name__}: epoch_end={self.epoch_end}, train_end={self.train_end}: exactly one must be "
+                "True."
             )
-        self.input_metric_getter = input_metric_getter
-        self.output_metric_setter = output_metric_setter
-        self.epoch_end = epoch_end
-        self.train_end = train_end
-        self.strict_metric_extract = strict_metric_extract
 
     def on_epoch_end(self) -> None:
         if self.epoch_end and self.check_if_history_updated(train_end_phase=False):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
 
 
+@dataclass(eq=False, repr=False)
 class Profiler(AbstractCallback):
     """Profile some steps of the training with ``torch.profiler``, and write a Chrome trace on every rank.
 
@@ -50,32 +51,25 @@ class Profiler(AbstractCallback):
     >>> print(profiler.table)
     """
 
-    _running: Any = None  # not part of the state: a process that loads a state keeps its own profiler
+    dirpath: str | os.PathLike[str] = "profile"
+    _: KW_ONLY
+    skip: int = 10
+    warmup: int = 2
+    active: int = 5
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    device_idx_execution: int | None = None
+    # Not part of the state: a process that loads a state keeps its own profiler.
+    _running: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str] = "profile",
-        *,
-        skip: int = 10,
-        warmup: int = 2,
-        active: int = 5,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
-        device_idx_execution: int | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         # Last: a step ends after all hooks.
-        super().__init__("Profiler", execution_order=1000, device_idx_execution=device_idx_execution)
-        self.dirpath = os.path.expanduser(os.fspath(dirpath))
-        self.skip = count_of("Profiler", "skip", skip, least=0)
-        self.warmup, self.active = count_of("Profiler", "warmup", warmup), count_of("Profiler", "active", active)
-        self.options: dict[str, Any] = {
-            "record_shapes": record_shapes,
-            "profile_memory": profile_memory,
-            "with_stack": with_stack,
-            "with_flops": with_flops,
-        }
+        super().__init__("Profiler", execution_order=1000, device_idx_execution=self.device_idx_execution)
+        self.dirpath = os.path.expanduser(os.fspath(self.dirpath))
+        check_counts(self, "skip", least=0)
+        check_counts(self, "warmup", "active")
         self.traces: list[str] = []
         self.table = ""
         self._steps = 0
@@ -98,7 +92,14 @@ class Profiler(AbstractCallback):
                 activities.append(profiler.ProfilerActivity.CUDA)
             schedule = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
             self._running = profiler.profile(
-                activities=activities, schedule=schedule, on_trace_ready=self._write, acc_events=True, **self.options
+                activities=activities,
+                schedule=schedule,
+                on_trace_ready=self._write,
+                record_shapes=self.record_shapes,
+                profile_memory=self.profile_memory,
+                with_stack=self.with_stack,
+                with_flops=self.with_flops,
+                acc_events=True,
             )
             self._running.start()
 
@@ -144,6 +145,16 @@ _PEAKS = {
 }  # fmt: skip
 
 
+class _Reading(NamedTuple):
+    """The loop's clock after a step of an epoch."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    data: float = 0.0
+
+
+@dataclass(eq=False, repr=False)
 class ThroughputMonitor(AbstractCallback):
     """Log samples per second over all ranks, the wait for data and, where known, tokens, FLOPs and MFU.
 
@@ -174,36 +185,29 @@ class ThroughputMonitor(AbstractCallback):
     >>> tl.history["throughput/samples_per_s"]
     """
 
-    def __init__(
-        self,
-        every_n_steps: int = 50,
-        *,
-        units: Callable[[int], float] | None = None,
-        flops: bool = False,
-        peak_flops: float | None = None,
-    ) -> None:
+    every_n_steps: int = 50
+    _: KW_ONLY
+    units: Callable[[int], float] | None = None
+    flops: bool = False
+    peak_flops: float | None = None
+
+    def __post_init__(self) -> None:
         super().__init__("ThroughputMonitor", execution_order=-90)
-        if units is not None and not callable(units):
+        if self.units is not None and not callable(self.units):
             raise ConfigurationError(
-                f"ThroughputMonitor: units={units!r}: must be a function that takes a number of samples."
+                f"ThroughputMonitor: units={self.units!r}: must be a function that takes a number of samples."
             )
-        if peak_flops is not None and not 0 < peak_flops < math.inf:
-            raise ConfigurationError(f"ThroughputMonitor: peak_flops={peak_flops!r}: must be a number above 0.")
-        self.every_n_steps = count_of("ThroughputMonitor", "every_n_steps", every_n_steps)
-        self.units = units
-        self.flops = flops
-        self.peak_flops = peak_flops
+        if self.peak_flops is not None and not 0 < self.peak_flops < math.inf:
+            raise ConfigurationError(f"ThroughputMonitor: peak_flops={self.peak_flops!r}: must be a number above 0.")
+        check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
         """FLOPs of this rank's first step; None if not counted."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
-        self._reset()
+        self._begin_window(_Reading())
 
-    def _reset(self) -> None:
-        self._steps = self._samples = 0
-        self._units = self._waited = 0.0
-        self._since = self._ready = time.perf_counter()
-        self._in_step = False
+    def _begin_window(self, now: _Reading) -> None:
+        self._begin, self._units = now, 0.0
 
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
@@ -218,61 +222,58 @@ class ThroughputMonitor(AbstractCallback):
     def on_epoch_begin(self) -> None:
         self._windows = 0
         self._last_step = self.train_loop_obj.global_step
-        self._reset()
+        self._begin_window(_Reading())  # the loop's clock starts with each epoch
 
     def on_batch_begin(self) -> None:
-        if not self._in_step:  # all batches of a step are read before its first hook
-            self._in_step = True
-            self._waited += time.perf_counter() - self._ready
-            if self.flops and self.flops_per_step is None:
-                self._counter = FlopCounterMode(display=False)
-                self._counter.__enter__()
-        samples = int(self.train_loop_obj.running.recorder.batch_size)  # type: ignore[union-attr]  # it is running
-        self._samples += samples
-        if self.units is not None:
-            self._units += self.units(samples)
+        if self.flops and self.flops_per_step is None and self._counter is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if loop.global_step == self._last_step:  # more micro-batches of the step follow
             return
         self._last_step = loop.global_step
-        self._in_step = False
-        self._steps += 1
+        run: Any = loop.running
+        step, clock = run.step_in_work, run.clock.read()
+        if self.units is not None:
+            self._units += sum(map(self.units, step.sizes))
+        now = _Reading(clock.steps + 1, clock.samples + step.total, clock.seconds, clock.data)
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
-            self._reset()  # counting FLOPs has distorted the timing
-        elif self._steps == self.every_n_steps:
-            self._log()
+            self._begin_window(now)  # counting FLOPs has distorted the timing
+        elif now.steps - self._begin.steps >= self.every_n_steps:
+            self._log(now)
             self._windows += 1
-            self._reset()
-        self._ready = time.perf_counter()
+            self._begin_window(now)
 
     def on_epoch_end(self) -> None:
-        if not self._windows and self._steps:  # shorter than a window
-            self._log()
+        run: Any = self.train_loop_obj.running
+        epoch = run.clock.epochs[-1]
+        if not self._windows and epoch.steps > self._begin.steps:  # shorter than a window
+            self._log(_Reading(epoch.steps, epoch.samples, epoch.seconds, epoch.data))
 
     def _stop_counting(self) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
 
-    def _log(self) -> None:
-        ranks, seconds = self.train_loop_obj.world_size, max(time.perf_counter() - self._since, 1e-9)
-        values = {"samples_per_s": ranks * self._samples / seconds}
+    def _log(self, now: _Reading) -> None:
+        steps, samples, seconds, waited = (end - begin for begin, end in zip(self._begin, now))
+        seconds, ranks = max(seconds, 1e-9), self.train_loop_obj.world_size
+        values = {"samples_per_s": samples / seconds}
         if self.units is not None:
             values["units_per_s"] = ranks * self._units / seconds
-        values["step_s"] = seconds / self._steps
-        values["waiting"] = min(1.0, self._waited / seconds)
+        values["step_s"] = seconds / steps
+        values["waiting"] = min(1.0, waited / seconds)
         if self.flops_per_step is not None:
-            speed = self.flops_per_step * self._steps / seconds
+            speed = self.flops_per_step * steps / seconds
             values["flops_per_s"] = ranks * speed
             if self.peak_flops is not None:
                 values["mfu"] = speed / self.peak_flops
         for name, value in values.items():
-            # The mean over the epoch's windows and over ranks, with equal weights; multiplied by the number of ranks
-            # for a sum over ranks.
+            # The mean over the epoch's windows and over ranks, with equal weights.
             self.log(f"throughput/{name}", value, batch_size=1)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -15,7 +15,7 @@ from trainloop import checkpoint
 from trainloop.callbacks.monitor import Monitor
 from trainloop.checkpoint import Checkpoint, CheckpointInfo, Folder, sharded
 
-__all__ = ["RunCheckpoints", "weights_name", "BackgroundWrite", "error_of"]
+__all__ = ["BackgroundWrite", "RunCheckpoints", "error_of", "weights_name"]
 
 
 class RunCheckpoints:
@@ -57,7 +57,7 @@ class RunCheckpoints:
 
     def on_disk(self, runs: Collection[str] = ()) -> list[Checkpoint]:
         """Read the folder again; return complete checkpoints of this and other runs, in the order of writing."""
-        return self._found(self.run, *runs)
+        return _of_runs([self.run, *runs], checkpoint.checkpoints(self.folder))
 
     def remove_unfinished(self) -> None:
         """Remove, at the first checkpoint, unfinished files of this run; no other write is in progress now."""
@@ -104,7 +104,7 @@ class RunCheckpoints:
         ``step`` is the step of the checkpoint; ``None`` to continue in any case. ``same_metric`` is True if the values
         of its files are of this metric.
         """
-        found = self._found(run) if step is not None else []
+        found = _of_runs([run], checkpoint.checkpoints(self.folder)) if step is not None else []
         if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
             self.run = run
         self._files, self._same_metric = None, same_metric
@@ -120,9 +120,6 @@ class RunCheckpoints:
                     replace(file, info=replace(file.info, value=None)) for file in self._files if file.info is not None
                 ]
         return self._files
-
-    def _found(self, *runs: str) -> list[Checkpoint]:
-        return _of_runs(runs, checkpoint.checkpoints(self.folder))
 
     def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
         """Return an unused name, or that of this run's own file if the step is repeated."""
@@ -188,10 +185,7 @@ class BackgroundWrite:
     """
 
     def __init__(
-        self,
-        write: Callable[[], Exception | None],
-        step: int,
-        give_up: Callable[[], None] = lambda: None,
+        self, write: Callable[[], Exception | None], step: int, give_up: Callable[[], None] | None = None
     ) -> None:
         self.step = step
         self.give_up = give_up
@@ -213,7 +207,8 @@ class BackgroundWrite:
         """Wait until it is done and return its error; after ``seconds`` make it stop waiting for other ranks."""
         if seconds is not None:
             self._thread.join(seconds)
-            self.give_up()
+            if self.give_up is not None:
+                self.give_up()
         self._thread.join()
         return self._error
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
-from trainloop.callbacks.trackers import EpochValues
+from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.trackers import Tracker
 from trainloop.callbacks.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
@@ -32,7 +32,7 @@ from trainloop.optim import optimizers_of
 __all__ = ["TensorBoard"]
 
 
-class TensorBoard(AbstractCallback):
+class TensorBoard(Tracker):
     """Write logged values for TensorBoard. Rank 0 writes each value once, against the global step.
 
     Values are written under their names. If a metric has step values, its epoch values are written as
@@ -102,23 +102,15 @@ class TensorBoard(AbstractCallback):
         hyperparameters: Mapping[str, Any] | None = None,
         graph_input: Any = None,
     ) -> None:
-        # After the callbacks that log at an epoch's end, before those that write checkpoints; only rank 0 has the
-        # file.
-        super().__init__("TensorBoard", execution_order=997, device_idx_execution=0)
+        super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), hyperparameters)
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
-        self.log_every_n_steps = count_of("TensorBoard", "log_every_n_steps", log_every_n_steps, optional=True)
         self.learning_rate = learning_rate
         self.histograms_every_n_epochs = count_of(
             "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
         )
-        self.hyperparameters = None if hyperparameters is None else dict(hyperparameters)
         self.graph_input = graph_input
-        self.metric_names: list[str] | None = None  # epoch values to write; None for all
         self._chosen = log_dir is None  # this callback chooses the folder
-        self._file: EventFile | None = None
         self._last_step: int | None = None  # newest step in the folder; None if other writers may have written there
-        self._epoch_values = EpochValues()
-        self._step_names: set[str] = set()
         self._first_step: int | None = None  # first step of this run
         self._failed = False
         self._rates: dict[int, dict[str, Any]] = {}
@@ -145,16 +137,14 @@ class TensorBoard(AbstractCallback):
             why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
             if why:
                 raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
-        if self.hyperparameters is None:
-            given = getattr(loop, "hyperparams", None)
-            self.hyperparameters = dict(given) if isinstance(given, Mapping) else None
+        super().on_train_loop_registration()
 
     def on_train_begin(self) -> None:
+        super().on_train_begin()
         loop = self.train_loop_obj
         self._rates, self._first_step, self._failed = {}, None, False
         self._settings, self._charted = settings_of(loop), set()
         if loop.global_step == 0:
-            self._epoch_values.clear()
             self._last_step, self._newest = None, (0, {})
 
     @contextmanager
@@ -172,19 +162,19 @@ class TensorBoard(AbstractCallback):
 
     @property
     def _events(self) -> EventFile:
-        """The file, created at the first write: by then the resumed run is known."""
-        if self._file is None:
+        """The file, created at the first write."""
+        if self._run is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
-            self._file = EventFile(self.log_dir)
+            self._run = EventFile(self.log_dir)
             first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
-            if self._file.continues and (self._last_step is None or first <= self._last_step):
+            if self._run.continues and (self._last_step is None or first <= self._last_step):
                 from tensorboard.compat.proto.event_pb2 import SessionLog
 
                 # Like SummaryWriter(purge_step=first): readers discard earlier files' values from this step on.
-                self._file.write(step=first, session_log=SessionLog(status=SessionLog.START))
+                self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
                 if self._newest[0] == first:  # written before the resumed checkpoint
-                    self._file.write_scalars([self._newest])
-        return self._file
+                    self._run.write_scalars([self._newest])
+        return self._run
 
     # -- what --------------------------------------------------------------------------------------------------------
 
@@ -204,62 +194,45 @@ class TensorBoard(AbstractCallback):
             }
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        every = self.log_every_n_steps
-        if every is None or self._failed or not rows:
-            return
-        for _, scalars in rows:
-            if not scalars.keys() <= self._step_names:
-                self._step_names.update(scalars)
-        chosen = [(step, scalars) for step, scalars in rows if step % every == 0]
-        if self._rates:
-            rates, self._rates = self._rates, {}
-            chosen = [
-                # LearningRateMonitor logs the same names: with it they have already been written.
-                (step, {**{name: float(rate) for name, rate in rates.get(step, {}).items()}, **scalars})
-                for step, scalars in chosen
-            ]
-        with self._writing():
-            self._write_scalars(chosen)
-        self._last_step = rows[-1][0]
-
-    @logs_nothing
-    def on_epoch_end(self) -> None:
-        if not self._failed:
+        if self.log_every_n_steps is not None and not self._failed and rows:
             with self._writing():
-                self._write_epoch()
+                super().on_log(rows)
+            self._last_step = rows[-1][0]
 
-    def _write_epoch(self) -> None:
-        loop = self.train_loop_obj
-        self._write_epoch_values()
-        every = self.histograms_every_n_epochs
-        if every is not None and (loop.epoch + 1) % every == 0:
-            self._write_histograms()
-        self._write_layout()
-        if not self._once_written:
-            self._once_written = True
-            self._write_settings()
-            self._write_graph()
-
-    def _write_epoch_values(self) -> None:
-        for _, step, values in self._epoch_values.take(self.train_loop_obj):
-            scalars = {
-                self._epoch_tag(name): value
-                for name, value in values.items()
-                if self.metric_names is None or name in self.metric_names
-            }
-            if scalars:
-                self._write_scalars([(step, scalars)])
-                self._last_step = max(step, self._last_step or 0)
-
-    def _write_scalars(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+    def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        # LearningRateMonitor logs the same names: with it they have already been written.
+        rows = [(step, {**_floats(self._rates.pop(step, {})), **scalars}) for step, scalars in rows]
         self._events.write_scalars(rows)
         for step, scalars in rows:
             newest, before = self._newest
             if step >= newest:
                 self._newest = step, {**(before if step == newest else {}), **scalars}
 
-    def _epoch_tag(self, name: str) -> str:
-        return f"epoch/{name}" if name in self._step_names else name
+    def _send_epochs(self) -> None:
+        if not self._failed:
+            with self._writing():
+                super()._send_epochs()
+
+    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        super()._send_epoch(epoch, step, values)
+        self._last_step = max(step, self._last_step or 0)
+
+    @logs_nothing
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        if not self._failed:
+            with self._writing():
+                self._write_run()
+
+    def _write_run(self) -> None:
+        every = self.histograms_every_n_epochs
+        if every is not None and (self.train_loop_obj.epoch + 1) % every == 0:
+            self._write_histograms()
+        self._write_layout()
+        if not self._once_written:
+            self._once_written = True
+            self._write_settings()
+            self._write_graph()
 
     def _write_histograms(self) -> None:
         from torch.utils.tensorboard.summary import histogram
@@ -285,12 +258,12 @@ class TensorBoard(AbstractCallback):
     def _write_settings(self) -> None:
         from torch.utils.tensorboard.summary import hparams, text
 
-        given = {**self._settings, **(self.hyperparameters or {})}
+        given = {**self._settings, **(self.hyperparams or {})}
         self._events.write(summary=text("run", description_of(self.train_loop_obj, given)))
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
         }
-        metrics = {self._epoch_tag(name): 0.0 for name in self.train_loop_obj.history}
+        metrics = {self._epoch_name(name): 0.0 for name in self.train_loop_obj.history}
         for summary in hparams(plain, metrics):
             self._events.write(summary=summary)
 
@@ -370,22 +343,12 @@ class TensorBoard(AbstractCallback):
 
     # -- the end, and again --------------------------------------------------------------------------------------------
 
-    @logs_nothing
-    def on_train_end(self) -> None:
-        if not self._failed:
-            with self._writing():
-                self._write_epoch_values()  # values of the evaluation at the end
-        self._close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
+    def _finish(self, exception: BaseException | None) -> None:
+        if self._run is not None:
             # Written values are flushed, and values that a full disk refused are given up.
             with suppress(OSError) if self._failed else self._writing():
-                self._file.close()
-            self._file = None
+                self._run.close()
+            self._run = None
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
@@ -393,27 +356,27 @@ class TensorBoard(AbstractCallback):
         self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_rates": {}}
+        return {**super().__getstate__(), "_rates": {}}
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            **super().state_dict(),
             "log_dir": self.log_dir,
-            "lengths": self._epoch_values.state_dict(),
             "once_written": self._once_written,
             "newest": list(self._newest),
             "step_names": sorted(self._step_names),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
         if self._chosen:
             self.log_dir = state["log_dir"]
-        self._epoch_values.load_state_dict(state["lengths"])
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._last_step = None  # the run that wrote the checkpoint may have continued after it
         self._step_names |= set(state.get("step_names", ()))
         step, scalars = state.get("newest", (0, {}))
         self._newest = step, dict(scalars)
-        self._close()
+        self._finish(None)
 
 
 SUFFIX = ".trainloop"
@@ -490,6 +453,10 @@ class EventFile:
     def close(self) -> None:
         """Close the file; may be called twice."""
         self._file.close()
+
+
+def _floats(rates: dict[str, Any]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in rates.items()}
 
 
 _files = itertools.count()  # per process, so that names are unique

@@ -49,36 +49,36 @@ class EpochValues:
         self._lengths, self._steps = dict(state), {}
 
 
-class _Tracking(AbstractCallback):
-    """Base of callbacks that send the run to a service.
+class Tracker(AbstractCallback):
+    """Base of callbacks that send values to files or to a service, from rank 0.
 
-    The service's run starts when the first value is sent: by then, the run that a resumed ``fit`` continues is known.
+    Files or the service's run are opened when the first value is sent: by then, the run that a resumed ``fit``
+    continues is known. Epoch values have the prefix ``epoch/`` if the metric has step values as well.
     """
 
-    package = ""
-    _run: Any = None  # the service's run or client, while it is open
+    package = ""  # the service's package and extra
+    _run: Any = None  # the file, or the service's run or client, while it is open
 
     def __init__(
-        self,
-        name: str,
-        frequency: tuple[str, int | None],
-        experiment_name: str | None,
-        hyperparams: Mapping[str, Any] | None,
+        self, name: str, frequency: tuple[str, int | None], hyperparams: Mapping[str, Any] | None = None
     ) -> None:
         # After callbacks that log at an epoch's end, before those that write checkpoints.
         super().__init__(name, execution_order=997, device_idx_execution=0)
-        self._every = count_of(name, *frequency, optional=True)
-        self.experiment_name = experiment_name
-        self.hyperparams = hyperparams
+        self.log_every_n_steps: int | None = count_of(name, *frequency, optional=True)
+        self.hyperparams = None if hyperparams is None else dict(hyperparams)
+        self.experiment_name: str | None = None
         self.run_id: str | None = None
         self._epoch_values = EpochValues()
+        self._step_names: set[str] = set()
 
     def on_train_loop_registration(self) -> None:
-        import_extra(self.package, self.callback_name, self.package)
+        if self.package:
+            import_extra(self.package, self.callback_name, self.package)
         loop = self.train_loop_obj
         self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
-        if self.hyperparams is None:
-            self.hyperparams = getattr(loop, "hyperparams", None)
+        given = getattr(loop, "hyperparams", None)
+        if self.hyperparams is None and isinstance(given, Mapping):
+            self.hyperparams = dict(given)
         if loop.global_step == 0:
             self.run_id = None  # another training, another run
 
@@ -87,17 +87,19 @@ class _Tracking(AbstractCallback):
             self._epoch_values.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        if self._every is not None:
-            self._send([row for row in rows if row[0] % self._every == 0])
+        if self.log_every_n_steps is not None:
+            self._step_names.update(*(scalars for _, scalars in rows))
+            chosen = [row for row in rows if row[0] % self.log_every_n_steps == 0]
+            if chosen:
+                self._send(chosen)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        for epoch, step, values in self._epoch_values.take(self.train_loop_obj):
-            self._send_epoch(epoch, step, values)
+        self._send_epochs()
 
     @logs_nothing
     def on_train_end(self) -> None:
-        _Tracking.on_epoch_end(self)
+        self._send_epochs()
         self._finish(None)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -106,8 +108,15 @@ class _Tracking(AbstractCallback):
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         raise NotImplementedError
 
+    def _send_epochs(self) -> None:
+        for epoch, step, values in self._epoch_values.take(self.train_loop_obj):
+            self._send_epoch(epoch, step, values)
+
     def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        raise NotImplementedError
+        self._send([(step, {self._epoch_name(name): value for name, value in values.items()})])
+
+    def _epoch_name(self, name: str) -> str:
+        return f"epoch/{name}" if name in self._step_names else name
 
     def _finish(self, exception: BaseException | None) -> None:
         raise NotImplementedError
@@ -119,7 +128,7 @@ class _Tracking(AbstractCallback):
         return {"run_id": self.run_id, "lengths": self._epoch_values.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.run_id = state["run_id"]
+        self.run_id = state.get("run_id")
         self._epoch_values.load_state_dict(state["lengths"])
 
 
@@ -162,7 +171,7 @@ class AlertConfig:
         return f"{self.metric_name} is too {word}", text
 
 
-class WandBTracking(_Tracking):
+class WandBTracking(Tracker):
     """Send the run to Weights & Biases, from rank 0.
 
     Step values are sent under their names, and epoch values as ``epoch/<name>``, against ``global_step``. The training
@@ -220,18 +229,17 @@ class WandBTracking(_Tracking):
         experiment_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), experiment_name, hyperparams)
+        super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), hyperparams)
         for alert in alerts or ():
             if not isinstance(alert, AlertConfig):
                 raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: each must be an AlertConfig.")
         self.metric_names = None if metric_names is None else list(metric_names)
-        self.batch_log_frequency = batch_log_frequency
         self.tags = None if tags is None else list(tags)
         self.alerts = list(alerts or ())
         self.wandb_pre_initialized = wandb_pre_initialized
         self.source_dirs = list(source_dirs)
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
-        self.project_name = project_name
+        self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
         self._newest: dict[str, float] = {}  # values of the epoch that ends
 
@@ -263,7 +271,7 @@ class WandBTracking(_Tracking):
                 **{
                     "project": self.project_name,
                     "name": self.experiment_name,
-                    "config": None if self.hyperparams is None else dict(self.hyperparams),
+                    "config": self.hyperparams,
                     "tags": self.tags,
                     "dir": self.log_dir,
                     **known,
@@ -311,7 +319,7 @@ class WandBTracking(_Tracking):
         self._run = None
 
 
-class MLflowTracking(_Tracking):
+class MLflowTracking(Tracker):
     """Send the run to MLflow, from rank 0.
 
     Values are sent under their names, against the global step. If a metric has step values, its epoch values are sent
@@ -353,12 +361,9 @@ class MLflowTracking(_Tracking):
         hyperparams: Mapping[str, Any] | None = None,
         tags: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), experiment_name, hyperparams)
-        self.run_name = run_name
-        self.tracking_uri = tracking_uri
-        self.log_every_n_steps = log_every_n_steps
+        super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), hyperparams)
+        self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri
         self.tags = None if tags is None else dict(tags)
-        self._step_names: set[str] = set()
 
     def _active_client(self) -> Any:
         if self._run is not None:
@@ -379,23 +384,13 @@ class MLflowTracking(_Tracking):
             client.update_run(self.run_id, status="RUNNING")
         return client
 
-    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        if self.log_every_n_steps is not None:
-            self._step_names.update(*(scalars for _, scalars in rows))
-        super().on_log(rows)
-
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        if not rows:
-            return
         from mlflow.entities import Metric
 
         client, now = self._active_client(), int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
         for start in range(0, len(metrics), 1000):  # the maximum of one request
             client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
-
-    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        self._send([(step, {f"epoch/{n}" if n in self._step_names else n: value for n, value in values.items()})])
 
     def _finish(self, exception: BaseException | None) -> None:
         if self._run is not None:

@@ -22,15 +22,13 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from trainloop import checkpoint, distributed
-from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop._support.user_line import user_place, warn
+from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
@@ -100,10 +98,6 @@ class Experiment:
     def folder(self) -> Folder:
         return self._project / f"{self.experiment_name}_{self.timestamp}"
 
-    def check_writable(self) -> None:
-        """Raise ConfigurationError if no file can be created in the folder."""
-        self.folder.check_writable()
-
     def earlier_timestamps(self) -> list[str]:
         """Return the time stamps of this experiment's earlier runs, newest first."""
         prefix = f"{self.experiment_name}_"
@@ -111,11 +105,9 @@ class Experiment:
         return [stamp for stamp in reversed(stamps) if _is_timestamp(stamp)]
 
     def _new_timestamp(self) -> str:
-        stamp = time.strftime(_STAMP)
-        taken = set(self.earlier_timestamps())
-        if stamp in taken:  # a second run in the same second
-            stamp = next(s for i in range(2, 10**6) if (s := f"{stamp}-{i}") not in taken)
-        return stamp
+        stamp, taken = time.strftime(_STAMP), set(self.earlier_timestamps())
+        # A second run in the same second gets a number.
+        return next(s for i in count(1) if (s := stamp if i == 1 else f"{stamp}-{i}") not in taken)
 
     def record(self) -> None:
         """Write hyperparameters and source; existing files with other content are kept beside them."""
@@ -131,7 +123,7 @@ class Experiment:
         folder = self.folder
         stem, dot, ending = name.rpartition(".")
         present = set(folder.names())
-        for version in range(1, 10**6):
+        for version in count(1):
             candidate = name if version == 1 else f"{stem or ending}_{version}{dot}{ending if stem else ''}"
             if candidate not in present:
                 folder.write(candidate, lambda file: file.write(content))
@@ -154,7 +146,7 @@ class ExperimentRecord(AbstractCallback):
         self.experiment = experiment
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.check_writable()
+        self.experiment.folder.check_writable()
 
     def on_train_begin(self) -> None:
         # Ranks of a launcher may have started in different seconds.
@@ -256,14 +248,13 @@ class ExperimentEndSave(AbstractCallback):
         self.results: dict[str, dict[str, float]] = {}
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.check_writable()
-        loop = self.train_loop_obj
+        self.experiment.folder.check_writable()
         for name, package, loader in (
             ("val_result_package", self.val_result_package, "validation_loader"),
             ("test_result_package", self.test_result_package, "test_loader"),
         ):
-            if package is not None and getattr(loop, loader) is None:
-                raise ConfigurationError(f"{name} is given, but the loop has no {loader}. Pass one to the loop.")
+            if package is not None:
+                require_loader(self.train_loop_obj, loader, name)
 
     def state_dict(self) -> dict[str, Any]:
         return {"results": {part: dict(values) for part, values in self.results.items()}}
@@ -346,11 +337,7 @@ class ExperimentEndSave(AbstractCallback):
 
 def _read_script(path: Any) -> tuple[str, str, bytes] | None:
     """Return name, path and content of the script: the named one, or the file that called into trainloop."""
-    if path is None:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "trainloop":
-            frame = frame.f_back
-        path = frame.f_code.co_filename
+    path = user_place().file if path is None else path
     try:
         return os.path.basename(path), os.path.abspath(path), Path(path).expanduser().read_bytes()
     except OSError:
@@ -399,7 +386,7 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_jsonable(item) for item in value]
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+    if hasattr(value, "tolist"):  # a tensor, an array or a number of numpy's
         return _jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -6,14 +6,14 @@ and micro-batches. It does not step if AMP skips the optimizer's step.
 
 from __future__ import annotations
 
-import functools
-import weakref
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
 
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.monitor import Monitor
@@ -195,35 +195,35 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def _optimizer(self) -> Optimizer:
         optimizers = optimizers_of(self.train_loop_obj.optimizer)
-        index = self.optimizer_idx
+        chosen = self.optimizer_idx
         if not optimizers:
             raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
-        if isinstance(index, Optimizer) or (index is None and self.scheduler is not None and self.factory is None):
-            # The optimizer itself was passed, or the scheduler was made for it.
-            given = index if isinstance(index, Optimizer) else self.scheduler.optimizer
-            for optimizer in optimizers:
-                if optimizer is given:
-                    return optimizer
-            raise ConfigurationError(
-                f"LRScheduler: the given {type(given).__name__} is not one of the loop's optimizers. Make the "
-                "scheduler for an optimizer that is passed to TrainLoop, or pass the scheduler's class and arguments."
-            )
-        if index is None:
-            if len(optimizers) > 1:
+        if chosen is None and self.scheduler is not None and self.factory is None:
+            chosen = self.scheduler.optimizer  # for which the given scheduler was made
+        if isinstance(chosen, Optimizer):
+            if all(optimizer is not chosen for optimizer in optimizers):
                 raise ConfigurationError(
-                    f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
-                    f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
+                    f"LRScheduler: the given {type(chosen).__name__} is not one of the loop's optimizers. Make the "
+                    "scheduler for an optimizer of the loop, or pass the scheduler's class and arguments."
                 )
-            return optimizers[0]
-        if not 0 <= index < len(optimizers):
+            return chosen
+        if chosen is None and len(optimizers) > 1:
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={index}: must be the index of one of the loop's optimizers (0 to "
+                f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
+                f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
+            )
+        if not 0 <= (chosen or 0) < len(optimizers):
+            raise ConfigurationError(
+                f"LRScheduler: optimizer_idx={chosen}: must be the index of one of the loop's optimizers (0 to "
                 f"{len(optimizers) - 1})."
             )
-        return optimizers[index]
+        return optimizers[chosen or 0]
 
     def on_train_begin(self) -> None:
-        _mark_step(self.scheduler.optimizer)
+        if started_by_launch():
+            # Torch's schedulers mark the optimizer's step, to warn about calls in the wrong order. The mark is lost on
+            # the way to a rank, where they would warn that it is missing. The loop's order of calls is right.
+            warnings.filterwarnings("ignore", r".*(lr_scheduler|optimizer)\.step\(\)`")
 
     def on_after_optimizer_step(self) -> None:
         # As in a hand-written loop that follows torch's advice: the schedule counts the steps taken.
@@ -332,22 +332,3 @@ def _restore_counters(scheduler: Any) -> None:
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
         _restore_counters(part)
-
-
-def _mark_step(optimizer: Optimizer) -> None:
-    """Restore the mark that torch's schedulers set on the optimizer's ``step``.
-
-    They set it at construction, to warn about calls in the wrong order. The mark is lost on the way to another
-    process, where they would warn that it is missing. The loop's order of calls is right.
-    """
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # read by torch's schedulers
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return
-    step, reference = type(optimizer).step, weakref.ref(optimizer)
-
-    @functools.wraps(step)
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return step(reference(), *args, **kwargs)  # type: ignore[arg-type]  # alive, since it is being called
-
-    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = marked  # type: ignore[method-assign]

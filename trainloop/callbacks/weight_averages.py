@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
@@ -122,6 +123,7 @@ class WeightAverage(AbstractCallback):
         self._pair(weights)
 
 
+@dataclass(eq=False, repr=False)
 class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps. When training ends, the model has the averaged weights.
 
@@ -159,27 +161,23 @@ class ExponentialMovingAverage(WeightAverage):
     ...     y_pred, y_true, _ = tl.predict_on_validation_set()
     """
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        every_n_steps: int = 1,
-        start_step: int = 0,
-        evaluate: bool = False,
-        apply_on_train_end: bool = True,
-    ) -> None:
-        super().__init__(apply_on_train_end)
-        if not 0.0 <= decay <= 1.0:
-            raise ConfigurationError(f"ExponentialMovingAverage: decay={decay}: must be between 0 and 1.")
-        self.decay = decay
-        self.every_n_steps = count_of("ExponentialMovingAverage", "every_n_steps", every_n_steps)
-        self.start_step = count_of("ExponentialMovingAverage", "start_step", start_step, least=0)
-        self.evaluate = evaluate
+    decay: float = 0.999
+    every_n_steps: int = 1
+    start_step: int = 0
+    evaluate: bool = False
+    apply_on_train_end: bool = True
+
+    def __post_init__(self) -> None:
+        super().__init__(self.apply_on_train_end)
+        if not 0.0 <= self.decay <= 1.0:
+            raise ConfigurationError(f"ExponentialMovingAverage: decay={self.decay}: must be between 0 and 1.")
+        check_counts(self, "every_n_steps")
+        check_counts(self, "start_step", least=0)
 
     def on_train_loop_registration(self) -> None:
-        if self.evaluate and self.train_loop_obj.validation_loader is None:
-            raise ConfigurationError(
-                "ExponentialMovingAverage(evaluate=True): the loop has no validation_loader. Pass one to TrainLoop."
-            )
+        if self.evaluate:
+            owner = "ExponentialMovingAverage(evaluate=True)"
+            require_loader(self.train_loop_obj, "validation_loader", owner)
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
@@ -221,6 +219,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(local_shard(one).cpu(), local_shard(other).cpu())
 
 
+@dataclass(eq=False, repr=False)
 class StochasticWeightAveraging(WeightAverage):
     """Average the end-of-epoch weights of the last part of training, which runs at a constant learning rate.
 
@@ -258,28 +257,23 @@ class StochasticWeightAveraging(WeightAverage):
     >>> tl.fit(num_epochs=20, callbacks=[StochasticWeightAveraging(swa_lr=0.05, start=0.75)])
     """
 
-    def __init__(
-        self,
-        swa_lr: float | None = None,
-        start: int | float = 0.75,
-        anneal_epochs: int = 5,
-        anneal_strategy: str = "cos",
-        update_batchnorm: bool = True,
-        apply_on_train_end: bool = True,
-    ) -> None:
-        super().__init__(apply_on_train_end)
-        me = "StochasticWeightAveraging"
+    swa_lr: float | None = None
+    start: int | float = 0.75
+    anneal_epochs: int = 5
+    anneal_strategy: str = "cos"
+    update_batchnorm: bool = True
+    apply_on_train_end: bool = True
+
+    def __post_init__(self) -> None:
+        super().__init__(self.apply_on_train_end)
+        me, swa_lr, start = "StochasticWeightAveraging", self.swa_lr, self.start
         if swa_lr is not None and not (isinstance(swa_lr, (int, float)) and 0 < swa_lr < math.inf):
             raise ConfigurationError(f"{me}: swa_lr={swa_lr!r}: must be a number above 0, or None.")
         if isinstance(start, bool) or not (start >= 0 if isinstance(start, int) else 0 < start < 1):
             raise ConfigurationError(f"{me}: start={start!r}: must be an int of 0 or more, or a float between 0 and 1.")
-        if anneal_strategy not in ("cos", "linear"):
-            raise ConfigurationError(f"{me}: anneal_strategy={anneal_strategy!r}: must be 'cos' or 'linear'.")
-        self.swa_lr = swa_lr
-        self.start = start
-        self.anneal_epochs = count_of(me, "anneal_epochs", anneal_epochs, least=0)
-        self.anneal_strategy = anneal_strategy
-        self.update_batchnorm = update_batchnorm
+        if self.anneal_strategy not in ("cos", "linear"):
+            raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
+        check_counts(self, "anneal_epochs", least=0)
         self.first_rates: list[float] = []
         """Learning rates when averaging started."""
         self._pass: _StatisticsPass | None = None

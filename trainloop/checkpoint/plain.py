@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -145,16 +144,6 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block: np.ndarray[Any, Any] | None = None
-        self._preparing: threading.Thread | None = None
-
-    def prepare(self, state: Any) -> None:
-        """Allocate memory for a state of about this size, in a thread, so that the first :meth:`copy` is fast, too."""
-        tensors = _tensors(state)[0]
-        size = self._layout(tensors)[1]
-        size += size // 64 + (1 << 20)  # for growth
-        pinned = any(tensor.is_cuda for tensor in tensors)
-        self._preparing = threading.Thread(target=self._reserve, args=(size, pinned), name="host memory")
-        self._preparing.start()
 
     def copy(self, state: Any) -> Any:
         """Return ``plain(state)`` with every tensor copied; valid until the next call.
@@ -169,7 +158,6 @@ class HostCopy:
         CheckpointError
             Like :func:`plain`.
         """
-        self.close()
         tensors, state = _tensors(state)
         places, size = self._layout(tensors)
         block = self._reserve(size, any(tensor.is_cuda for tensor in tensors))
@@ -191,12 +179,6 @@ class HostCopy:
         in_order = iter(tensors)  # plain() walks in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
-    def close(self) -> None:
-        """Wait for :meth:`prepare`."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-
     def _layout(self, tensors: list[Tensor]) -> tuple[dict[tuple[Any, ...], int], int]:
         """The place of each distinct tensor in the block, and the block's size."""
         places: dict[tuple[Any, ...], int] = {}
@@ -214,7 +196,6 @@ class HostCopy:
                 self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             else:
                 self._block = np.empty(size, dtype=np.uint8)
-                torch.from_numpy(self._block).zero_()  # makes the system allocate the pages now
         return self._block
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import nn
 from trainloop.callbacks import basic as core
 from trainloop.callbacks import performance_eval as core_performance
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.compat.aitoolbox.cloud import Bucket, bucket_of
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, TorchMetricsPackage, prepare_package
+from trainloop.compat.aitoolbox.saving import BaseLocalResultsSaver, Bucket, ExperimentFolder, bucket_of
 
 _EXPERIMENT = ("project_name", "experiment_name", "local_model_result_folder_path")
 _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
@@ -33,6 +34,7 @@ class CompatCallback(AbstractCallback):
     message_service: Any
 
 
+@dataclass(eq=False, repr=False)
 class AbstractExperimentCallback(CompatCallback):
     """A callback that writes into an experiment's folder, and optionally into a cloud.
 
@@ -40,26 +42,19 @@ class AbstractExperimentCallback(CompatCallback):
     these arguments, from ``project_name`` on, after their own: in this order, or by name.
     """
 
-    def __init__(
-        self,
-        callback_name: str,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        local_model_result_folder_path: str | None = None,
-        cloud_save_mode: str | None = None,
-        bucket_name: str | None = None,
-        cloud_dir_prefix: str | None = None,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        super().__init__(callback_name, execution_order, device_idx_execution)
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        folder = local_model_result_folder_path
-        self.local_model_result_folder_path = None if folder is None else os.path.expanduser(folder)
-        self.cloud_save_mode = cloud_save_mode
-        self.bucket_name = bucket_name
-        self.cloud_dir_prefix = cloud_dir_prefix
+    callback_name: str
+    project_name: str | None = None
+    experiment_name: str | None = None
+    local_model_result_folder_path: str | None = None
+    cloud_save_mode: str | None = None
+    bucket_name: str | None = None
+    cloud_dir_prefix: str | None = None
+    execution_order: int = 0
+    device_idx_execution: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_model_result_folder_path is not None:
+            self.local_model_result_folder_path = os.path.expanduser(self.local_model_result_folder_path)
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
         """Take missing values from the loop; take the cloud's details only if none of them was given.
@@ -82,16 +77,12 @@ class AbstractExperimentCallback(CompatCallback):
 
     def experiment_folder(self) -> str:
         """Return the experiment's folder. Create it if it is missing."""
-        project, experiment, stamp = self.experiment_names
-        folder = os.path.join(str(self.local_model_result_folder_path), project, f"{experiment}_{stamp}")
-        os.makedirs(folder, exist_ok=True)
-        return folder
+        return ExperimentFolder.create_base_folder(*self.experiment_names, str(self.local_model_result_folder_path))
 
     def results_folder(self) -> str:
         """Return the folder ``results`` in the experiment's folder. Create it if it is missing."""
-        folder = os.path.join(self.experiment_folder(), "results")
-        os.makedirs(folder, exist_ok=True)
-        return folder
+        where = *self.experiment_names, str(self.local_model_result_folder_path)
+        return BaseLocalResultsSaver.create_experiment_local_results_folder(*where)
 
     @property
     def experiment_names(self) -> tuple[str, str, str]:
@@ -103,11 +94,12 @@ class AbstractExperimentCallback(CompatCallback):
         """The bucket to save to; ``None`` for the local disk only."""
         return bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
 
-    def upload_to_experiment(self, files: Iterable[Sequence[str]]) -> None:
-        """Upload files, each ``(path in the experiment, local path)``, if the experiment is in a cloud."""
+    def upload(self, paths: Iterable[str]) -> None:
+        """Upload files of the experiment's folder, if the experiment is in a cloud."""
         bucket = self.cloud_bucket
         if bucket is not None:
-            for name, path in files:
+            for path in paths:
+                name = os.path.relpath(path, self.experiment_folder())
                 bucket.save_file(path, bucket.experiment_path(*self.experiment_names, name))
 
 
@@ -209,34 +201,10 @@ class AllPredictionsSame(core.AllPredictionsSame):
 class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
     """Call a function with the loop at some of the hooks; without hooks it does nothing."""
 
-    def __init__(
-        self,
-        fn_to_execute: Callable[[Any], Any],
-        tl_registration: bool = False,
-        epoch_begin: bool = False,
-        epoch_end: bool = False,
-        train_begin: bool = False,
-        train_end: bool = False,
-        batch_begin: bool = False,
-        batch_end: bool = False,
-        after_gradient_update: bool = False,
-        after_optimizer_step: bool = False,
-        execution_order: int = 0,
-        device_idx_execution: int | None = None,
-    ) -> None:
-        hooks = tl_registration, epoch_begin, epoch_end, train_begin, train_end, batch_begin, batch_end
-        reads_gradients = after_gradient_update, after_optimizer_step
-        if any((*hooks, *reads_gradients)):
-            super().__init__(fn_to_execute, *hooks, *reads_gradients, execution_order, device_idx_execution)
-        else:  # the core rejects this
-            name = "Execute given function as a callback"
-            AbstractCallback.__init__(self, name, execution_order, device_idx_execution)
-            self.fn_to_execute = fn_to_execute
-            self.hooks = []
-        self._reads_gradients = any(reads_gradients)
+    may_do_nothing = True
 
     def register_train_loop_object(self, train_loop_obj: Any) -> AbstractCallback:
-        if self._reads_gradients:
+        if self.after_gradient_update or self.after_optimizer_step:
             train_loop_obj.grad_cb_used = True
         return super().register_train_loop_object(train_loop_obj)
 
@@ -383,7 +351,7 @@ class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
             self._insert_results(f"{prefix}val_", self.result_package, *evaluations)
 
     def _insert_results(self, prefix: str, package: Any, predict: Callable[..., Any], loss: Callable[..., Any]) -> None:
-        prepare_package(package, self.args, predict, loss)
+        prepare_package(package, self.args or {}, predict, loss)
         for name, value in package.get_results().items():
             self.train_loop_obj.insert_metric_result_into_history(f"{prefix}{name}", value)
 
@@ -401,14 +369,9 @@ class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
         super().__init__(*args, **kwargs)
         self.callback_name = "Model performance print reporter"  # callbacks_handler finds callbacks by their names
 
-    def on_epoch_end(self) -> None:
-        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
-            print("------------------  End of epoch performance report  -------------------")
-            self.print_performance_report()
-
-    def on_train_end(self) -> None:
-        print("-----------------  End of training performance report  -----------------")
-        self.print_performance_report(prefix="train_end_")
+    def print_heading(self, at_end: bool) -> None:
+        dashes, when = ("-" * 17, "training") if at_end else ("-" * 18, "epoch")
+        print(f"{dashes}  End of {when} performance report  {dashes}")
 
     def print_performance_report(self, prefix: str = "") -> None:
         """Print each metric's last result unchanged; at the end of training, only results with the prefix."""

@@ -119,37 +119,28 @@ class CallbacksHandler:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-class MessageHandling(Enum):
+class MessageHandling(str, Enum):
     """Time for which a message is kept."""
 
-    KEEP_FOREVER = "keep_forever"
-    UNTIL_END_OF_EPOCH = "until_end_of_epoch"
-    UNTIL_READ = "until_read"
-    OVERWRITE = "overwrite"
+    KEEP_FOREVER = core.KEEP_FOREVER
+    UNTIL_END_OF_EPOCH = core.UNTIL_END_OF_EPOCH
+    UNTIL_READ = core.UNTIL_READ
+    OVERWRITE = core.OVERWRITE
 
 
-class Message:
+class Message(core.Message):
     """A value and how long to keep it."""
 
     def __init__(self, key: str, value: Any, msg_handling_settings: MessageHandling | list[MessageHandling]) -> None:
-        self.key = key
-        self.value = value
-        self.msg_handling_settings = MessageService.validate_msg_handling_settings(msg_handling_settings)
+        super().__init__(key, value, MessageService.validate_msg_handling_settings(msg_handling_settings))
 
 
 class MessageService(core.MessageService):
     """A board of messages by key."""
 
-    def __init__(self) -> None:
-        self.message_store: dict[str, list[Message]] = {}
-
     def read_messages(self, key: str) -> list[Any] | None:  # type: ignore[override]  # None for no messages
         """Return the values of a key, ``None`` if there is no such key."""
-        if key not in self.message_store:
-            return None
-        messages = self.message_store[key]
-        self.message_store[key] = [m for m in messages if MessageHandling.UNTIL_READ not in m.msg_handling_settings]
-        return [message.value for message in messages]
+        return super().read_messages(key) if key in self.message_store else None
 
     def write_message(  # type: ignore[override]  # AIToolbox's keyword name
         self,
@@ -158,25 +149,10 @@ class MessageService(core.MessageService):
         msg_handling_settings: MessageHandling | list[MessageHandling] = MessageHandling.UNTIL_END_OF_EPOCH,
     ) -> None:
         """Store a value under a key."""
-        message = Message(key, value, msg_handling_settings)
-        if MessageHandling.OVERWRITE in message.msg_handling_settings:
-            self.message_store[key] = [message]
-        else:
-            self.message_store.setdefault(key, []).append(message)
-
-    def end_of_epoch_trigger(self) -> None:
-        """Drop messages that are kept for one epoch; the loop calls it."""
-        epoch = MessageHandling.UNTIL_END_OF_EPOCH
-        kept = {
-            key: [message for message in messages if epoch not in message.msg_handling_settings]
-            for key, messages in self.message_store.items()
-        }
-        self.message_store = {key: messages for key, messages in kept.items() if messages}
+        self.store(Message(key, value, msg_handling_settings))
 
     @staticmethod
-    def validate_msg_handling_settings(
-        msg_handling_settings: MessageHandling | list[MessageHandling],
-    ) -> list[MessageHandling]:
+    def validate_msg_handling_settings(msg_handling_settings: Any) -> list[MessageHandling]:
         """Return the settings as a list.
 
         Raises

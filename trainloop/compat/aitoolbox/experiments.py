@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from trainloop._support.user_line import user_place
+from trainloop.callbacks.base import require_loader
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, experiment_arguments
-from trainloop.compat.aitoolbox.cloud import (
-    EXPERIMENT_SAVERS,
-    MODEL_LOADERS,
-    MODEL_SAVERS,
-    RESULTS_SAVERS,
-    bucket_of,
-    in_store,
-)
 from trainloop.compat.aitoolbox.history import TrainingHistory
 from trainloop.compat.aitoolbox.loop import TrainLoop
 from trainloop.compat.aitoolbox.optim import OwnOptimizer
 from trainloop.compat.aitoolbox.results import AbstractResultPackage, prepare_package
-from trainloop.compat.aitoolbox.saving import HyperParamSourceReporter, LocalSubOptimalModelRemover
+from trainloop.compat.aitoolbox.saving import (
+    EXPERIMENT_SAVERS,
+    MODEL_LOADERS,
+    MODEL_SAVERS,
+    RESULTS_SAVERS,
+    HyperParamSourceReporter,
+    LocalSubOptimalModelRemover,
+    bucket_of,
+    in_store,
+)
 from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 
@@ -59,7 +61,7 @@ class _Saves(AbstractExperimentCallback):
             reporter.save_experiment_python_file(self.hyperparams),
             reporter.save_experiment_source_files(self.hyperparams),
         ]
-        self.upload_to_experiment((os.path.basename(path), path) for path in written if path)
+        self.upload(filter(None, written))
 
     def _state(self) -> dict[str, Any]:
         loop = self.train_loop_obj
@@ -401,8 +403,8 @@ class TrainLoopEndSave(_TrackingLoop):
     def check_if_result_packages_possible(self) -> None:
         """Raise an error for a result package whose data set is missing."""
         for part, loader in (("val", "validation_loader"), ("test", "test_loader")):
-            if getattr(self, f"{part}_result_package") is not None and getattr(self, loader) is None:
-                raise ConfigurationError(f"{part}_result_package is given, but the loop has no {loader}. Pass one.")
+            if getattr(self, f"{part}_result_package") is not None:
+                require_loader(self, loader, f"{part}_result_package")
 
 
 class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):

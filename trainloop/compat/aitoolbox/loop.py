@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainloop import train_loop as core
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, require_loader
 from trainloop.callbacks.train_schedule import AbstractScheduler
 from trainloop.compat.aitoolbox.components import (
     CallbacksHandler,
@@ -288,8 +288,7 @@ class TrainLoop(core.TrainLoop):
         return y_pred, y_true, {} if metadata is None else metadata
 
     def _predictions_of(self, part: str, kind: str, loader: Any, force: bool, execute_callbacks: bool) -> Any:
-        if loader is None:
-            raise ConfigurationError(f"predictions on the {kind} set need a {kind}_loader. Pass one to the loop.")
+        require_loader(self, f"{kind}_loader", f"predictions on the {kind} set")
         predict = self.predict_with_model
         return self._stored(
             f"{part}_pred",

@@ -13,7 +13,6 @@ from types import ModuleType
 from trainloop.callbacks import basic
 from trainloop.compat.aitoolbox import (
     callbacks,
-    cloud,
     components,
     experiments,
     history,
@@ -28,12 +27,9 @@ from trainloop.errors import ConfigurationError
 from trainloop.schedulers import warmup
 
 # Where a name is looked up: a class has one name in all of AIToolbox. Own modules are before the core's.
-_OWN = models, optim, components, history, results, saving, cloud, callbacks, reports, loop, experiments
+_OWN = models, optim, components, history, results, saving, callbacks, reports, loop, experiments
 _HOMES = ChainMap(*map(vars, (*_OWN, basic, warmup)))
 
-_LOSSES = "MultiLoss MultiOptimizer"
-_TRACKED = "TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave"
-_PACKAGES = "BinaryClassificationResultPackage ClassificationResultPackage RegressionResultPackage"
 _WARMUP = (
     "ConstantWithWarmupScheduler CosineWithWarmupScheduler HardRestartsCosineWithWarmupScheduler "
     "LinearWithWarmupScheduler"
@@ -42,38 +38,23 @@ _SCHEDULERS = (
     "AbstractScheduler GeneralLRSchedulerCallback ReduceLROnPlateauScheduler ReduceLROnPlateauMetricScheduler "
     "LambdaLRScheduler StepLRScheduler MultiStepLRScheduler"
 )
-# Names that AIToolbox imports at its top level, and that `from aitoolbox import *` imports.
-_TORCHTRAIN = (
-    f"TTModel MultiGPUModelWrap ModelWrap AbstractModelFeedDefinition TTDataParallel BasicDataset TrainLoop {_TRACKED} "
-    f"{_LOSSES}"
-)
-_CALLBACKS = (
-    "AbstractCallback AbstractExperimentCallback EarlyStopping ThresholdEarlyStopping TerminateOnNaN "
-    "AllPredictionsSame GradNormClip GradValueClip EmailNotification LogUpload ModelPerformanceEvaluation "
-    "ModelPerformancePrintReport ModelTrainHistoryPlot ModelTrainHistoryFileWriter TensorboardFullTracking "
-    "TensorboardTrainHistoryMetric WandBTracking LinearWithWarmupScheduler ReduceLROnPlateauScheduler "
-    "ReduceLROnPlateauMetricScheduler"
-)
 
 MODULES: dict[str, str] = {
-    "aitoolbox": f"{_TORCHTRAIN} {_CALLBACKS} {_PACKAGES}",
-    "aitoolbox.torchtrain": _TORCHTRAIN,
     "aitoolbox.torchtrain.model": "TTModel TTBasicModel TTBasicMultiGPUModel MultiGPUModelWrap ModelWrap "
     "AbstractModelFeedDefinition",
     "aitoolbox.torchtrain.parallel": "TTParallelBase TTDataParallel TTDistributedDataParallel",
-    "aitoolbox.torchtrain.multi_loss_optim": _LOSSES,
+    "aitoolbox.torchtrain.multi_loss_optim": "MultiLoss MultiOptimizer",
     "aitoolbox.torchtrain.model_predict": "PyTorchModelPredictor",
     "aitoolbox.torchtrain.data.dataset": "BasicDataset ListDataset",
     "aitoolbox.torchtrain.data.batch_model_feed_defs": "AbstractModelFeedDefinition",
-    "aitoolbox.torchtrain.train_loop": f"TrainLoop {_TRACKED}",
     "aitoolbox.torchtrain.train_loop.train_loop": "TrainLoop",
-    "aitoolbox.torchtrain.train_loop.train_loop_tracking": _TRACKED,
+    "aitoolbox.torchtrain.train_loop.train_loop_tracking": "TrainLoopCheckpoint TrainLoopEndSave "
+    "TrainLoopCheckpointEndSave",
     "aitoolbox.torchtrain.train_loop.components.callback_handler": "CallbacksHandler",
     "aitoolbox.torchtrain.train_loop.components.message_passing": "MessageHandling Message MessageService",
     "aitoolbox.torchtrain.train_loop.components.model_prediction_store": "ModelPredictionStore",
     "aitoolbox.torchtrain.train_loop.components.pred_collate_fns": "append_predictions append_concat_predictions "
     "torch_cat_transf keep_list_transf",
-    "aitoolbox.torchtrain.callbacks": _CALLBACKS,
     "aitoolbox.torchtrain.callbacks.abstract": "AbstractCallback AbstractExperimentCallback",
     "aitoolbox.torchtrain.callbacks.basic": "AbstractCallback AbstractExperimentCallback ListRegisteredCallbacks "
     "EarlyStopping ThresholdEarlyStopping TerminateOnNaN AllPredictionsSame DataSubsetTestRun FunctionOnTrainLoop "
@@ -92,11 +73,12 @@ MODULES: dict[str, str] = {
     "aitoolbox.torchtrain.callbacks.train_schedule": f"{_SCHEDULERS} {_WARMUP}",
     "aitoolbox.torchtrain.schedulers.basic": _SCHEDULERS,
     "aitoolbox.torchtrain.schedulers.warmup": _WARMUP,
-    "aitoolbox.experiment": f"TrainLoop {_TRACKED} {_PACKAGES}",
+    "aitoolbox.experiment": "TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave",
     "aitoolbox.experiment.training_history": "TrainingHistory",
     "aitoolbox.experiment.result_package.abstract_result_packages": "AbstractResultPackage "
     "PreCalculatedResultPackage MultipleResultPackageWrapper",
-    "aitoolbox.experiment.result_package.basic_packages": f"AbstractResultPackage GeneralResultPackage {_PACKAGES}",
+    "aitoolbox.experiment.result_package.basic_packages": "AbstractResultPackage GeneralResultPackage "
+    "BinaryClassificationResultPackage ClassificationResultPackage RegressionResultPackage",
     "aitoolbox.experiment.result_package.torch_metrics_packages": "TorchMetricsPackage",
     "aitoolbox.experiment.result_package.hf_evaluate_packages": "HFEvaluateResultPackage",
     "aitoolbox.experiment.core_metrics.abstract_metric": "AbstractBaseMetric",
@@ -123,7 +105,12 @@ MODULES: dict[str, str] = {
     "aitoolbox.cloud.GoogleCloud.model_load": "PyTorchGoogleStorageModelLoader",
     "aitoolbox.cloud.GoogleCloud.results_save": "BaseResultsGoogleStorageSaver GoogleStorageResultsSaver",
 }
-"""Names by module of AIToolbox; packages without names of their own are not listed."""
+"""Names by module of AIToolbox. A package has the names of all its modules."""
+
+
+def _names_in(module: str) -> list[str]:
+    inside = [names for name, names in MODULES.items() if f"{name}.".startswith(f"{module}.")]
+    return sorted({name for names in inside for name in names.split()})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -134,23 +121,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] != "aitoolbox":
             return None
-        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-        if fullname not in MODULES and not is_package:
+        if not _names_in(fullname):
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: trainloop.compat.aitoolbox provides only AIToolbox's torchtrain, and "
                 'the parts of its experiment and cloud packages that training scripts use. See the guide "From '
                 'AIToolbox".',
                 name=fullname,
             )
+        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
         return importlib.machinery.ModuleSpec(fullname, self, origin=__package__, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        names = sorted(MODULES.get(module.__name__, "").split())
+        names = _names_in(module.__name__)
 
         def missing(name: str) -> None:
-            known = ", ".join(names) or "nothing but modules"
             raise AttributeError(
-                f"module {module.__name__!r} (by {__package__}) has no attribute {name!r}. It has: {known}"
+                f"module {module.__name__!r} (by {__package__}) has no attribute {name!r}. It has: {', '.join(names)}"
             )
 
         module.__dict__.update({name: _HOMES[name] for name in names}, __all__=names, __getattr__=missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,9 +44,6 @@ class _Reports(AbstractExperimentCallback):
         """The bucket; ``None`` for the local disk only."""
         return self.cloud_bucket
 
-    def _upload(self, files: Iterable[Iterable[str]]) -> None:
-        self.upload_to_experiment((os.path.join("results", name), path) for name, path in files)
-
 
 class ModelTrainHistoryBaseCB(_Reports):
     """Report the history, after epochs and at the end of training."""
@@ -75,14 +73,12 @@ class ModelTrainHistoryBaseCB(_Reports):
             self._report("train_end_")
 
     def _report(self, prefix: str) -> None:
-        files = self._write(prefix)
+        paths = [path for _, path in self._write(prefix)]
         # Other callbacks, for example one that mails them, read the paths until the end of the epoch.
         self.message_service.write_message(
-            f"{type(self).__name__}_results_file_local_paths",
-            [path for _, path in files],
-            msg_handling_settings=MessageHandling.UNTIL_END_OF_EPOCH,
+            f"{type(self).__name__}_results_file_local_paths", paths, MessageHandling.UNTIL_END_OF_EPOCH
         )
-        self._upload(files)
+        self.upload(paths)
 
     def _write(self, prefix: str) -> list[Any]:
         """Write files; return ``[path in the results, local path]`` of each."""
@@ -163,7 +159,7 @@ class GradDistributionPlot(_Reports):
         gradients = [None if g is None else g.reshape(-1).float().cpu().numpy() for g in self._gradients]
         name = f"epoch_{self.train_loop_obj.epoch}"
         files = GradientPlotter(folder).generate_report(gradients, name, self.file_format)
-        self._upload((os.path.join(self.grad_plots_dir_name, file), path) for file, path in files)
+        self.upload(path for _, path in files)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": []}
@@ -266,9 +262,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
     def upload_to_cloud(self) -> None:
         """Upload the files, if the experiment is in a cloud."""
         if self.is_project and self._folder is not None:
-            base = os.path.dirname(os.path.dirname(self._folder))
-            paths = (os.path.join(folder, file) for folder, _, files in os.walk(self._folder) for file in files)
-            self.upload_to_experiment((os.path.relpath(path, base), path) for path in paths)
+            self.upload(os.path.join(folder, file) for folder, _, files in os.walk(self._folder) for file in files)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_writer": None}
@@ -425,28 +419,25 @@ class LogUpload(AbstractExperimentCallback):
 
     def upload_log_file(self) -> None:
         """Upload the file in its current state."""
-        self.upload_to_experiment([(os.path.basename(self.log_file_path), self.log_file_path)])
+        bucket = self.cloud_bucket
+        if bucket is not None:
+            name = os.path.basename(self.log_file_path)
+            bucket.save_file(self.log_file_path, bucket.experiment_path(*self.experiment_names, name))
 
 
+@dataclass(eq=False, repr=False)
 class EmailNotification(CompatCallback):
     """Mail the last results after each epoch and at the end of training, by Amazon's SES."""
 
-    def __init__(
-        self,
-        sender_name: str,
-        sender_email: str,
-        recipient_email: str,
-        project_name: str | None = None,
-        experiment_name: str | None = None,
-        aws_region: str = "eu-west-1",
-    ) -> None:
+    sender_name: str
+    sender_email: str
+    recipient_email: str
+    project_name: str | None = None
+    experiment_name: str | None = None
+    aws_region: str = "eu-west-1"
+
+    def __post_init__(self) -> None:
         super().__init__("Send email to notify about the state of training", 98, device_idx_execution=0)
-        self.sender_name = sender_name
-        self.sender_email = sender_email
-        self.recipient_email = recipient_email
-        self.project_name = project_name
-        self.experiment_name = experiment_name
-        self.aws_region = aws_region
 
     def on_train_loop_registration(self) -> None:
         try:

@@ -9,18 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
+from trainloop import result_package as core
 from trainloop.compat.aitoolbox.history import StrictCheck, TrainingHistory
 from trainloop.errors import ConfigurationError
-from trainloop.result_package import scikit_learn
+from trainloop.result_package import as_array, scikit_learn
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
-
-
-def as_array(rows: Any) -> Any:
-    """Return targets or predictions as a new numpy array."""
-    return np.array(rows.detach().cpu().numpy() if isinstance(rows, Tensor) else rows)
 
 
 class AbstractBaseMetric(ABC):
@@ -181,7 +176,7 @@ class MeanAbsoluteErrorMetric(_Scored):
 # -- result packages --------------------------------------------------------------------------------------------------
 
 
-class AbstractResultPackage(StrictCheck, ABC):
+class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
     """Results computed from targets and predictions; implement :meth:`prepare_results_dict`.
 
     Parameters
@@ -202,42 +197,12 @@ class AbstractResultPackage(StrictCheck, ABC):
         np_array: bool | str = True,
         **kwargs: Any,
     ) -> None:
+        super().__init__(pkg_name, strict_content_check, np_array, **kwargs)
         self.pkg_name: Any = pkg_name
-        self.strict_content_check = strict_content_check
-        self.np_array = np_array
-        self.y_true: Any = None
-        self.y_predicted: Any = None
-        self.additional_results: Any = None
         self.additional_results_dump_paths: list[list[str]] | None = None
-        self.results_dict: Any = None
-        self.requires_loss = False
-        self.hyperparameters: dict[str, Any] | None = None
-        self.package_metadata = kwargs
 
-    @abstractmethod
-    def prepare_results_dict(self) -> dict[str, Any]:
-        """Return the results, from ``self.y_true``, ``self.y_predicted`` and ``self.additional_results``."""
-
-    def prepare_result_package(
-        self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Set targets and predictions, and compute the results."""
-        self.y_true, self.y_predicted = self._array(y_true), self._array(y_predicted)
-        self.hyperparameters = hyperparameters
-        self.additional_results = kwargs
-        self.results_dict = None
-        self.results_dict = self.prepare_results_dict()
-
-    def _array(self, rows: Any) -> Any:
-        if self.np_array == "auto":
-            return self.auto_y_input_array_convert(rows)
-        return as_array(rows) if self.np_array else rows
-
-    @staticmethod
-    def auto_y_input_array_convert(y_array: Any) -> Any:
-        """Return a numpy array if all rows have equal length, else the value unchanged."""
-        lengths = {len(row) for row in y_array}
-        return as_array(y_array) if len(lengths) <= 1 else y_array
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__  # with targets and predictions, which a wrapper of several packages keeps
 
     def get_results(self) -> Any:
         """Return the results by metric."""
