@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop._support.nested import parts_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data import count_samples, move_to
@@ -83,11 +83,9 @@ class LearningRates:
 
     def plot(self, path: str | None = None) -> Any:
         """Plot the losses over the rates, with the suggestion marked, and return the Matplotlib figure."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError(f"LearningRates.plot needs matplotlib: {pip_install('plot')}.") from error
-        figure = Figure(figsize=(5, 3.5), layout="constrained")
+        figure = import_extra("matplotlib.figure", "LearningRates.plot", "plot").Figure(
+            figsize=(5, 3.5), layout="constrained"
+        )
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")

@@ -600,7 +600,7 @@ def test_arguments_that_cannot_work(
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"backend='ray' needs Ray: pip install '\.\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"backend='ray' needs ray: pip install '\.\[ray\]'"):
         tune(make_scaled, {"scale": [1.0]}, num_trials=1, backend="ray")
 
 

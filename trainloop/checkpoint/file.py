@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError
 from trainloop.parallel.shards import bit_sums, is_sharded, with_items
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "load_weights",
     "mark_newest",
     "read_info",
-    "require_safetensors",
     "save",
     "save_weights",
     "Bits",
@@ -212,7 +211,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
     run : str
         Identifier of the run. A run may remove half-written files that have its identifier.
     """
-    data = require_safetensors(f"writing {os.fspath(path)!r}").save(
+    data = import_extra("safetensors.torch", f"writing {os.fspath(path)!r}", "safetensors").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
     )
     where, name = split_file(path)
@@ -223,17 +222,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the weights in a safetensors file, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
     where, name = split_file(path)
     with where.open(name) as file:
-        weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())
+        safetensors = import_extra("safetensors.torch", f"reading {os.fspath(path)!r}", "safetensors")
+        weights: dict[str, Tensor] = safetensors.load(file.read())
     return weights
-
-
-def require_safetensors(what: str) -> Any:
-    """Import safetensors' part for torch; if it is absent, ConfigurationError with ``what`` and the extra."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ConfigurationError(f"{what} needs safetensors: {pip_install('safetensors')}.") from error
-    return safetensors.torch
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

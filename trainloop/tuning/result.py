@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.resources import Plan
@@ -286,10 +286,6 @@ class TuneResult:
         ConfigurationError
             If matplotlib is not installed (``pip install 'tt-trainloop[plot]'``).
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError(f"TuneResult.plot needs matplotlib: {pip_install('plot')}.") from error
         scored = [trial for trial in self.trials if is_number(trial.score)]
         numeric = [
             name
@@ -298,7 +294,8 @@ class TuneResult:
                 isinstance(t.params.get(name), (int, float)) and not isinstance(t.params[name], bool) for t in scored
             )
         ]
-        figure = Figure(figsize=(4 * (1 + len(numeric)), 3.2), layout="constrained")
+        figure_type = import_extra("matplotlib.figure", "TuneResult.plot", "plot").Figure
+        figure = figure_type(figsize=(4 * (1 + len(numeric)), 3.2), layout="constrained")
         axes = figure.subplots(1, 1 + len(numeric), squeeze=False)[0]
         for ax, name in zip(axes, ["trial", *numeric]):
             xs = [trial.number if name == "trial" else trial.params[name] for trial in scored]

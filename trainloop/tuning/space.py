@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
@@ -215,11 +215,7 @@ class _Optuna:
     """Ask Optuna for parameters and report scores. A choice is sampled by index: its values may have any type."""
 
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise ConfigurationError(f"searcher='optuna' needs Optuna: {pip_install('optuna')}.") from error
-        self._optuna = optuna
+        self._optuna = optuna = import_extra("optuna", "searcher='optuna'", "optuna")
         self._dimensions = dimensions
         self._distributions: dict[str, Any] = {}
         for name, dimension in dimensions.items():
