@@ -19,7 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources import lease
 from trainloop.resources.machine import available
-from trainloop.resources.quota import ResourceQuota, Resources, exact, format_bytes
+from trainloop.resources.quota import ResourceQuota, Resources, check_one_model, exact, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -76,17 +76,12 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
                 f"least {ranks}, or start fewer ranks."
             )
     if quota.num_gpus != "auto":
-        gpus = exact(quota.num_gpus)
-        if gpus > machine.num_gpus:
+        if exact(quota.num_gpus) > machine.num_gpus:
             raise ResourceError(
                 f"num_gpus={quota.num_gpus} exceeds the number of visible GPUs ({machine.num_gpus}). Request at most "
                 f"{machine.num_gpus}, or 'auto'."
             )
-        if gpus > 1 and gpus.denominator != 1:
-            raise ResourceError(
-                f"num_gpus={quota.num_gpus}: one model can use a fraction of one GPU, or whole GPUs. "
-                f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
-            )
+        check_one_model("num_gpus", quota.num_gpus)
     if quota.memory != "auto" and int(quota.memory) > machine.memory:
         raise ResourceError(
             f"memory={format_bytes(int(quota.memory))} exceeds the memory that this process may use "

@@ -22,6 +22,7 @@ __all__ = [
     "Resources",
     "as_number",
     "as_text",
+    "check_one_model",
     "checked_count",
     "exact",
     "format_bytes",
@@ -157,6 +158,18 @@ def exact(num_gpus: object) -> Fraction:
         f"num_gpus={num_gpus!r}: must be a finite number of 0 or more (0.5 is half of one GPU, 2 are two GPUs), "
         "or 'auto' for all visible ones."
     )
+
+
+def check_one_model(name: str, num_gpus: object) -> None:
+    """Raise an error for a number of GPUs that one model can't use, such as 1.5; ``'auto'`` is accepted."""
+    if num_gpus == "auto":
+        return
+    gpus = exact(num_gpus)
+    if gpus > 1 and gpus.denominator != 1:
+        raise ResourceError(
+            f"{name}={num_gpus!r}: one model can use a fraction of one GPU, or whole GPUs. "
+            f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
+        )
 
 
 def as_number(fraction: Fraction) -> float:
