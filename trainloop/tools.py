@@ -77,9 +77,9 @@ class LearningRates:
 
     def _repr_html_(self) -> str:
         every = max(1, len(self.rates) // 20)
-        rows = list(zip(self.rates, self.losses, self.smoothed))[::every]
+        steps = list(zip(self.rates, self.losses, self.smoothed))[::every]
         suggestion = "no suggestion" if self.suggestion is None else f"suggestion: {self.suggestion:.3g}"
-        return html_table(["rate", "loss", "smoothed loss"], [[f"{x:.4g}" for x in row] for row in rows]) + suggestion
+        return html_table([dict(zip(("rate", "loss", "smoothed loss"), step)) for step in steps]) + suggestion
 
     def plot(self, path: str | None = None) -> Any:
         """Plot the losses over the rates, with the suggestion marked, and return the Matplotlib figure."""

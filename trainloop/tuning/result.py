@@ -12,7 +12,7 @@ import numpy as np
 
 from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
-from trainloop.history import html_table
+from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting
 from trainloop.tuning.fitting import align, is_number
@@ -243,21 +243,12 @@ class TuneResult:
             for trial in best_first(self.trials, self.mode)
         ]
 
-    def _cells(self) -> list[list[str]]:
-        """Return the table's lines, its header first."""
-        names = ["trial", *dict.fromkeys(n for trial in self.trials for n in trial.params)]
-        names += [self.metric, "folds", "seconds", "state"]
-        return [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
-
     def _repr_html_(self) -> str:
-        names, *rows = self._cells()
-        return html_table(names, rows)
+        return html_table(self.rows())
 
     def table(self) -> str:
         """Return a table of the trials as text, best first."""
-        cells = self._cells()
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+        return format_table(self.rows())
 
     def __str__(self) -> str:
         ended = "; interrupted" if self.interrupted else ""
@@ -310,15 +301,6 @@ class TuneResult:
         if path is not None:
             figure.savefig(os.fspath(path))
         return figure
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join("-" if each is None else f"{each:.4g}" for each in value)
-    if value is None:
-        return "-"
-    text = f"{value:.5g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."
 
 
 # -- the predictor of a bag --------------------------------------------------------------------------------------------
