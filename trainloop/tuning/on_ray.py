@@ -208,7 +208,7 @@ def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[s
         )
         with ExitStack() as undo:
             if cpus := affinity():
-                job.cpus = free_cpus(int(job.quota[0]), cpus, undo)
+                job.cpus = free_cpus(int(job.quota.num_cpus), cpus, undo)
             # In a child: Ray's worker has already imported modules, and must survive a crash.
             child = Child(job)
             undo.callback(child.end)
