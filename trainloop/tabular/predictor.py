@@ -330,7 +330,6 @@ def _make_folder(path: str) -> None:
 # -- the training: models with equal quotas share one plan, and train at the same time ---------------------------------
 
 
-_MODULES = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
 _SPEC = "the model"  # in the space of a group: no setting has this name
 
 
@@ -350,14 +349,11 @@ class _Group:
     @property
     def modules(self) -> list[str]:
         """Modules to import once, before the models' processes are forked."""
-        networks = sum(spec.model.gpu == "always" for spec in self.specs)
-        names = _MODULES + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
-        # The others need not wait seconds for torch if only one process needs it.
-        if networks < len(self.specs) and networks * self.plan.num_folds < 2:
-            return names
+        names = [__name__] + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
         # A process's first optimizer imports the compiler, which takes a second. Not with GPUs: nothing may access
         # them before the fork.
-        return [*names, "trainloop.tabular.network"] + ["torch._dynamo"] * (not self.gpu)
+        networks = any(spec.model.gpu == "always" for spec in self.specs)
+        return names + ["torch._dynamo"] * (networks and not self.gpu)
 
 
 def train(

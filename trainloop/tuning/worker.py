@@ -1,6 +1,7 @@
 """The process that trains one fold, from its first line to its last.
 
-The process binds itself to its CPUs, ends when its parent ends, and writes its result into the fold's folder. Nothing in this module runs in the process that called ``tune``.
+The process binds itself to its CPUs, ends when its parent ends, and writes its result into the fold's folder. Nothing
+in this module runs in the process that called ``tune``.
 """
 
 from __future__ import annotations
