@@ -203,9 +203,6 @@ def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | N
         except OSError as problem:
             error = problem
     with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
-        for name in os.listdir(folder):
-            if name.startswith((f"__{rank}_", f"{_REPORTED.format(rank)}.new")):
-                os.unlink(os.path.join(folder, name))
         reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_LONGEST_REASON]
         with open(os.path.join(folder, _FAILED.format(rank) + reason), "w"):
             pass

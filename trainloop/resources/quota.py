@@ -104,7 +104,7 @@ class ResourceQuota:
 
     def __post_init__(self) -> None:
         if self.num_cpus != "auto":
-            object.__setattr__(self, "num_cpus", _checked_cpus(self.num_cpus))
+            object.__setattr__(self, "num_cpus", checked_count("num_cpus", self.num_cpus, 1))
         if self.num_gpus != "auto":
             exact(self.num_gpus)
         if self.memory != "auto":
@@ -117,12 +117,6 @@ class ResourceQuota:
 
 
 ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore[method-assign]
-
-
-def _checked_cpus(value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ResourceError(f"num_cpus={value!r}: must be an int of 1 or more, or 'auto' for all of them.")
-    return int(value)
 
 
 def exact(num_gpus: object) -> Fraction:

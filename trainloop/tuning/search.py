@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 import time
 import weakref
@@ -151,7 +150,15 @@ def tune(
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    own = None if folds is None else _given_folds(folds, num_bag_folds, data, targets)
+    own = None
+    if folds is not None:
+        if num_bag_folds != 1:
+            raise ConfigurationError(
+                f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove "
+                "num_bag_folds."
+            )
+        x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
+        own = own_folds(folds, x, y)
     num_bag_folds = num_bag_folds if own is None else len(own)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
@@ -196,7 +203,7 @@ def tune(
             trusted=trusted,
         )
         undo.callback(store.close)
-        chosen_seed = store.fix_seed(secrets.randbelow(2**31) if seed is None else seed)
+        chosen_seed = int(store.identity["seed"])
         if chosen_seed != seed:
             proposals = make_searcher(searcher, space, seed=chosen_seed, mode=mode)
         runner: LocalBackend | RayBackend
@@ -245,16 +252,6 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_li
         raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
         raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
-
-
-def _given_folds(folds: Any, num_bag_folds: int, data: Any, targets: Any) -> list[Fold]:
-    """Return the user's own folds."""
-    if num_bag_folds != 1:
-        raise ConfigurationError(
-            f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove num_bag_folds."
-        )
-    x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-    return own_folds(folds, x, y)
 
 
 def _name_of(metric: str | Callable[..., float]) -> str:
