@@ -80,39 +80,29 @@ def short(error: str) -> str:
     return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
 
+@dataclass(eq=False, repr=False)
 class TuneResult:
     """The trials of a search, the best trial, and the models of that trial.
 
     :func:`~trainloop.tuning.tune` returns it. Print it to see a table of the trials.
     """
 
-    def __init__(
-        self,
-        trials: list[Trial],
-        *,
-        metric: str,
-        mode: str,
-        plan: Plan,
-        folder: Path,
-        folds: list[Fold] | None,
-        interrupted: bool = False,
-        trusted: bool = False,
-    ) -> None:
-        self.trials = trials
-        """All trials that were started, in order."""
-        self.metric = metric
-        """Name of the metric."""
-        self.mode = mode
-        """``min`` or ``max``."""
-        self.plan = plan
-        """Resources that the trials ran on."""
-        self.folder = folder
-        """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
-        self.folds = folds
-        """Folds of the bag; None without bagging."""
-        self._trusted = trusted
-        self.interrupted = interrupted
-        """True if the search was stopped before it had finished."""
+    trials: list[Trial]
+    """All trials that were started, in order."""
+    metric: str
+    """Name of the metric."""
+    mode: str
+    """``min`` or ``max``."""
+    plan: Plan
+    """Resources that the trials ran on."""
+    folder: Path
+    """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
+    folds: list[Fold] | None
+    """Folds of the bag; None without bagging."""
+    interrupted: bool = False
+    """True if the search was stopped before it had finished."""
+    trusted: bool = False
+    """True if the folder is read without a check of who may have written it."""
 
     @property
     def best_trial(self) -> Trial:
@@ -221,7 +211,7 @@ class TuneResult:
         return self.predictions_of(self.best_trial)
 
     def _read(self, path: Path) -> Any:
-        return read(path, trusted=self._trusted)
+        return read(path, trusted=self.trusted)
 
     def _finished(self, trial: Trial) -> list[tuple[int, Path]]:
         folder = self.folder / f"trial-{trial.number:04d}"
