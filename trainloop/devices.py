@@ -66,7 +66,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
         return _indices(request, devices, count)
     number = whole_number(request)
     if number is None:
-        if request == "":
+        if isinstance(request, str) and not request:
             raise _none_requested(devices, count)
         what = "not a number" if isinstance(request, str) else f"a {type(devices).__name__}"
         raise _wrong(devices, f"{shown(request)} is {what}, so it is neither a number nor a list of devices", count)
@@ -82,7 +82,7 @@ def parse_devices(devices: object, count: int) -> list[int]:
 
 
 def _read_text(text: str) -> object:
-    """Return the number or the list of indices that a text means; what is not a number there stays a text."""
+    """Return the number or the list of indices that a text means; anything else there stays a text."""
     if text.strip().lower() == "auto":
         return -1
     # int() alone would accept '1_0', '+3' and digits of all scripts; no machine has a device number of 18 digits.
@@ -94,15 +94,15 @@ def _read_text(text: str) -> object:
 
 
 def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
-    if all(entry == "" for entry in entries):
+    if all(isinstance(entry, str) and not entry for entry in entries):
         raise _none_requested(given, count)
     indices: list[int] = []
     for entry in entries:
         index = whole_number(entry)
         if index is None:
             what = "not a number" if isinstance(entry, str) else f"a {type(entry).__name__}"
-            missing = "a number is missing between two commas" if entry == "" else f"{shown(entry)} is {what}"
-            raise _wrong(given, f"{missing}, but an index must be an int", count)
+            found = f"{shown(entry)} is {what}" if entry != "" else "a number is missing between two commas"
+            raise _wrong(given, f"{found}, but an index must be an int", count)
         if index < 0:
             raise _wrong(given, f"index {index} is below 0 (-1 means 'all' only by itself, not in a list)", count)
         if index >= count:

@@ -231,7 +231,7 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as an aligned text table, with columns in the order in which they first appear."""
     lines = _cells(rows)
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -411,7 +411,7 @@ def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def note(make: Any, space: Any, **asked: Any) -> Any:
-        calls.append((",".join(map(str, space["the model"])), asked))
+        calls.append((",".join(spec.name for spec in space["the model"]), asked))
         return SimpleNamespace(trials=[], interrupted=False)
 
     monkeypatch.setattr(predictor_module, "tune", note)

@@ -104,7 +104,7 @@ class ResourceQuota:
 
     def __post_init__(self) -> None:
         if self.num_cpus != "auto":
-            object.__setattr__(self, "num_cpus", checked_count("num_cpus", self.num_cpus, 1))
+            object.__setattr__(self, "num_cpus", checked_count("num_cpus", self.num_cpus, 1, ", or 'auto' for all"))
         if self.num_gpus != "auto":
             exact(self.num_gpus)
         if self.memory != "auto":
@@ -176,10 +176,10 @@ def as_text(figure: int | Fraction) -> str:
     return f"{as_number(Fraction(figure)):.12g}"
 
 
-def checked_count(name: str, value: object, least: int) -> int:
+def checked_count(name: str, value: object, least: int, also: str = "") -> int:
     """Return ``value`` as an int; raise an error unless it is an int (not a bool) of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
+        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more{also}.")
     return int(value)
 
 
