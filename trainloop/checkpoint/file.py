@@ -315,26 +315,19 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     """Return the info, and the body's length and checksum."""
+    problem = f"{shown} is not a complete checkpoint: %s. Use another one."
     size = file.seek(0, os.SEEK_END)
-    problem = f"{shown} is not a complete checkpoint"
-    if size < _END.size:
-        raise CheckpointError(f"{problem}: it has only {size} bytes. Use another one.")
-    file.seek(size - _END.size)
+    file.seek(max(0, size - _END.size))
     mark = file.read(_END.size)
-    length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
-    if magic != _MAGIC:
-        raise CheckpointError(
-            f"{problem}: it has no end mark, so it is truncated, or was not written by trainloop. Use another one."
-        )
-    if length + info_length + _END.size != size:
-        raise CheckpointError(
-            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. Use another "
-            "one."
-        )
-    file.seek(length)
+    if mark[-len(_MAGIC) :] != _MAGIC:
+        what = f"it has no end mark after {size} bytes, so it is truncated, or was not written by trainloop"
+        raise CheckpointError(problem % what)
+    length, body_crc, info_length, end_crc, _ = _END.unpack(mark)
+    file.seek(min(length, size))
     described = file.read(info_length)
-    if zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
-        raise CheckpointError(f"{problem}: its end is damaged (wrong checksum). Use another one.")
+    complete = length + info_length + _END.size == size
+    if not complete or zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
+        raise CheckpointError(problem % "its end is damaged (wrong length or checksum)")
     known = CheckpointInfo.__dataclass_fields__
     # A later version may have more fields.
     fields = {key: value for key, value in json.loads(described).items() if key in known}
@@ -345,12 +338,8 @@ def _verify(file: BinaryIO, shown: str) -> None:
     _, length, expected = _read_end(file, shown)
     file.seek(0)
     crc, left = 0, length
-    while left:
-        chunk = file.read(min(_CHUNK, left))
-        if not chunk:
-            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended during reading. Use another one.")
-        crc = zlib.crc32(chunk, crc)
-        left -= len(chunk)
+    while left and (chunk := file.read(min(_CHUNK, left))):
+        crc, left = zlib.crc32(chunk, crc), left - len(chunk)
     if crc != expected:
         raise CheckpointError(
             f"{shown} is damaged: its checksum is {crc:08x}, but should be {expected:08x}. Use another one."

@@ -330,20 +330,20 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     requests = [exact(fraction) for fraction in fractions]
     for fraction in fractions:
         check_one_model("place: num_gpus", fraction)
-    # Integers from here on: a device has `full` parts, a request is a whole number of parts.
-    full = math.lcm(*(request.denominator for request in requests)) if requests else 1
+    # Integers from here on: a device has `full` units, of which each request needs some on one or several devices.
+    full = math.lcm(*(request.denominator for request in requests))
     sizes = [int(request * full) for request in requests]
-    owned = sum(size for size in sizes if size >= full) // full
-    parts = [size for size in sizes if 0 < size < full]
-    unequal = len(set(parts)) > 1
-    if not unequal or len(parts) > _SEARCHED:
-        placed = _first_fit(sizes, full, largest_first=unequal)
+    needs = [[full] * (size // full) if size >= full else [size] * (size > 0) for size in sizes]
+    flat = [size for parts in needs for size in parts]
+    fractional = [size for size in flat if size < full]
+    if len(set(fractional)) > 1 and len(fractional) <= _SEARCHED:
+        for num_devices in range(-(-sum(flat) // full), num_gpus + 1):
+            if _fits([full] * num_devices, flat):
+                return _lowest(needs, num_devices, full)
+    else:
+        placed = _first_fit(needs, full, largest_first=len(set(fractional)) > 1)
         if max((device for devices in placed for device in devices), default=-1) < num_gpus:
             return placed
-    else:
-        for num_devices in range(owned + -(-sum(parts) // full), num_gpus + 1):
-            if _fits([full] * (num_devices - owned), parts):
-                return _lowest(sizes, num_devices, full)
     raise ResourceError(
         f"{len(requests)} model{'s' * (len(requests) != 1)} with "
         f"{', '.join(as_text(request) for request in requests[:20])} GPUs do not fit on {num_gpus} "
@@ -352,13 +352,12 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     )
 
 
-def _first_fit(sizes: list[int], full: int, *, largest_first: bool) -> list[list[int]]:
-    """Return, in the order of the input, the first device with room for each request."""
+def _first_fit(needs: list[list[int]], full: int, *, largest_first: bool) -> list[list[int]]:
+    """Return, in the order of the input, the first device with room for each part of each request."""
     room: list[int] = []
-    placed: list[list[int]] = [[] for _ in sizes]
-    for position in sorted(range(len(sizes)), key=lambda position: -sizes[position] if largest_first else 0):
-        size = sizes[position]
-        for part in [full] * (size // full) if size >= full else [size] * (size > 0):
+    placed: list[list[int]] = [[] for _ in needs]
+    for position in sorted(range(len(needs)), key=lambda position: -sum(needs[position]) if largest_first else 0):
+        for part in needs[position]:
             device = next((device for device, left in enumerate(room) if left >= part), len(room))
             if device == len(room):
                 room.append(full)
@@ -367,29 +366,21 @@ def _first_fit(sizes: list[int], full: int, *, largest_first: bool) -> list[list
     return placed
 
 
-def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
+def _lowest(needs: list[list[int]], num_devices: int, full: int) -> list[list[int]]:
     """Return the assignment with the lowest indices, in the order of the input; one must exist."""
     room = [full] * num_devices
+    later = [part for parts in needs for part in parts]
     placed: list[list[int]] = []
-    for position, size in enumerate(sizes):
-        later = sizes[position + 1 :]
-        owned = sum(other for other in later if other >= full) // full
-        parts = [other for other in later if 0 < other < full]
-        if size >= full:
-            placed.append([device for device, left in enumerate(room) if left == full][: size // full])
-            for device in placed[-1]:
-                room[device] = 0
-        elif size == 0:
-            placed.append([])
-        else:
-            for device in (device for device, left in enumerate(room) if left >= size):
-                room[device] -= size
-                empty = room.count(full)
-                used = [left for left in room if left < full]
-                if empty >= owned and _fits(used + [full] * (empty - owned), parts):
-                    placed.append([device])
+    for parts in needs:
+        placed.append([])
+        for part in parts:
+            later.pop(0)
+            for device in (device for device, left in enumerate(room) if left >= part):
+                room[device] -= part
+                if _fits(room, later):
+                    placed[-1].append(device)
                     break
-                room[device] += size
+                room[device] += part
     return placed
 
 
