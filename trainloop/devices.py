@@ -10,8 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from numbers import Integral
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from trainloop._support.platform import affinity
 from trainloop._support.user_line import warn
@@ -62,56 +61,48 @@ def parse_devices(devices: object, count: int) -> list[int]:
     >>> parse_devices("3", count=4), parse_devices("3,", count=4)
     ([0, 1, 2], [3])
     """
-    if isinstance(devices, str):
-        return _parse_text(devices, count)
-    if isinstance(devices, Integral) and not isinstance(devices, bool):
-        return _first(int(devices), devices, count)
-    if isinstance(devices, Sequence) and not isinstance(devices, (bytes, bytearray, memoryview)):
-        return _indices(devices, devices, count)
-    raise _wrong(devices, f"a {type(devices).__name__} is neither a number nor a list of devices", count)
-
-
-def _parse_text(text: str, count: int) -> list[int]:
-    if text.strip().lower() == "auto":
-        return _first(-1, text, count)
-    if "," not in text:
-        if not text.strip():
-            raise _none_requested(text, count)
-        return _first(_number(text, text, count), text, count)
-    entries = text.split(",")
-    if not entries[-1].strip():  # One trailing comma makes a list; any other empty entry is a missing number.
-        entries.pop()
-    if not any(entry.strip() for entry in entries):
-        raise _none_requested(text, count)
-    return _indices([_number(entry, text, count) for entry in entries], text, count)
-
-
-def _number(entry: str, given: str, count: int) -> int:
-    # int() alone would accept '1_0', '+3' and digits of all scripts; no machine has a device number of 18 digits.
-    if re.fullmatch(r"-?[0-9]{1,18}", entry.strip()) is None:
-        what = f"{shown(entry)} is not a number" if entry.strip() else "a number is missing between two commas"
-        raise _wrong(given, what, count)
-    return int(entry)
-
-
-def _first(number: int, given: object, count: int) -> list[int]:
+    request = _read_text(devices) if isinstance(devices, str) else devices
+    if isinstance(request, Sequence) and not isinstance(request, (str, bytes, bytearray, memoryview)):
+        return _indices(request, devices, count)
+    number = whole_number(request)
+    if number is None:
+        if isinstance(request, str) and not request:
+            raise _none_requested(devices, count)
+        what = "not a number" if isinstance(request, str) else f"a {type(devices).__name__}"
+        raise _wrong(devices, f"{shown(request)} is {what}, so it is neither a number nor a list of devices", count)
     if number == 0:
-        raise _none_requested(given, count)
+        raise _none_requested(devices, count)
     if number < -1:
-        raise _wrong(given, "a number of devices must be 1 or more, or -1 for all", count)
+        raise _wrong(devices, "a number of devices must be 1 or more, or -1 for all", count)
     if count == 0:
-        raise _wrong(given, "no device is available", count)
+        raise _wrong(devices, "no device is available", count)
     if number > count:
-        raise _wrong(given, f"only {count} {_be(count)} available", count)
+        raise _wrong(devices, f"only {count} {_be(count)} available", count)
     return list(range(count if number == -1 else number))
 
 
+def _read_text(text: str) -> object:
+    """Return the number or the list of indices that a text means; anything else there stays a text."""
+    if text.strip().lower() == "auto":
+        return -1
+    # int() alone would accept '1_0', '+3' and digits of all scripts; no machine has a device number of 18 digits.
+    entries = [entry.strip() for entry in text.split(",")]
+    found = [int(entry) if re.fullmatch(r"-?[0-9]{1,18}", entry) else entry for entry in entries]
+    if len(found) == 1:
+        return found[0]
+    return found[:-1] if entries[-1] == "" else found  # a trailing comma makes a list
+
+
 def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
+    if all(isinstance(entry, str) and not entry for entry in entries):
+        raise _none_requested(given, count)
     indices: list[int] = []
     for entry in entries:
-        if not isinstance(entry, Integral) or isinstance(entry, bool):
-            raise _wrong(given, f"{shown(entry)} is a {type(entry).__name__}, but an index must be an int", count)
-        index = int(entry)
+        index = whole_number(entry)
+        if index is None:
+            what = "not a number" if isinstance(entry, str) else f"a {type(entry).__name__}"
+            found = f"{shown(entry)} is {what}" if entry != "" else "a number is missing between two commas"
+            raise _wrong(given, f"{found}, but an index must be an int", count)
         if index < 0:
             raise _wrong(given, f"index {index} is below 0 (-1 means 'all' only by itself, not in a list)", count)
         if index >= count:
@@ -119,8 +110,6 @@ def _indices(entries: Sequence[object], given: object, count: int) -> list[int]:
         if index in indices:
             raise _wrong(given, f"device {index} is listed twice", count)
         indices.append(index)
-    if not indices:
-        raise _none_requested(given, count)
     return indices
 
 
@@ -219,27 +208,18 @@ def choose_devices(
         raise ConfigurationError(f"accelerator={shown(accelerator)}: must be one of {names}.{hint}")
     if meant := _as_arguments(devices):
         raise DeviceError(f"devices={shown(devices)}: must be a number or indices. Did you mean {meant}?")
-    here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
-    kind: Kind
-    if name == "cpu" or (name == "auto" and not cuda and not mps):
+    best: Kind = "cuda" if cuda else "mps" if mps else "cpu"
+    kind = cast(Kind, best if name in ("auto", "gpu") else name)
+    if kind == "cpu" and name != "gpu":
         count = _cpu_processes(devices, cores, found_none=name == "auto")
         note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: the processes will compete for CPU time."
         return DeviceChoice("cpu", [0] * count, note if count > cores else "")
-    if name in ("auto", "gpu"):
-        if not cuda and not mps:
-            raise DeviceError(
-                f"accelerator={shown(accelerator)}: no GPU is visible here, only {here[-1]}. "
-                "Use accelerator='cpu' or 'auto', or check CUDA_VISIBLE_DEVICES and the CUDA build of torch."
-            )
-        kind = "cuda" if cuda else "mps"
-    elif name == "cuda":
-        kind = "cuda"
-    else:
-        kind = "mps"
-    if not (cuda if kind == "cuda" else mps):
+    if not {"cuda": cuda, "mps": mps, "cpu": 0}[kind]:
+        here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
         raise DeviceError(
             f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(here)}. "
-            f"Use accelerator='{'cuda' if cuda else 'mps' if mps else 'cpu'}', or 'auto' for the best available."
+            f"Use accelerator='{best}', or 'auto' for the best available; or check CUDA_VISIBLE_DEVICES and the CUDA "
+            "build of torch."
         )
     indices = parse_devices(devices, cuda if kind == "cuda" else 1)
     if interactive and len(indices) > 1 and isinstance(devices, str) and devices.strip().lower() == "auto":
@@ -264,14 +244,9 @@ def _as_arguments(device: object) -> str:
 
 def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     """Return the number of processes that ``devices`` means on the CPU, where devices have no indices."""
-    text = devices.strip().lower() if isinstance(devices, str) else None
-    if text == "auto":
+    if isinstance(devices, str) and devices.strip().lower() == "auto":
         return 1
-    number = None
-    if text is not None and re.fullmatch(r"-?[0-9]{1,18}", text):
-        number = int(text)
-    elif isinstance(devices, Integral) and not isinstance(devices, bool):
-        number = int(devices)
+    number = whole_number(_read_text(devices) if isinstance(devices, str) else devices)
     if number == -1 and found_none:
         return 1  # 'All GPUs' on a machine without any: like 'auto'.
     if number is None or number < 1:
@@ -374,22 +349,19 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     In the default compute mode a busy GPU still accepts a tensor, so a usable GPU may have other users. If
     ``nvidia-ml-py`` (the extra ``gpu``) is installed, GPUs without other users' processes are tried first.
     """
-    if not isinstance(num_devices, Integral) or isinstance(num_devices, bool) or num_devices < -1:
+    number = whole_number(num_devices)
+    if number is None or number < -1:
         raise DeviceError(f"num_devices={shown(num_devices)}: must be -1 for all usable GPUs, or an int of 0 or more.")
-    if num_devices == 0:
+    if number == 0:
         return []
     count = _cuda_count()
-    if count == 0:
+    if count == 0 or number > count:
         raise DeviceError(
-            f"num_devices={num_devices}: no CUDA device is visible here (0 devices). "
-            "Use accelerator='cpu', or check CUDA_VISIBLE_DEVICES and the CUDA build of torch."
+            f"num_devices={num_devices}: only {count} CUDA device{'s' * (count != 1)} {_be(count)} visible here. "
+            f"Request at most {count}, use accelerator='cpu', or check CUDA_VISIBLE_DEVICES and the CUDA build of "
+            "torch."
         )
-    if num_devices > count:
-        raise DeviceError(
-            f"num_devices={num_devices}: only {count} CUDA device{'s' * (count > 1)} {_be(count)} visible here. "
-            f"Request at most {count}, or -1 for all usable ones."
-        )
-    return gpus.lease_usable(int(num_devices), count)
+    return gpus.lease_usable(number, count)
 
 
 # -- modes -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -146,8 +147,7 @@ class History(Mapping[str, list[float]]):
         return format_table(self.rows()) if self._values else "History(empty)"
 
     def _repr_html_(self) -> str:
-        names = list(dict.fromkeys(["epoch", *self._values]))
-        return html_table(names, [[_cell(row, name) for name in names] for row in self.rows()])
+        return html_table(self.rows())
 
     # -- written by the loop only ------------------------------------------------------------------------------------
 
@@ -219,28 +219,32 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 
-def html_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table for notebooks."""
-    from html import escape
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table for notebooks."""
+    names, *lines = _cells(rows)
+    parts = ["".join(f"<th>{escape(name)}</th>" for name in names)]
+    parts += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+    return f"<table>{''.join(f'<tr>{part}</tr>' for part in parts)}</table>"
 
-    lines = ["".join(f"<th>{escape(name)}</th>" for name in names)]
-    lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
-
-def format_table(rows: Sequence[Mapping[str, float]]) -> str:
+def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the rows as an aligned text table, with columns in the order in which they first appear."""
+    lines = _cells(rows)
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines)
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the lines of a table, its header first."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([_cell(row, name) for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
 
 
-def _cell(row: Mapping[str, float], name: str) -> str:
-    if name not in row:
-        return ""
-    value = row[name]
-    return str(value) if isinstance(value, int) else f"{value:.5g}"
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
+    text = "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."
 
 
 def _let_notebook_show(figure_type: type) -> None:

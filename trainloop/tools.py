@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop._support.nested import parts_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data import count_samples, move_to
@@ -77,17 +77,15 @@ class LearningRates:
 
     def _repr_html_(self) -> str:
         every = max(1, len(self.rates) // 20)
-        rows = list(zip(self.rates, self.losses, self.smoothed))[::every]
+        steps = list(zip(self.rates, self.losses, self.smoothed))[::every]
         suggestion = "no suggestion" if self.suggestion is None else f"suggestion: {self.suggestion:.3g}"
-        return html_table(["rate", "loss", "smoothed loss"], [[f"{x:.4g}" for x in row] for row in rows]) + suggestion
+        return html_table([dict(zip(("rate", "loss", "smoothed loss"), step)) for step in steps]) + suggestion
 
     def plot(self, path: str | None = None) -> Any:
         """Plot the losses over the rates, with the suggestion marked, and return the Matplotlib figure."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError(f"LearningRates.plot needs matplotlib: {pip_install('plot')}.") from error
-        figure = Figure(figsize=(5, 3.5), layout="constrained")
+        figure = import_extra("matplotlib.figure", "LearningRates.plot", "plot").Figure(
+            figsize=(5, 3.5), layout="constrained"
+        )
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, alpha=0.3, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")

@@ -94,7 +94,7 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
         with open(os.path.join(files[5], "__1_0.distcp"), "r+b") as file:
             file.seek(100)
             file.write(b"damage")
-        with pytest.warns(RuntimeWarning, match="__1_0.distcp is damaged"):
+        with pytest.warns(RuntimeWarning, match="__1_0.distcp is missing or damaged"):
             again = fitted("single", 1, tmp_path / "a", resume_from="last")
         assert distance(state_of(again), state_of(whole)) < 1e-9
 

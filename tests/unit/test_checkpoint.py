@@ -144,7 +144,7 @@ def test_several_damaged_ones_give_one_warning(tmp_path: Path) -> None:
     paths[2].write_bytes(data)
     epoch, messages = load_newest_with_warnings(tmp_path)
     assert (epoch, len(messages)) == (2, 1)
-    assert "it has only 0 bytes" in messages[0]
+    assert "it has no end mark after 0 bytes" in messages[0]
     assert "checksum" in messages[0]
 
 

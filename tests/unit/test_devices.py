@@ -80,7 +80,7 @@ MALFORMED = [
     *((given, "1 or more, or -1 for all") for given in (-2, "-2", -(10**30))),
     *((given, "only by itself") for given in ([-1], "-1,", "0,-1", [0, -1], "-1,-1", "-2,")),
     # no number
-    *((given, "is a bool|a bool is neither") for given in (True, False, [True], [0, False])),
+    *((given, "is a bool") for given in (True, False, [True], [0, False])),
     (np.True_, "is neither a number nor a list"),
     *((given, "is neither a number nor a list") for given in (None, 3.0, b"3", bytearray(b"3"), {1}, {0: 1})),
     *((given, "is neither a number nor a list") for given in (frozenset({1}), np.array([0, 1]), object(), 1 + 0j)),
@@ -205,8 +205,8 @@ def test_an_accelerator_and_its_devices(
 
 
 REFUSED = [
-    ("gpu", "auto", 0, False, "no GPU is visible here, only cpu"),
-    ("gpu", 1, 0, False, "never|no GPU"),
+    ("gpu", "auto", 0, False, r"this machine has no such device. It has: cpu. Use accelerator='cpu'"),
+    ("gpu", 1, 0, False, "no such device"),
     ("cuda", "auto", 0, False, r"this machine has no such device. It has: cpu. Use accelerator='cpu'"),
     ("cuda", "auto", 0, True, r"It has: mps, cpu. Use accelerator='mps'"),
     ("mps", "auto", 2, False, r"It has: 2 CUDA devices, cpu. Use accelerator='cuda'"),
@@ -492,7 +492,7 @@ def test_more_than_visible_is_refused_before_any_try(gpus: list[int]) -> None:
 @pytest.mark.parametrize("number", [1, -1])
 def test_no_visible_gpu_is_an_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_cuda_count", lambda: 0)
-    with pytest.raises(DeviceError, match="no CUDA device is visible"):
+    with pytest.raises(DeviceError, match="only 0 CUDA devices are visible here"):
         find_usable_cuda_devices(number)
 
 

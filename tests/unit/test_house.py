@@ -168,7 +168,6 @@ def test_imports_go_in_no_circle() -> None:
 
 # Own modules that are imported inside functions, and why.
 UP = "a way up, taken when it is called"
-IN_TRIAL = "a trial's process has its environment set before it imports torch"
 LATE = {
     "trainloop.__main__ trainloop.checkpoint.export": "the doctor works where torch does not",
     "trainloop.__main__ trainloop.resources.quota": "the doctor works where torch does not",
@@ -177,7 +176,6 @@ LATE = {
     "trainloop.train_loop.loop trainloop.train_loop.replay": UP,
     "trainloop.train_loop.placement trainloop.train_loop.fsdp_placement": "a placement that builds on that module",
     "trainloop._transfer.unpicklable trainloop._transfer.payload": UP,
-    "trainloop.tuning.fitting trainloop.train_loop.loop": IN_TRIAL,
 }
 
 

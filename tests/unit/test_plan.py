@@ -375,7 +375,7 @@ def test_placements(fractions: list[float], num_gpus: int, expected: list[list[i
         ([1, 0.01], 1, "do not fit on 1 device"),
         ([0.4, 0.4, 0.4, 0.3, 0.3, 0.3], 2, "do not fit on 2 devices"),
         ([0.334] * 3, 1, "do not fit"),
-        ([1.5], 4, "1.5 GPUs for one model"),
+        ([1.5], 4, "num_gpus=1.5: one model can use a fraction of one GPU"),
         ([-0.5], 1, "num_gpus=-0.5: must be a finite number"),
         ([True], 1, "num_gpus=True"),
         (["0.5"], 1, "num_gpus='0.5'"),

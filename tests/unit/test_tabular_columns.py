@@ -411,7 +411,7 @@ def asked_of_tune(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def note(make: Any, space: Any, **asked: Any) -> Any:
-        calls.append((",".join(map(str, space["the model"])), asked))
+        calls.append((",".join(spec.name for spec in space["the model"]), asked))
         return SimpleNamespace(trials=[], interrupted=False)
 
     monkeypatch.setattr(predictor_module, "tune", note)
@@ -476,7 +476,7 @@ def test_a_folder_that_can_t_be_written_to_is_said_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigurationError, match=re.escape(f"path={str(path)!r} can't be saved to: ")):
+        with pytest.raises(ConfigurationError, match=re.escape(f"{str(path)!r} can't be written to: ")):
             TabularPredictor("class", path=path).fit(mixed(), verbosity=0)
     assert not asked_of_tune
 
@@ -529,7 +529,7 @@ def test_models_that_can_t_use_a_gpu_get_none() -> None:
     with pytest.raises(Planned) as caught:
         TabularPredictor("class").fit(mixed(), num_gpus=1, hyperparameters={"GBM": {}}, verbosity=0)
     assert caught.value.args[0]["per_model"] == ResourceQuota()  # as it was asked for
-    with pytest.raises(ResourceError, match=r"num_gpus=5 exceeds the number of visible GPUs \(4\)"):
+    with pytest.raises(ResourceError, match=r"num_gpus=5 exceeds the number of visible GPUs .* \(4,"):
         TabularPredictor("class").fit(mixed(), num_gpus=5, verbosity=0)
 
 

@@ -88,7 +88,7 @@ def test_find_lr_ends_where_the_loss_runs_away_and_draws_it(tmp_path: Any, may_l
     found.plot(str(tmp_path / "lr.png"))
     assert (tmp_path / "lr.png").stat().st_size > 1000
     html = LearningRates((0.1, 0.2), (2.0, 1.0), False)._repr_html_()
-    assert "<tr><td>0.2</td><td>1</td><td>1.474</td></tr>" in html
+    assert "<tr><td>0.2</td><td>1</td><td>1.4737</td></tr>" in html
     assert html.endswith("no suggestion")
     rising = LearningRates(tuple(range(1, 31)), tuple(map(float, range(30))), False)
     assert rising.suggestion is None  # rather than the least bad

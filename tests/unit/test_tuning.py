@@ -544,13 +544,13 @@ def test_a_storage_is_one_search_in_one_process(tmp_path: Path) -> None:
 
 def test_a_search_without_a_seed_keeps_the_one_it_was_begun_with(tmp_path: Path) -> None:
     store = Storage(tmp_path, {**IDENTITY, "seed": None})
-    assert store.fix_seed(11) == 11
+    seed = store.identity["seed"]
     store.close()
     store = Storage(tmp_path, {**IDENTITY, "seed": None})
-    assert store.fix_seed(12) == 11
+    assert store.identity["seed"] == seed
     store.close()
-    with pytest.raises(ConfigurationError, match="seed=11, but this call has seed=4"):
-        Storage(tmp_path, {**IDENTITY, "seed": 4})
+    with pytest.raises(ConfigurationError, match=f"seed={seed}, but this call has seed=-4"):
+        Storage(tmp_path, {**IDENTITY, "seed": -4})
 
 
 def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) -> None:
@@ -600,7 +600,7 @@ def test_arguments_that_cannot_work(
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"backend='ray' needs Ray: pip install '\.\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"backend='ray' needs ray: pip install '\.\[ray\]'"):
         tune(make_scaled, {"scale": [1.0]}, num_trials=1, backend="ray")
 
 

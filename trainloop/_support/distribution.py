@@ -34,7 +34,8 @@ def import_extra(module: str, owner: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigurationError(f"{owner} needs {module.partition('.')[0]}: {pip_install(extra)}.") from error
+        name = module.partition(".")[0].replace("sklearn", "scikit-learn")
+        raise ConfigurationError(f"{owner} needs {name}: {pip_install(extra)}.") from error
 
 
 def overwritten_by() -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trainloop import checkpoint, distributed
+from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver, count_of, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
@@ -130,7 +131,7 @@ class ModelCheckpoint(Saver):
         self.keep = count_of("ModelCheckpoint", "keep", keep, optional=True)
         self.async_save = async_save
         if safetensors:
-            checkpoint.require_safetensors("ModelCheckpoint: safetensors=True")
+            import_extra("safetensors.torch", "ModelCheckpoint: safetensors=True", "safetensors")
         self.safetensors = safetensors
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         self._left_out: Bits = {}

@@ -34,7 +34,6 @@ from trainloop.checkpoint.file import (
     load_weights,
     mark_newest,
     read_info,
-    require_safetensors,
     save,
     save_weights,
 )

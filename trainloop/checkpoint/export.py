@@ -57,14 +57,17 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     model = load(checkpoint, whole=False).get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
         raise CheckpointError(f"{os.fspath(checkpoint)} has no model weights. Pass a checkpoint that fit wrote.")
-    # Write the header first: it has every tensor's place, so only a part of one tensor is in memory at a time.
-    header: dict[str, Any] = {}
-    end = 0
     for name, value in model.items():
         if value.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{name} has dtype {value.dtype}, which safetensors does not support. Use torch.save instead."
             )
+    # Write the header first: it has every tensor's place, so only a part of one tensor is in memory at a time. The
+    # largest elements come first, so that all are aligned.
+    header: dict[str, Any] = {}
+    end = 0
+    model = dict(sorted(model.items(), key=lambda item: -item[1].dtype.itemsize))
+    for name, value in model.items():
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -76,8 +79,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
-        for name, value in model.items():
-            _write(temporary, 8 + len(text) + header[name]["data_offsets"][0], value)
+        _write(temporary, 8 + len(text), end, model)
         os.replace(temporary, target)
     except OSError as error:
         raise ConfigurationError(f"{target} can't be written: {error.strerror}. Choose another path.") from error
@@ -87,21 +89,14 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     return 8 + len(text) + end
 
 
-def _write(path: str, place: int, value: Any) -> None:
-    """Write a tensor, part by part, into a file that has room for it at ``place``."""
-    numel = value.shape.numel()
-    if not numel:
-        return
-    size = value.dtype.itemsize
-    whole = torch.from_file(path, shared=True, size=place + numel * size, dtype=torch.uint8)
-    flat = whole[place:]
-    aligned = flat.storage_offset() % size == 0
-    parts = parts_of(value) if isinstance(value, StoredTensor) else [(((0,) * value.ndim, tuple(value.shape)), value)]
-    for (offsets, sizes), part in parts:
-        rows = flat.view(value.dtype).view(value.shape) if aligned else None
-        if rows is None:  # places are multiples of 8 bytes unless tensors with smaller dtypes precede
-            full = flat.clone().view(value.dtype).view(value.shape)
-            narrowed(full, offsets, sizes).copy_(part)
-            flat.copy_(full.reshape(-1).view(torch.uint8))
+def _write(path: str, start: int, size: int, model: dict[str, Any]) -> None:
+    """Write the tensors, part by part, into a file that has room for ``size`` bytes of them from ``start`` on."""
+    room = torch.from_file(path, shared=True, size=start + size, dtype=torch.uint8)[start:]
+    for value in model.values():
+        length = value.shape.numel() * value.dtype.itemsize
+        own, room = room[:length].view(value.dtype).view(value.shape), room[length:]
+        if isinstance(value, StoredTensor):
+            for (offsets, sizes), part in parts_of(value):
+                narrowed(own, offsets, sizes).copy_(part)
         else:
-            narrowed(rows, offsets, sizes).copy_(part)
+            own.copy_(value)

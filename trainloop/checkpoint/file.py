@@ -16,12 +16,12 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError
 from trainloop.parallel.shards import bit_sums, is_sharded, with_items
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "load_weights",
     "mark_newest",
     "read_info",
-    "require_safetensors",
     "save",
     "save_weights",
     "Bits",
@@ -212,7 +211,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
     run : str
         Identifier of the run. A run may remove half-written files that have its identifier.
     """
-    data = require_safetensors(f"writing {os.fspath(path)!r}").save(
+    data = import_extra("safetensors.torch", f"writing {os.fspath(path)!r}", "safetensors").save(
         {name: t.detach().cpu().clone().contiguous() for name, t in weights.items()}
     )
     where, name = split_file(path)
@@ -223,17 +222,9 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the weights in a safetensors file, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
     where, name = split_file(path)
     with where.open(name) as file:
-        weights: dict[str, Tensor] = require_safetensors(f"reading {os.fspath(path)!r}").load(file.read())
+        safetensors = import_extra("safetensors.torch", f"reading {os.fspath(path)!r}", "safetensors")
+        weights: dict[str, Tensor] = safetensors.load(file.read())
     return weights
-
-
-def require_safetensors(what: str) -> Any:
-    """Import safetensors' part for torch; if it is absent, ConfigurationError with ``what`` and the extra."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ConfigurationError(f"{what} needs safetensors: {pip_install('safetensors')}.") from error
-    return safetensors.torch
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -324,26 +315,19 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     """Return the info, and the body's length and checksum."""
+    problem = f"{shown} is not a complete checkpoint: %s. Use another one."
     size = file.seek(0, os.SEEK_END)
-    problem = f"{shown} is not a complete checkpoint"
-    if size < _END.size:
-        raise CheckpointError(f"{problem}: it has only {size} bytes. Use another one.")
-    file.seek(size - _END.size)
+    file.seek(max(0, size - _END.size))
     mark = file.read(_END.size)
-    length, body_crc, info_length, end_crc, magic = _END.unpack(mark)
-    if magic != _MAGIC:
-        raise CheckpointError(
-            f"{problem}: it has no end mark, so it is truncated, or was not written by trainloop. Use another one."
-        )
-    if length + info_length + _END.size != size:
-        raise CheckpointError(
-            f"{problem}: it has {size} bytes, but its end mark says {length + info_length + _END.size}. Use another "
-            "one."
-        )
-    file.seek(length)
+    if mark[-len(_MAGIC) :] != _MAGIC:
+        what = f"it has no end mark after {size} bytes, so it is truncated, or was not written by trainloop"
+        raise CheckpointError(problem % what)
+    length, body_crc, info_length, end_crc, _ = _END.unpack(mark)
+    file.seek(min(length, size))
     described = file.read(info_length)
-    if zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
-        raise CheckpointError(f"{problem}: its end is damaged (wrong checksum). Use another one.")
+    complete = length + info_length + _END.size == size
+    if not complete or zlib.crc32(described + mark[: struct.calcsize("<QII")]) != end_crc:
+        raise CheckpointError(problem % "its end is damaged (wrong length or checksum)")
     known = CheckpointInfo.__dataclass_fields__
     # A later version may have more fields.
     fields = {key: value for key, value in json.loads(described).items() if key in known}
@@ -354,12 +338,8 @@ def _verify(file: BinaryIO, shown: str) -> None:
     _, length, expected = _read_end(file, shown)
     file.seek(0)
     crc, left = 0, length
-    while left:
-        chunk = file.read(min(_CHUNK, left))
-        if not chunk:
-            raise CheckpointError(f"{shown} is not a complete checkpoint: it ended during reading. Use another one.")
-        crc = zlib.crc32(chunk, crc)
-        left -= len(chunk)
+    while left and (chunk := file.read(min(_CHUNK, left))):
+        crc, left = zlib.crc32(chunk, crc), left - len(chunk)
     if crc != expected:
         raise CheckpointError(
             f"{shown} is damaged: its checksum is {crc:08x}, but should be {expected:08x}. Use another one."

@@ -133,17 +133,15 @@ def _refuse(value: Any, where: str) -> NoReturn:
 
 
 class HostCopy:
-    """Copy states into host memory, each time into the same block.
+    """Copy states into host memory, each time into the same tensors.
 
-    Allocating memory costs more than copying: 200 MB take 14 ms to copy, and 100 to 450 ms into fresh pages of
-    4 KB. So one block is kept for the copies. numpy requests huge pages for it from the system; with a
-    GPU it is pinned, so that copies run at the bus's speed and wait for the device once, at their end.
+    Allocating memory costs more than copying: 200 MB take 14 ms to copy, and 100 to 450 ms into fresh pages. So the
+    memory of a copy is kept for the next one. With a GPU it is pinned, so that copies run at the bus's speed and wait
+    for the device once, at their end.
     """
 
-    _ALIGNMENT = 64
-
     def __init__(self) -> None:
-        self._block: np.ndarray[Any, Any] | None = None
+        self._rooms: dict[Any, list[Tensor]] = {}  # by device type, shape, strides and dtype
 
     def copy(self, state: Any) -> Any:
         """Return ``plain(state)`` with every tensor copied; valid until the next call.
@@ -159,19 +157,10 @@ class HostCopy:
             Like :func:`plain`.
         """
         tensors, state = _tensors(state)
-        places, size = self._layout(tensors)
-        block = self._reserve(size, any(tensor.is_cuda for tensor in tensors))
-        copied: dict[tuple[Any, ...], Tensor] = {}
-        for tensor in tensors:
-            key = _identity(tensor)
+        copied = self._reserved(tensors)
+        for key, tensor in {_identity(tensor): tensor for tensor in tensors}.items():
             if key in copied:
-                continue
-            if key in places and tensor.numel():
-                # Give each tensor a storage of its own bytes: torch.save writes whole storages.
-                room = block[places[key] : places[key] + tensor.nbytes]
-                flat = torch.frombuffer(room, dtype=torch.uint8).view(tensor.dtype)
-                strides = torch.empty_like(tensor, device="meta").stride()  # keeps channels_last
-                copied[key] = flat.as_strided(tensor.shape, strides).copy_(tensor, non_blocking=tensor.is_cuda)
+                copied[key].copy_(tensor, non_blocking=tensor.is_cuda)
             else:
                 copied[key] = tensor.cpu().clone()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -179,24 +168,18 @@ class HostCopy:
         in_order = iter(tensors)  # plain() walks in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
-    def _layout(self, tensors: list[Tensor]) -> tuple[dict[tuple[Any, ...], int], int]:
-        """The place of each distinct tensor in the block, and the block's size."""
-        places: dict[tuple[Any, ...], int] = {}
-        size = 0
-        for tensor in tensors:
-            if _identity(tensor) not in places and _has_storage(tensor):
-                places[_identity(tensor)] = size
-                size += -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
-        return places, size
-
-    def _reserve(self, size: int, pinned: bool) -> np.ndarray[Any, Any]:
-        if self._block is None or self._block.nbytes < size:
-            self._block = None  # free the old block first
-            if pinned:
-                self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+    def _reserved(self, tensors: list[Tensor]) -> dict[Any, Tensor]:
+        """Return host memory for each distinct tensor: that of an earlier copy, if one had its form."""
+        free, self._rooms = self._rooms, {}
+        reserved = {}
+        for key, tensor in {_identity(tensor): tensor for tensor in tensors if _has_storage(tensor)}.items():
+            form = (tensor.is_cuda, tensor.shape, tensor.stride(), tensor.dtype)
+            if free.get(form):
+                reserved[key] = free[form].pop()
             else:
-                self._block = np.empty(size, dtype=np.uint8)
-        return self._block
+                reserved[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._rooms.setdefault(form, []).append(reserved[key])
+        return reserved
 
 
 def _tensors(state: Any) -> tuple[list[Tensor], Any]:

@@ -14,7 +14,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop.checkpoint.file import save
+from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
@@ -89,8 +89,9 @@ class FolderWriting:
         self._rank, self._world_size = distributed.get_rank(), distributed.get_world_size()
         self._given_up = threading.Event()
         self._problem: Exception | None = None
-        self._state, shards = _take_shards(state)
-        self._shards = {name: _own_part(shard) for name, shard in shards.items()}
+        self._state, self._shards = _take_shards(state)
+        own = {name: local_shard(shard) for name, shard in self._shards.items() if is_first_replica(shard)}
+        self._own = {name: part for name, part in own.items() if part.numel()}
         folder = ""
         if distributed.is_global_zero():
             try:
@@ -108,14 +109,11 @@ class FolderWriting:
             self._remove()
             self._folder = ""
         if copy is not None and self._folder:
-            tensors = {name: part.tensor for name, part in self._shards.items() if part.tensor is not None}
             try:
-                self._state, tensors = copy([self._state if self._rank == 0 else None, tensors])
+                self._state, self._own = copy([self._state if self._rank == 0 else None, self._own])
             except BaseException:  # a state that can't be written
                 self._remove()
                 raise
-            for name, tensor in tensors.items():
-                self._shards[name] = replace(self._shards[name], tensor=tensor)
 
     def write(self) -> Exception | None:
         """Write this rank's part to the disk; rank 0 waits for all parts, and then renames the folder.
@@ -130,7 +128,8 @@ class FolderWriting:
         error: Exception | None = None
         report: dict[str, Any] = {}
         try:
-            report = _write_own(self._folder, self._shards, self._rank)
+            slices = {name: slice_of(self._shards[name]) for name in self._own}
+            report = _write_own(self._folder, self._own, slices, self._rank)
         except Exception as problem:  # such as a full disk
             error = problem
         if self._rank:
@@ -204,9 +203,6 @@ def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | N
         except OSError as problem:
             error = problem
     with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
-        for name in os.listdir(folder):
-            if name.startswith((f"__{rank}_", f"{_REPORTED.format(rank)}.new")):
-                os.unlink(os.path.join(folder, name))
         reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_LONGEST_REASON]
         with open(os.path.join(folder, _FAILED.format(rank) + reason), "w"):
             pass
@@ -218,61 +214,27 @@ def _is_there(folder: str) -> bool:
     return os.path.isdir(folder)
 
 
-@dataclass(frozen=True)
-class _OwnPart:
-    """This rank's part of a sharded tensor, which it writes."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    box: ShardSlice
-    tensor: Tensor | None
-    """``None`` if the part is empty, or a replica of what another rank writes."""
-
-
-def _own_part(shard: Any) -> _OwnPart:
-    part = local_shard(shard) if is_first_replica(shard) else None
-    return _OwnPart(shard.shape, shard.dtype, slice_of(shard), part if part is not None and part.numel() else None)
-
-
-def _write_own(folder: str, shards: dict[str, _OwnPart], rank: int) -> dict[str, Any]:
-    """Write this rank's parts into separate files, in the format of torch's distributed checkpoint; no exchange.
+def _write_own(folder: str, own: dict[str, Tensor], slices: dict[str, ShardSlice], rank: int) -> dict[str, Any]:
+    """Write this rank's parts into one file, in the format of torch's distributed checkpoint; no exchange.
 
     Returns
     -------
     dict
-        Plain: the files with size and checksum; the parts by tensors' names.
+        Plain: the file with size and checksum; the parts by tensors' names.
     """
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    mine = {name: part for name, part in shards.items() if part.tensor is not None}
-    if not mine:
+    if not own:
         return {"files": {}, "parts": {}}
-
-    class Planner(DefaultSavePlanner):
-        def resolve_data(self, write_item: WriteItem) -> Any:
-            return mine[write_item.index.fqn].tensor
-
-    items = []
-    for name, part in mine.items():
-        offsets, sizes = map(torch.Size, part.box)
-        assert part.tensor is not None
-        properties = TensorProperties.create_from_tensor(part.tensor)
-        data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, part.shape)
-        items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    writer.set_up_storage_writer(False)
-    # Rank 0 has created the folder; if it has given up and removed it, it must not be created again.
-    writer.fs.mkdir = lambda path: None  # type: ignore[method-assign]
-    plan = writer.prepare_local_plan(SavePlan(items))
-    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]  # file names contain the rank
+    name = f"__{rank}_0.distcp"
+    path = os.path.join(folder, name)
     parts = {}
-    for written in writer.write_data(plan, Planner()).wait():
-        place, name = written.storage_data, written.index.fqn
-        parts[name] = [place.relative_path, place.offset, place.length, *map(list, mine[name].box)]
-    names = sorted({entry[0] for entry in parts.values()})
-    return {"files": {name: size_and_checksum(os.path.join(folder, name)) for name in names}, "parts": parts}
+    with open(path, "wb") as file:
+        for tensor_name, part in own.items():
+            begin = file.tell()
+            torch.save(plain(part.cpu()), file)
+            parts[tensor_name] = [name, begin, file.tell() - begin, *map(list, slices[tensor_name])]
+        file.flush()
+        os.fsync(file.fileno())
+    return {"files": {name: size_and_checksum(path)}, "parts": parts}
 
 
 def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:

@@ -17,13 +17,13 @@ import re
 import shutil
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from uuid import uuid4
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra, pip_install
 from trainloop._support.platform import fcntl, running_system
 from trainloop.errors import ConfigurationError
 
@@ -52,9 +52,9 @@ def folder(location: str | os.PathLike[str]) -> Folder:
         raise ConfigurationError(f"{location!r} is not a folder. Pass a path or a URL such as 's3://bucket/run'.")
     text = os.fspath(location)
     if "://" not in text:
-        return _LocalFolder(os.path.abspath(os.path.expanduser(text)))
+        return Folder(os.path.abspath(os.path.expanduser(text)))
     if text.startswith("file://"):
-        return _LocalFolder(os.path.abspath(text[len("file://") :]))
+        return Folder(os.path.abspath(text[len("file://") :]))
     return _RemoteFolder(text.rstrip("/"))
 
 
@@ -68,8 +68,8 @@ def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     return folder(os.path.dirname(text)), os.path.basename(text)
 
 
-class Folder(ABC):
-    """A folder without open files or connections, so that it can be pickled."""
+class Folder:
+    """A folder on a disk, without open files, so that it can be pickled."""
 
     location: str
     """Path or URL, as shown to the user."""
@@ -88,19 +88,23 @@ class Folder(ABC):
         """Return path or URL of the file ``name``."""
         return f"{self.location.rstrip('/')}/{name}"
 
-    @abstractmethod
     def names(self) -> list[str]:
         """Return its complete files, sorted. Empty if there is no such folder."""
+        return [name for name in self._entries(of_files=True) if not name.endswith(_TEMPORARY)]
 
-    @abstractmethod
     def folders(self) -> list[str]:
         """Return the folders in it, sorted; empty if there is no such folder."""
+        return self._entries(of_files=False)
 
-    @abstractmethod
+    def _entries(self, *, of_files: bool) -> list[str]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
+            return sorted(entry.name for entry in entries if (entry.is_file() if of_files else entry.is_dir()))
+        return []
+
     def open(self, name: str) -> BinaryIO:
         """Open the file ``name`` for reading; it is seekable. Raises FileNotFoundError."""
+        return open(self.path(name), "rb")
 
-    @abstractmethod
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         """Create or replace the file ``name``: ``write`` is called with a file and fills it.
 
@@ -115,52 +119,6 @@ class Folder(ABC):
         durable : bool
             Wait until the file would survive a power failure.
         """
-
-    @abstractmethod
-    def remove(self, name: str) -> None:
-        """Delete the file ``name``; no error if it does not exist."""
-
-    @abstractmethod
-    def remove_unfinished(self, writer: str) -> None:
-        """Delete unfinished files of a killed ``writer``, and no others."""
-
-    @abstractmethod
-    def remove_dead(self) -> None:
-        """Delete unfinished files of any killed process, on local disks, if it is certainly dead."""
-
-    @abstractmethod
-    def check_writable(self) -> None:
-        """Raise ConfigurationError if certainly no file can be created here. Leaves nothing behind."""
-
-    def read_text(self, name: str) -> str:
-        """Return the file ``name`` as UTF-8 text."""
-        with self.open(name) as file:
-            return file.read().decode("utf-8")
-
-    def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
-        """Create or replace the file ``name`` with this text, as :meth:`write` does."""
-        self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
-
-
-class _LocalFolder(Folder):
-    def names(self) -> list[str]:
-        try:
-            with os.scandir(self.location) as entries:
-                return sorted(e.name for e in entries if not e.name.endswith(_TEMPORARY) and e.is_file())
-        except FileNotFoundError:
-            return []
-
-    def folders(self) -> list[str]:
-        try:
-            with os.scandir(self.location) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
-        except FileNotFoundError:
-            return []
-
-    def open(self, name: str) -> BinaryIO:
-        return open(self.path(name), "rb")
-
-    def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         self._make(Path(self.location))
         temporary = self.path(temporary_name(name, writer, _kernel()))
         try:
@@ -180,35 +138,43 @@ class _LocalFolder(Folder):
             sync_directory(self.location)
 
     def remove(self, name: str) -> None:
+        """Delete the file ``name``; no error if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
             _patiently(os.unlink, self.path(name))
 
     def remove_unfinished(self, writer: str) -> None:
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
-            for entry in entries:
-                if _is_temporary_of(writer, entry.name):
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path, ignore_errors=True)
-                    else:
-                        self.remove(entry.name)
+        """Delete unfinished files of a killed ``writer``, and no others."""
+        for name in filter(partial(_is_temporary_of, writer), self._entries(of_files=True)):
+            self.remove(name)
+        for name in filter(partial(_is_temporary_of, writer), self._entries(of_files=False)):
+            shutil.rmtree(self.path(name), ignore_errors=True)
 
     def remove_dead(self) -> None:
+        """Delete unfinished files of any killed process, on local disks, if it is certainly dead."""
         mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
-        with contextlib.suppress(OSError), os.scandir(self.location) as entries:
-            for entry in entries:
-                if _kernel() and mark.fullmatch(entry.name):
-                    with contextlib.suppress(OSError):
-                        file = os.open(entry.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-                        try:
-                            if _lock(file):
-                                os.unlink(entry.path)
-                        finally:
-                            os.close(file)
+        for name in filter(mark.fullmatch, self._entries(of_files=True) if _kernel() else ()):
+            with contextlib.suppress(OSError):
+                file = os.open(self.path(name), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+                try:
+                    if _lock(file):
+                        os.unlink(self.path(name))
+                finally:
+                    os.close(file)
 
     def check_writable(self) -> None:
+        """Raise ConfigurationError if certainly no file can be created here. Leaves nothing behind."""
         why = why_not_writable(self.location)
         if why:
             raise ConfigurationError(f"{self.location!r} can't be written to: {why}. Choose another folder.")
+
+    def read_text(self, name: str) -> str:
+        """Return the file ``name`` as UTF-8 text."""
+        with self.open(name) as file:
+            return file.read().decode("utf-8")
+
+    def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
+        """Create or replace the file ``name`` with this text, as :meth:`write` does."""
+        self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
     def _make(self, path: Path) -> None:
         """Create the folder and its parents; each new name is synced in its parent folder."""
@@ -291,18 +257,15 @@ def sync_directory(path: str) -> None:
 
 
 class _RemoteFolder(Folder):
+    """A folder behind an fsspec URL. It holds no connection: fsspec caches and shares them."""
+
     def __init__(self, location: str) -> None:
         super().__init__(location)
         self._connect()  # here, so that a missing package is found when arguments are checked
 
     def _connect(self) -> tuple[Any, str]:
-        """Return the file system, which fsspec caches and shares, and this folder's path in it."""
-        try:
-            import fsspec
-        except ImportError as error:
-            raise ConfigurationError(
-                f"{self.location!r} is a URL, which needs fsspec: {pip_install('cloud')}, or pass a local path."
-            ) from error
+        """Return the file system, and this folder's path in it."""
+        fsspec = import_extra("fsspec", f"{self.location!r} is a URL, which", "cloud")
         try:
             system, path = fsspec.core.url_to_fs(self.location)
         except ImportError as error:
@@ -314,13 +277,7 @@ class _RemoteFolder(Folder):
             raise ConfigurationError(f"{self.location!r}: fsspec can't open this URL ({error}).") from error
         return system, path.rstrip("/")
 
-    def names(self) -> list[str]:
-        return [name for name in self._entries("file") if not name.endswith(_TEMPORARY)]
-
-    def folders(self) -> list[str]:
-        return self._entries("directory")
-
-    def _entries(self, kind: str) -> list[str]:
+    def _entries(self, *, of_files: bool) -> list[str]:
         system, path = self._connect()
         # A cached listing would not show files that other processes have written or deleted since.
         system.invalidate_cache(path)
@@ -328,6 +285,7 @@ class _RemoteFolder(Folder):
             entries = system.ls(path, detail=True)
         except FileNotFoundError:
             return []
+        kind = "file" if of_files else "directory"
         return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def open(self, name: str) -> BinaryIO:
@@ -336,7 +294,8 @@ class _RemoteFolder(Folder):
 
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
         system, path = self._connect()
-        commits = any(protocol in _COMMITTING for protocol in _as_tuple(system.protocol))
+        protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
+        commits = not set(protocols).isdisjoint(_COMMITTING)
         if not commits:
             system.makedirs(path, exist_ok=True)  # s3fs would create a bucket, also for a misspelt one
         target, temporary = f"{path}/{name}", f"{path}/{temporary_name(name, writer)}"
@@ -360,14 +319,6 @@ class _RemoteFolder(Folder):
         system, path = self._connect()
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(f"{path}/{name}")
-
-    def remove_unfinished(self, writer: str) -> None:
-        system, path = self._connect()
-        with contextlib.suppress(FileNotFoundError):
-            for entry in system.ls(path, detail=False):
-                name = entry.rstrip("/").rpartition("/")[2]
-                if _is_temporary_of(writer, name):
-                    self.remove(name)
 
     def remove_dead(self) -> None:
         pass  # objects have no locks
@@ -413,7 +364,3 @@ def _lock(file: int) -> bool:
 def _is_temporary_of(writer: str, name: str) -> bool:
     parts = name.split(".")  # '', the name's own parts, writer, digits, 'tmp'
     return len(parts) >= 5 and not parts[0] and parts[-3] == writer and name.endswith(_TEMPORARY)
-
-
-def _as_tuple(protocol: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,17 +39,20 @@ class Check:
     """What to do; empty if nothing is needed."""
 
 
+def _judged(name: str, found: str, wrong: bool, remedy: str, status: Status = "attention") -> Check:
+    """Return a line with this status and remedy if something is wrong, else one that is ok."""
+    return Check(name, status, found, remedy) if wrong else Check(name, "ok", found)
+
+
 def check_distribution(r: Readings) -> Iterator[Check]:
     if r.other_distribution:
         yield Check(NAME, "problem", f"{r.other_distribution} has the same import name", REINSTALL)
 
 
 def check_requirements(r: Readings) -> Iterator[Check]:
-    if r.conflicts:
-        remedy = "install the packages that are named here; python -m pip check shows the full list."
-        yield Check("requirements", "problem", _line("; ".join(r.conflicts)), remedy)
-    else:
-        yield Check("requirements", "ok", "python -m pip check finds no conflict")
+    found = _line("; ".join(r.conflicts)) or "python -m pip check finds no conflict"
+    remedy = "install the packages that are named here; python -m pip check shows the full list."
+    yield _judged("requirements", found, bool(r.conflicts), remedy, "problem")
 
 
 def check_extras(r: Readings) -> Iterator[Check]:
@@ -74,115 +78,76 @@ def check_torch(r: Readings) -> Iterator[Check]:
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
-        yield Check(
-            "ddp", "problem", "this build of torch has no Gloo", "ddp needs Gloo: install an official build of torch."
-        )
+        remedy = "ddp needs Gloo: install an official build of torch."
+        yield Check("ddp", "problem", "this build of torch has no Gloo", remedy)
 
 
 def check_cpus(r: Readings) -> Iterator[Check]:
     if r.resources is None:
         return
-    host = r.resources.cpu_limits[0]
-    least = min(r.resources.cpu_limits, key=lambda limit: limit.value)
-    cpus = r.resources.num_cpus
-    found = f"{cpus} of the host's {host.value}" + (f", limited by {least.source}" if least.value < host.value else "")
-    yield Check("cpus", "ok", found)
-    threads = r.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > cpus:
-        yield Check(
-            "threads",
-            "attention",
-            f"OMP_NUM_THREADS={threads} on {cpus} CPUs",
+    cpus, memory = r.resources.num_cpus, r.resources.memory
+    yield Check("cpus", "ok", f"{cpus} of the host's {_host_and_limit(r.resources.cpu_limits, '{}')}")
+    variable = r.environ.get("OMP_NUM_THREADS", "")
+    threads = int(variable) if variable.isdecimal() else r.torch.found["threads"] if r.torch.found else 0
+    if threads > cpus:
+        remedy = (
             f"threads will compete for CPUs: set OMP_NUM_THREADS={cpus} or less (in ddp, divided by the number of "
-            "ranks).",
+            f"ranks), or give the loop a ResourceQuota(num_cpus={cpus})."
         )
-    elif r.torch.found is not None and not threads and r.torch.found["threads"] > cpus:
-        yield Check(
-            "threads",
-            "attention",
-            f"torch uses {r.torch.found['threads']} threads on {cpus} CPUs",
-            f"set OMP_NUM_THREADS={cpus}, or give the loop a ResourceQuota(num_cpus={cpus}).",
-        )
-    yield from _memory(r.resources.memory, list(r.resources.memory_limits))
+        yield Check("threads", "attention", f"{threads} threads on {cpus} CPUs", remedy)
+    found = f"{memory / GIB:.1f} GiB of the host's {_host_and_limit(r.resources.memory_limits, '{:.1f}', GIB)}"
+    remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks."
+    yield _judged("memory", found, memory < 2 * GIB, remedy)
 
 
-def _memory(memory: int, limits: list[Limit]) -> Iterator[Check]:
-    least = min(limits, key=lambda limit: limit.value)
-    found = f"{memory / GIB:.1f} GiB" + (
-        f" of the host's {limits[0].value / GIB:.1f}, limited by {least.source}" if least is not limits[0] else ""
-    )
-    low = memory < 2 * GIB
-    remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks." if low else ""
-    yield Check("memory", "attention" if low else "ok", found, remedy)
+def _host_and_limit(limits: Sequence[Limit], form: str, unit: int = 1) -> str:
+    """Return the host's value, and the source of a lower limit if there is one."""
+    host, least = limits[0].value, min(limits, key=lambda limit: limit.value)
+    return form.format(host / unit if unit > 1 else host) + f", limited by {least.source}" * (least.value < host)
 
 
 def check_places(r: Readings) -> Iterator[Check]:
     if r.platform != "linux":
         pass  # only Linux has this folder
     elif r.shm is None:
-        yield Check(
-            "/dev/shm", "attention", "does not exist", "data is shared through files in the temporary folder instead."
-        )
-    elif r.shm[1] < LEAST_SHM:
-        yield Check(
-            "/dev/shm",
-            "attention",
-            f"{r.shm[1] / GIB:.2f} of {r.shm[0] / GIB:.2f} GiB free",
-            "loaders with num_workers > 0 send their batches through /dev/shm, and fail with 'Bus error' if it is "
-            "full: use docker run --shm-size=8g, or num_workers=0.",
-        )
+        remedy = "data is shared through files in the temporary folder instead."
+        yield Check("/dev/shm", "attention", "does not exist", remedy)
     else:
-        yield Check("/dev/shm", "ok", f"{r.shm[1] / GIB:.1f} of {r.shm[0] / GIB:.1f} GiB free")
+        total, free = r.shm
+        remedy = (
+            "loaders with num_workers > 0 send their batches through /dev/shm, and fail with 'Bus error' if it is "
+            "full: use docker run --shm-size=8g, or num_workers=0."
+        )
+        found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
+        yield _judged("/dev/shm", found, free < LEAST_SHM, remedy)
     folder, free = r.temporary
-    low = free < LEAST_TEMPORARY
-    yield Check(
-        "temporary files",
-        "attention" if low else "ok",
-        f"{folder}: {free / GIB:.1f} GiB free",
-        "data for ranks may be stored there: set TMPDIR to a larger disk." if low else "",
-    )
-    if r.descriptors is None:
-        return
-    soft, hard = r.descriptors
-    few = 0 <= soft < LEAST_DESCRIPTORS
-    yield Check(
-        "file descriptors",
-        "attention" if few else "ok",
-        f"{soft} (at most {hard})",
-        "loaders with many workers may fail with 'Too many open files': run ulimit -n "
-        f"{min(65536, hard) if hard > 0 else 65536}."
-        if few
-        else "",
-    )
+    remedy = "data for ranks may be stored there: set TMPDIR to a larger disk."
+    yield _judged("temporary files", f"{folder}: {free / GIB:.1f} GiB free", free < LEAST_TEMPORARY, remedy)
+    if r.descriptors is not None:
+        soft, hard = r.descriptors
+        most = min(65536, hard) if hard > 0 else 65536
+        remedy = f"loaders with many workers may fail with 'Too many open files': run ulimit -n {most}."
+        few = 0 <= soft < LEAST_DESCRIPTORS
+        yield _judged("file descriptors", f"{soft} (at most {hard})", few, remedy)
 
 
 def check_network(r: Readings) -> Iterator[Check]:
-    if r.loopback_error:
-        yield Check(
-            "loopback",
-            "problem",
-            r.loopback_error,
-            "ranks of one host connect over 127.0.0.1: bring this interface up (ip link set lo up), and check that "
-            "no firewall blocks it.",
-        )
-    else:
-        yield Check("loopback", "ok", "127.0.0.1 answers")
+    remedy = (
+        "ranks of one host connect over 127.0.0.1: bring this interface up (ip link set lo up), and check that no "
+        "firewall blocks it."
+    )
+    found = r.loopback_error or "127.0.0.1 answers"
+    yield _judged("loopback", found, bool(r.loopback_error), remedy, "problem")
     if r.hostname_error:
-        yield Check(
-            "host name",
-            "attention",
-            r.hostname_error,
+        remedy = (
             "runs on several hosts need an address: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME.",
+            "NCCL_SOCKET_IFNAME."
         )
+        yield Check("host name", "attention", r.hostname_error, remedy)
     if r.port_taken:
-        port = r.environ.get("MASTER_PORT")
-        yield Check(
-            "port",
-            "problem",
-            f"MASTER_PORT={port} is in use here",
-            f"end the process that uses it ({_LISTENERS.get(r.platform, 'netstat')}), or choose another port.",
-        )
+        listeners = _LISTENERS.get(r.platform, "netstat")
+        remedy = f"end the process that uses it ({listeners}), or choose another port."
+        yield Check("port", "problem", f"MASTER_PORT={r.environ.get('MASTER_PORT')} is in use here", remedy)
 
 
 def check_launcher(r: Readings) -> Iterator[Check]:
@@ -191,23 +156,13 @@ def check_launcher(r: Readings) -> Iterator[Check]:
     shown = ", ".join(f"{name}={r.environ[name]}" for name in given)
     if len(given) == 4:
         rank, world = r.environ["RANK"], r.environ["WORLD_SIZE"]
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-            yield Check(
-                "torchrun",
-                "problem",
-                shown,
-                "RANK must be less than WORLD_SIZE: fix the launcher's settings, or unset both.",
-            )
-        else:
-            yield Check("torchrun", "ok", f"{shown}: fit joins as this rank")
+        wrong = not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world))
+        remedy = "RANK must be less than WORLD_SIZE: fix the launcher's settings, or unset both."
+        yield _judged("torchrun", shown + ": fit joins as this rank" * (not wrong), wrong, remedy, "problem")
     elif "RANK" in given or "WORLD_SIZE" in given:
         missing = ", ".join(name for name in wanted if name not in given)
-        yield Check(
-            "torchrun",
-            "attention",
-            f"{shown}, without {missing}",
-            "fit starts its own ranks: set all four variables to join as a rank, or unset them.",
-        )
+        remedy = "fit starts its own ranks: set all four variables to join as a rank, or unset them."
+        yield Check("torchrun", "attention", f"{shown}, without {missing}", remedy)
     tasks = r.environ.get("SLURM_NTASKS", "")
     if r.environ.get("SLURM_JOB_ID") or tasks:
         cpus, job = r.environ.get("SLURM_CPUS_PER_TASK", ""), r.environ.get("SLURM_JOB_ID", "?")
@@ -215,12 +170,8 @@ def check_launcher(r: Readings) -> Iterator[Check]:
         if r.environ.get("SLURM_PROCID") and tasks.isdecimal() and int(tasks) > 1:
             found += f": fit joins as rank {r.environ['SLURM_PROCID']}"
         few = not cpus and tasks.isdecimal() and int(tasks) >= 1
-        yield Check(
-            "slurm",
-            "attention" if few else "ok",
-            found,
-            "without --cpus-per-task, each rank shares one CPU with its loaders' workers." if few else "",
-        )
+        remedy = "without --cpus-per-task, each rank shares one CPU with its loaders' workers."
+        yield _judged("slurm", found, few, remedy)
 
 
 def missing_library(message: str) -> str | None:
@@ -263,8 +214,7 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
 
 def _line(text: str) -> str:
     """Return the text in one line, cut if it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
+    return textwrap.shorten(text, 200, placeholder="...")
 
 
 CHECKS: tuple[Callable[[Readings], Iterator[Check]], ...] = (

@@ -19,7 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources import lease
 from trainloop.resources.machine import available
-from trainloop.resources.quota import ResourceQuota, Resources, exact, format_bytes
+from trainloop.resources.quota import ResourceQuota, Resources, check_one_model, exact, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -63,39 +63,26 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
             f"resources={quota!r}: must be a ResourceQuota, e.g. resources=ResourceQuota(num_cpus=2, num_gpus=0.5)."
         )
     machine = available() if machine is None else machine
-    if quota.num_cpus != "auto":
-        if quota.num_cpus > machine.num_cpus:
+    for name, what, limits in (
+        ("num_cpus", "number of CPUs", machine.cpu_limits),
+        ("num_gpus", "number of visible GPUs", machine.gpu_limits),
+        ("memory", "memory", machine.memory_limits),
+    ):
+        asked, most = getattr(quota, name), getattr(machine, name)
+        if asked != "auto" and exact(asked) > most:
+            show = format_bytes if name == "memory" else str
+            decisive = min(limits, default=(0, "what is available"))[1]
             raise ResourceError(
-                f"num_cpus={quota.num_cpus} exceeds the number of CPUs that this process may use ({machine.num_cpus}, "
-                f"limited by {_least(machine.cpu_limits)}). Request at most {machine.num_cpus}, or 'auto'. "
-                "print(trainloop.resources.available()) shows all limits."
+                f"{name}={show(asked)} exceeds the {what} that this process may use ({show(most)}, limited by "
+                f"{decisive}). Request at most {show(most)}, or 'auto'. print(trainloop.resources.available()) shows "
+                "all limits."
             )
-        if quota.num_cpus < ranks:
-            raise ResourceError(
-                f"num_cpus={quota.num_cpus} is too few for {ranks} ranks: each rank needs at least one CPU. Request at "
-                f"least {ranks}, or start fewer ranks."
-            )
-    if quota.num_gpus != "auto":
-        gpus = exact(quota.num_gpus)
-        if gpus > machine.num_gpus:
-            raise ResourceError(
-                f"num_gpus={quota.num_gpus} exceeds the number of visible GPUs ({machine.num_gpus}). Request at most "
-                f"{machine.num_gpus}, or 'auto'."
-            )
-        if gpus > 1 and gpus.denominator != 1:
-            raise ResourceError(
-                f"num_gpus={quota.num_gpus}: one model can use a fraction of one GPU, or whole GPUs. "
-                f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
-            )
-    if quota.memory != "auto" and int(quota.memory) > machine.memory:
+    if quota.num_cpus != "auto" and quota.num_cpus < ranks:
         raise ResourceError(
-            f"memory={format_bytes(int(quota.memory))} exceeds the memory that this process may use "
-            f"({format_bytes(machine.memory)}, limited by {_least(machine.memory_limits)}). Request less, or 'auto'."
+            f"num_cpus={quota.num_cpus} is too few for {ranks} ranks: each rank needs at least one CPU. Request at "
+            f"least {ranks}, or start fewer ranks."
         )
-
-
-def _least(limits: Sequence[tuple[int, str]]) -> str:
-    return min(limits, default=(0, "what is available"))[1]
+    check_one_model("num_gpus", quota.num_gpus)
 
 
 def devices_under(quota: ResourceQuota | None, devices: list[torch.device], asked: object) -> list[torch.device]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.user_line import warn
@@ -21,6 +20,7 @@ from trainloop.resources.quota import (
     Resources,
     as_number,
     as_text,
+    check_one_model,
     checked_count,
     exact,
     format_bytes,
@@ -28,24 +28,13 @@ from trainloop.resources.quota import (
 
 __all__ = ["Plan", "hold", "place", "plan"]
 
+_NAMES = ("num_cpus", "num_gpus", "memory")
 _UNBOUNDED = 10**9
 _SEARCHED = 16  # largest number of unequal fractions for which all assignments are tried
 
 
-class PartialQuota(NamedTuple):
-    """A quota in exact figures; None for figures that are not given."""
-
-    cpus: int | None
-    gpus: Fraction | None
-    memory: int | None
-
-
-class WholeQuota(NamedTuple):
-    """A quota in exact figures; only the memory may be unlimited."""
-
-    cpus: int
-    gpus: Fraction
-    memory: int | None
+Figures = dict[str, Fraction]
+"""A quota in exact figures, by the names of ``ResourceQuota``; those that are not given, or not limited, are absent."""
 
 
 @dataclass(frozen=True)
@@ -175,20 +164,24 @@ def plan(
     bag = _figures("per_bag", per_bag)
     model = _figures("per_model", per_model)
     _check_nesting(whole, bag, model)
-    if isinstance(total, Resources) and bag.memory is None and model.memory is None:
-        whole = whole._replace(memory=None)  # The machine's memory is no request to divide it.
+    if isinstance(total, Resources) and "memory" not in bag | model:
+        del whole["memory"]  # The machine's memory is no request to divide it.
 
     # Folds come first, then trials: the sooner a trial is done, the sooner the searcher learns from it.
-    trials = _trials_at_once(num_trials, wanted, whole, bag, model)
+    need = {"num_cpus": Fraction(1), **model}
+    folds = _fitting(wanted, whole | bag, need)
+    trials = _fitting(num_trials, whole, _times(need, folds) | bag)
     while True:
-        bag_quota = _bag_quota(trials, wanted, whole, bag, model)
-        folds = _fitting(wanted, bag_quota, model)
-        model_quota = _model_quota(trials, folds, whole, bag_quota, model)
+        bag_quota = _least(_divided(whole, trials), _times(model, wanted)) | bag
+        folds = _fitting(wanted, bag_quota, need)
+        # Equal within the bag; a bag's part may span devices (2 GPUs over 3 trials), a model's must not.
+        gpus = min(_equal_part(bag_quota["num_gpus"], folds), _equal_part(whole["num_gpus"], trials * folds))
+        model_quota = _divided(bag_quota, folds) | {"num_gpus": gpus} | model
         # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs hold three such bags, but not six such models.
-        if trials * folds <= hold(whole.gpus, model_quota.gpus):
+        if trials * folds <= hold(whole["num_gpus"], model_quota["num_gpus"]):
             break
         trials -= 1
-    on_devices = place([model_quota.gpus] * (trials * folds), math.ceil(whole.gpus))
+    on_devices = place([model_quota["num_gpus"]] * (trials * folds), math.ceil(whole["num_gpus"]))
     return Plan(
         total=_quota(whole),
         num_trials=num_trials,
@@ -220,44 +213,35 @@ def hold(total_gpus: Fraction, gpus: Fraction) -> int:
 # -- the rules, in their order -------------------------------------------------------------------------------------
 
 
-def _figures(level: str, quota: ResourceQuota | None) -> PartialQuota:
+def _figures(level: str, quota: ResourceQuota | None) -> Figures:
     if quota is None:
-        return PartialQuota(None, None, None)
+        return {}
     if not isinstance(quota, ResourceQuota):
         raise ResourceError(
             f"{level}={quota!r}: must be a ResourceQuota, e.g. {level}=ResourceQuota(num_cpus=2, num_gpus=0.5)."
         )
-    gpus = None if quota.num_gpus == "auto" else exact(quota.num_gpus)
-    if level == "per_model" and gpus is not None and gpus > 1 and gpus.denominator != 1:
-        raise ResourceError(
-            f"per_model num_gpus={quota.num_gpus!r}: one model can use a fraction of one GPU, or whole GPUs. "
-            f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
-        )
-    return PartialQuota(
-        None if quota.num_cpus == "auto" else int(quota.num_cpus),
-        gpus,
-        None if quota.memory == "auto" else int(quota.memory),
-    )
+    if level == "per_model":
+        check_one_model("per_model num_gpus", quota.num_gpus)
+    return {name: exact(value) for name, value in asdict(quota).items() if value != "auto"}
 
 
-def _total(total: ResourceQuota | Resources) -> WholeQuota:
+def _total(total: ResourceQuota | Resources) -> Figures:
     if isinstance(total, Resources):
-        return WholeQuota(total.num_cpus, Fraction(total.num_gpus), total.memory)
+        return {name: Fraction(getattr(total, name)) for name in _NAMES}
     figures = _figures("total", total)
-    if figures.cpus is None:
+    if "num_cpus" not in figures:
         raise ResourceError(
             f"total={total!r}: a plan needs a number of CPUs, because it reads nothing from the machine (GPUs default "
             "to 0). Pass total=ResourceQuota(num_cpus=...), or trainloop.resources.available() for the whole machine."
         )
-    return WholeQuota(figures.cpus, figures.gpus or Fraction(0), figures.memory)
+    return {"num_gpus": Fraction(0), **figures}
 
 
-def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> None:
+def _check_nesting(total: Figures, bag: Figures, model: Figures) -> None:
     """Check that every given value is within the nearest given one of a higher level."""
-    for what, index in (("num_cpus", 0), ("num_gpus", 1), ("memory", 2)):
-        above, parent = total[index], "total"
-        for level, quota in (("per_bag", bag), ("per_model", model)):
-            figure = quota[index]
+    for what in _NAMES:
+        above, parent = total.get(what), "total"
+        for level, figure in (("per_bag", bag.get(what)), ("per_model", model.get(what))):
             if figure is None:
                 continue
             if above is not None and figure > above:
@@ -269,63 +253,30 @@ def _check_nesting(total: WholeQuota, bag: PartialQuota, model: PartialQuota) ->
             above, parent = figure, level
 
 
-def _fitting(wanted: int, parent: WholeQuota | PartialQuota, model: PartialQuota) -> int:
-    """Return how many models fit at once, up to ``wanted``; a model without given values needs only one CPU."""
-    folds = wanted
-    if parent.cpus is not None:
-        folds = min(folds, parent.cpus // (model.cpus or 1))
-    if parent.gpus is not None and model.gpus is not None:
-        folds = min(folds, hold(parent.gpus, model.gpus))
-    if parent.memory is not None and model.memory is not None:
-        folds = min(folds, parent.memory // model.memory)
-    assert folds >= 1, "nesting was checked"
-    return folds
+def _fitting(wanted: int, parent: Figures, need: Figures) -> int:
+    """Return how many times ``need`` fits into the parent's resources, up to ``wanted``."""
+    found = wanted
+    for name in parent.keys() & need.keys():
+        if name == "num_gpus":
+            found = min(found, hold(parent[name], need[name]))
+        else:
+            found = min(found, parent[name] // need[name])
+    assert found >= 1, "nesting was checked"
+    return found
 
 
-def _trials_at_once(num_trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> int:
-    """Return how many bags fit; without a given quota a bag is as many models as fit: folds come first, then trials."""
-    parent = WholeQuota(
-        total.cpus if bag.cpus is None else bag.cpus,
-        total.gpus if bag.gpus is None else bag.gpus,
-        total.memory if bag.memory is None else bag.memory,
-    )
-    folds = _fitting(wanted, parent, model)
-    cpus = folds * (model.cpus or 1) if bag.cpus is None else bag.cpus
-    trials = min(num_trials, total.cpus // cpus)
-    gpus = folds * (model.gpus or Fraction(0)) if bag.gpus is None else bag.gpus
-    trials = min(trials, hold(total.gpus, gpus))
-    memory = folds * (model.memory or 0) if bag.memory is None else bag.memory
-    if total.memory is not None and memory:
-        trials = min(trials, total.memory // memory)
-    assert trials >= 1, "nesting was checked"
-    return trials
+def _times(figures: Figures, number: int) -> Figures:
+    return {name: figure * number for name, figure in figures.items()}
 
 
-def _bag_quota(trials: int, wanted: int, total: WholeQuota, bag: PartialQuota, model: PartialQuota) -> WholeQuota:
-    """Return a bag's quota; values not given are what its folds need, at most an equal part of the total."""
-    cpus, gpus, memory = bag
-    if cpus is None:
-        cpus = total.cpus // trials
-        cpus = cpus if model.cpus is None else min(cpus, model.cpus * wanted)
-    if gpus is None:
-        gpus = total.gpus / trials
-        gpus = gpus if model.gpus is None else min(gpus, model.gpus * wanted)
-    if memory is None and total.memory is not None:
-        memory = total.memory // trials
-        memory = memory if model.memory is None else min(memory, model.memory * wanted)
-    return WholeQuota(cpus, gpus, memory)
+def _divided(figures: Figures, number: int) -> Figures:
+    """Return an equal part of each figure; CPUs and bytes stay whole."""
+    return {name: f / number if name == "num_gpus" else Fraction(f // number) for name, f in figures.items()}
 
 
-def _model_quota(trials: int, folds: int, total: WholeQuota, bag: WholeQuota, model: PartialQuota) -> WholeQuota:
-    cpus = bag.cpus // folds if model.cpus is None else model.cpus
-    memory = model.memory
-    if memory is None and bag.memory is not None:
-        memory = bag.memory // folds
-    gpus = model.gpus
-    if gpus is None:
-        # Equal within the bag; a bag's part may span devices (2 GPUs over 3 trials), a model's must not.
-        gpus = min(_equal_part(bag.gpus, folds), _equal_part(total.gpus, trials * folds))
-    return WholeQuota(cpus, gpus, memory)
+def _least(one: Figures, other: Figures) -> Figures:
+    """Return the figures of ``one``, lowered to those of the other."""
+    return {name: min(figure, other.get(name, figure)) for name, figure in one.items()}
 
 
 def _equal_part(gpus: Fraction, models: int) -> Fraction:
@@ -336,8 +287,8 @@ def _equal_part(gpus: Fraction, models: int) -> Fraction:
     return Fraction(1, math.ceil(models / gpus))
 
 
-def _quota(figures: WholeQuota) -> ResourceQuota:
-    return ResourceQuota(figures.cpus, as_number(figures.gpus), "auto" if figures.memory is None else figures.memory)
+def _quota(figures: Figures) -> ResourceQuota:
+    return ResourceQuota(**{name: as_number(figure) for name, figure in figures.items()})  # type: ignore[arg-type]
 
 
 # -- on devices ------------------------------------------------------------------------------------------------------
@@ -377,23 +328,22 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     """
     num_gpus = checked_count("num_gpus", num_gpus, least=0)
     requests = [exact(fraction) for fraction in fractions]
-    for request, fraction in zip(requests, fractions):
-        if request > 1 and request.denominator != 1:
-            raise ResourceError(f"{fraction!r} GPUs for one model: must be a fraction up to 1, or a whole number.")
-    # Integers from here on: a device has `full` parts, a request is a whole number of parts.
-    full = math.lcm(*(request.denominator for request in requests)) if requests else 1
+    for fraction in fractions:
+        check_one_model("place: num_gpus", fraction)
+    # Integers from here on: a device has `full` units, of which each request needs some on one or several devices.
+    full = math.lcm(*(request.denominator for request in requests))
     sizes = [int(request * full) for request in requests]
-    owned = sum(size for size in sizes if size >= full) // full
-    parts = [size for size in sizes if 0 < size < full]
-    unequal = len(set(parts)) > 1
-    if not unequal or len(parts) > _SEARCHED:
-        placed = _first_fit(sizes, full, largest_first=unequal)
+    needs = [[full] * (size // full) if size >= full else [size] * (size > 0) for size in sizes]
+    flat = [size for parts in needs for size in parts]
+    fractional = [size for size in flat if size < full]
+    if len(set(fractional)) > 1 and len(fractional) <= _SEARCHED:
+        for num_devices in range(-(-sum(flat) // full), num_gpus + 1):
+            if _fits([full] * num_devices, flat):
+                return _lowest(needs, num_devices, full)
+    else:
+        placed = _first_fit(needs, full, largest_first=len(set(fractional)) > 1)
         if max((device for devices in placed for device in devices), default=-1) < num_gpus:
             return placed
-    else:
-        for num_devices in range(owned + -(-sum(parts) // full), num_gpus + 1):
-            if _fits([full] * (num_devices - owned), parts):
-                return _lowest(sizes, num_devices, full)
     raise ResourceError(
         f"{len(requests)} model{'s' * (len(requests) != 1)} with "
         f"{', '.join(as_text(request) for request in requests[:20])} GPUs do not fit on {num_gpus} "
@@ -402,13 +352,12 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     )
 
 
-def _first_fit(sizes: list[int], full: int, *, largest_first: bool) -> list[list[int]]:
-    """Return, in the order of the input, the first device with room for each request."""
+def _first_fit(needs: list[list[int]], full: int, *, largest_first: bool) -> list[list[int]]:
+    """Return, in the order of the input, the first device with room for each part of each request."""
     room: list[int] = []
-    placed: list[list[int]] = [[] for _ in sizes]
-    for position in sorted(range(len(sizes)), key=lambda position: -sizes[position] if largest_first else 0):
-        size = sizes[position]
-        for part in [full] * (size // full) if size >= full else [size] * (size > 0):
+    placed: list[list[int]] = [[] for _ in needs]
+    for position in sorted(range(len(needs)), key=lambda position: -sum(needs[position]) if largest_first else 0):
+        for part in needs[position]:
             device = next((device for device, left in enumerate(room) if left >= part), len(room))
             if device == len(room):
                 room.append(full)
@@ -417,29 +366,21 @@ def _first_fit(sizes: list[int], full: int, *, largest_first: bool) -> list[list
     return placed
 
 
-def _lowest(sizes: list[int], num_devices: int, full: int) -> list[list[int]]:
+def _lowest(needs: list[list[int]], num_devices: int, full: int) -> list[list[int]]:
     """Return the assignment with the lowest indices, in the order of the input; one must exist."""
     room = [full] * num_devices
+    later = [part for parts in needs for part in parts]
     placed: list[list[int]] = []
-    for position, size in enumerate(sizes):
-        later = sizes[position + 1 :]
-        owned = sum(other for other in later if other >= full) // full
-        parts = [other for other in later if 0 < other < full]
-        if size >= full:
-            placed.append([device for device, left in enumerate(room) if left == full][: size // full])
-            for device in placed[-1]:
-                room[device] = 0
-        elif size == 0:
-            placed.append([])
-        else:
-            for device in (device for device, left in enumerate(room) if left >= size):
-                room[device] -= size
-                empty = room.count(full)
-                used = [left for left in room if left < full]
-                if empty >= owned and _fits(used + [full] * (empty - owned), parts):
-                    placed.append([device])
+    for parts in needs:
+        placed.append([])
+        for part in parts:
+            later.pop(0)
+            for device in (device for device, left in enumerate(room) if left >= part):
+                room[device] -= part
+                if _fits(room, later):
+                    placed[-1].append(device)
                     break
-                room[device] += size
+                room[device] += part
     return placed
 
 

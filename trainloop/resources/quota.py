@@ -22,6 +22,7 @@ __all__ = [
     "Resources",
     "as_number",
     "as_text",
+    "check_one_model",
     "checked_count",
     "exact",
     "format_bytes",
@@ -103,7 +104,7 @@ class ResourceQuota:
 
     def __post_init__(self) -> None:
         if self.num_cpus != "auto":
-            object.__setattr__(self, "num_cpus", _checked_cpus(self.num_cpus))
+            object.__setattr__(self, "num_cpus", checked_count("num_cpus", self.num_cpus, 1, ", or 'auto' for all"))
         if self.num_gpus != "auto":
             exact(self.num_gpus)
         if self.memory != "auto":
@@ -116,12 +117,6 @@ class ResourceQuota:
 
 
 ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore[method-assign]
-
-
-def _checked_cpus(value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ResourceError(f"num_cpus={value!r}: must be an int of 1 or more, or 'auto' for all of them.")
-    return int(value)
 
 
 def exact(num_gpus: object) -> Fraction:
@@ -159,6 +154,18 @@ def exact(num_gpus: object) -> Fraction:
     )
 
 
+def check_one_model(name: str, num_gpus: object) -> None:
+    """Raise an error for a number of GPUs that one model can't use, such as 1.5; ``'auto'`` is accepted."""
+    if num_gpus == "auto":
+        return
+    gpus = exact(num_gpus)
+    if gpus > 1 and gpus.denominator != 1:
+        raise ResourceError(
+            f"{name}={num_gpus!r}: one model can use a fraction of one GPU, or whole GPUs. "
+            f"Use {math.floor(gpus)} or {math.ceil(gpus)}."
+        )
+
+
 def as_number(fraction: Fraction) -> float:
     """Return an int if the fraction is whole, else the nearest float; :func:`exact` inverts it."""
     return int(fraction) if fraction.denominator == 1 else float(fraction)
@@ -169,10 +176,10 @@ def as_text(figure: int | Fraction) -> str:
     return f"{as_number(Fraction(figure)):.12g}"
 
 
-def checked_count(name: str, value: object, least: int) -> int:
+def checked_count(name: str, value: object, least: int, also: str = "") -> int:
     """Return ``value`` as an int; raise an error unless it is an int (not a bool) of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more.")
+        raise ResourceError(f"{name}={value!r}: must be an int of {least} or more{also}.")
     return int(value)
 
 

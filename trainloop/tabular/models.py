@@ -11,6 +11,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from sklearn import ensemble
+from sklearn.compose import ColumnTransformer
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, OrdinalEncoder, StandardScaler
 
 from trainloop.resources import gpu_or_cpu
 from trainloop.tabular.columns import Columns, Rows
@@ -59,12 +66,6 @@ def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = 
     ``gaps``, missing and unknown values stay NaN; otherwise they are filled. Each text column gives the TF-IDF of its
     ``words`` most frequent words; above 1000 words the matrix may be sparse.
     """
-    from sklearn.compose import ColumnTransformer
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.impute import SimpleImputer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, OrdinalEncoder, StandardScaler
-
     filled = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
     numbers = FunctionTransformer() if gaps else make_pipeline(filled, StandardScaler()) if scale else filled
     unknown = np.nan if gaps else -1
@@ -119,8 +120,6 @@ class Estimator(Adapter):
 
 def linear(given: Given) -> Estimator:
     """Return a logistic regression, or a ridge regression."""
-    from sklearn.linear_model import LogisticRegression, Ridge
-
     regression = given.target.problem == "regression"
     make = Ridge if regression else partial(LogisticRegression, max_iter=300)
     return Estimator(given, make, onehot=True, scale=True, words=5000)
@@ -128,8 +127,6 @@ def linear(given: Given) -> Estimator:
 
 def forest(given: Given, kind: str = "RandomForest") -> Estimator:
     """Return a random forest."""
-    from sklearn import ensemble
-
     make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
     # The model uses all CPUs of its process; their number may differ when it predicts.
     return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=-1), onehot=False)

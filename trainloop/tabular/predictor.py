@@ -17,7 +17,7 @@ import pandas as pd
 from sklearn.inspection import permutation_importance
 
 from trainloop._support.user_line import warn
-from trainloop.checkpoint.storage import why_not_writable
+from trainloop.checkpoint import folder
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, plan
 from trainloop.resources.enforce import applied
@@ -29,7 +29,7 @@ from trainloop.tabular.specs import Options, Spec, parse_hyperparameters, parse_
 from trainloop.tabular.targets import METRICS, Problem, Task, find_metric, labelled_rows
 from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
 from trainloop.tuning.result import short
-from trainloop.tuning.storage import make_folder, read_checked, write_checked
+from trainloop.tuning.storage import read_checked, write_checked
 
 __all__ = ["TabularPredictor"]
 
@@ -155,7 +155,7 @@ class TabularPredictor:
             presets=presets,
         )
         if self.path is not None:
-            _make_folder(self.path)  # fails before the training if the folder can't be used
+            folder(self.path).check_writable()  # before the training
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
         with applied(options.own):
             task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
@@ -279,7 +279,7 @@ class TabularPredictor:
             self.path = os.path.abspath(path)
         elif self.path is None:
             self.path = os.path.abspath(f"TabularModels/{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
-        _make_folder(self.path)
+        folder(self.path).check_writable()
         write_checked(Path(self.path) / _FILE, *_WHAT, state, "predictor")
         return self.path
 
@@ -315,22 +315,9 @@ class TabularPredictor:
         return f"TabularPredictor(label={self.label!r}, {state})"
 
 
-def _make_folder(path: str) -> None:
-    """Create the folder to save to; raise if it can't be created or written to."""
-    why = why_not_writable(path)
-    try:
-        if not why:
-            make_folder(Path(path))
-    except OSError as error:  # a full disk
-        why = str(error)
-    if why:
-        raise ConfigurationError(f"path={path!r} can't be saved to: {why}. Choose another folder.")
-
-
 # -- the training: models with equal quotas share one plan, and train at the same time ---------------------------------
 
 
-_MODULES = ["pandas", "sklearn.compose", "sklearn.ensemble", "sklearn.feature_extraction.text", "sklearn.linear_model"]
 _SPEC = "the model"  # in the space of a group: no setting has this name
 
 
@@ -350,14 +337,11 @@ class _Group:
     @property
     def modules(self) -> list[str]:
         """Modules to import once, before the models' processes are forked."""
-        networks = sum(spec.model.gpu == "always" for spec in self.specs)
-        names = _MODULES + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
-        # The others need not wait seconds for torch if only one process needs it.
-        if networks < len(self.specs) and networks * self.plan.num_folds < 2:
-            return names
+        names = [__name__] + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
         # A process's first optimizer imports the compiler, which takes a second. Not with GPUs: nothing may access
         # them before the fork.
-        return [*names, "trainloop.tabular.network"] + ["torch._dynamo"] * (not self.gpu)
+        networks = any(spec.model.gpu == "always" for spec in self.specs)
+        return names + ["torch._dynamo"] * (networks and not self.gpu)
 
 
 def train(

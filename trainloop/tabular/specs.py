@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import importlib.util
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pkgutil import resolve_name
+from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import pip_install
@@ -17,7 +17,8 @@ from trainloop.pretrained import find_picture_model, find_text_model, import_lib
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count
 from trainloop.tabular.columns import Columns, Kind
-from trainloop.tabular.models import Adapter, Given
+from trainloop.tabular.models import Adapter, Estimator, Given, GradientBoosting, extra_trees, forest, linear
+from trainloop.tabular.network import Network, OwnNetwork, PictureNetwork, TextNetwork
 from trainloop.tuning import Choice, Integers, Uniform
 from trainloop.tuning.local import machine_total
 from trainloop.tuning.space import make_searcher
@@ -243,23 +244,14 @@ class _Model:
     """A key of ``hyperparameters``."""
 
     name: str
-    maker: str
-    """Constructs the adapter. Given as ``module:name``, because only a model's own process imports torch."""
+    make: Callable[[Given], Adapter]
+    """Returns the adapter, untrained."""
     reads: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
     space: Mapping[str, Any] = field(default_factory=dict)
     """The default search space."""
     needs: str = "sklearn"
     gpu: str = "never"
     """``never``, ``asked`` (if the user asks for GPUs), or ``always`` (if there are any)."""
-
-    own: Any = None
-    """The user's class or function, which is passed to the adapter."""
-
-    def make(self, given: Given) -> Adapter:
-        """Return the adapter, untrained."""
-        make = resolve_name(f"trainloop.tabular.{self.maker}")
-        made: Adapter = make(given) if self.own is None else make(given, self.own)
-        return made
 
 
 _FOREST = {"max_features": ["sqrt", 0.5, 0.75, 1.0], "min_samples_leaf": [1, 2, 4, 8]}
@@ -272,13 +264,13 @@ _BOOSTED = {
     "min_data_in_leaf": Integers(2, 60),
 }
 MODELS = {
-    "LR": _Model("LinearModel", "models:linear"),
-    "RF": _Model("RandomForest", "models:forest", space=_FOREST),
-    "XT": _Model("ExtraTrees", "models:extra_trees", space=_FOREST),
-    "GBM": _Model("LightGBM", "models:GradientBoosting", space=_BOOSTED, needs="lightgbm", gpu="asked"),
-    "NN_TORCH": _Model("NeuralNetTorch", "network:Network", space=_NETWORK, gpu="always"),
-    "AG_TEXT_NN": _Model("TextPredictor", "network:TextNetwork", ("text",), _LEARNING, gpu="always"),
-    "AG_IMAGE_NN": _Model("ImagePredictor", "network:PictureNetwork", ("picture",), _LEARNING, gpu="always"),
+    "LR": _Model("LinearModel", linear),
+    "RF": _Model("RandomForest", forest, space=_FOREST),
+    "XT": _Model("ExtraTrees", extra_trees, space=_FOREST),
+    "GBM": _Model("LightGBM", GradientBoosting, space=_BOOSTED, needs="lightgbm", gpu="asked"),
+    "NN_TORCH": _Model("NeuralNetTorch", Network, space=_NETWORK, gpu="always"),
+    "AG_TEXT_NN": _Model("TextPredictor", TextNetwork, ("text",), _LEARNING, gpu="always"),
+    "AG_IMAGE_NN": _Model("ImagePredictor", PictureNetwork, ("picture",), _LEARNING, gpu="always"),
 }
 
 
@@ -296,9 +288,6 @@ class Spec:
     """``ag_args_ensemble['ag_args_fit']`` of this model."""
     columns: Columns
     """The columns that the model can use."""
-
-    def __str__(self) -> str:
-        return self.name
 
 
 def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
@@ -344,8 +333,8 @@ def _model_of(key: Any) -> _Model:
     name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
     if hasattr(key, "fit") and hasattr(key, "predict") and not network:
-        return _Model(name, "models:Estimator", own=key)
-    return _Model(name, "network:OwnNetwork", own=key, gpu="always")
+        return _Model(name, partial(Estimator, make=key))
+    return _Model(name, partial(OwnNetwork, make=key), gpu="always")
 
 
 def _spec(

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop.loop import TrainLoop
 from trainloop.tuning.folds import Fold
 
 __all__ = ["EstimatorLoop", "Outcome", "combine", "fit", "learn_rows", "predict_with"]
@@ -160,14 +163,8 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
     elif metric == "val_loss":
         score = _loss(estimator, predictions, np.asarray(y))
     else:
-        try:
-            from sklearn.metrics import get_scorer
-        except ImportError as error:
-            raise ConfigurationError(
-                f"metric={metric!r} of a {type(estimator).__name__} needs scikit-learn: pip install scikit-learn, or "
-                "pass a callable metric(y_true, y_pred)."
-            ) from error
-        score = float(get_scorer(metric)(estimator, x, y))
+        metrics = import_extra("sklearn.metrics", f"metric={metric!r} of a {type(estimator).__name__}", "metrics")
+        score = float(metrics.get_scorer(metric)(estimator, x, y))
     return Outcome(score, predictions, estimator, classes_of(estimator))
 
 
@@ -214,10 +211,6 @@ def predict_with(model: Any, data: Any) -> Any:
         A ``TTModel``, if ``data`` is a ``DataLoader`` or a dataset; an estimator, if it is an array or a table.
     """
     if hasattr(model, "get_predictions"):
-        from torch.utils.data import DataLoader
-
-        from trainloop.train_loop.loop import TrainLoop
-
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         return as_rows(TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
     return as_rows(model.predict_proba(data) if hasattr(model, "predict_proba") else model.predict(data))

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop._support.platform import affinity
-from trainloop.errors import ConfigurationError, ResourceError
+from trainloop.errors import ResourceError
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact
@@ -57,10 +57,7 @@ class RayBackend:
         ResourceError
             If the cluster has less than ``total``.
         """
-        try:
-            import ray
-        except ImportError as error:
-            raise ConfigurationError(f"backend='ray' needs Ray: {pip_install('ray')}.") from error
+        ray = import_extra("ray", "backend='ray'", "ray")
         own = not ray.is_initialized()
         if own:
             _connect(ray, total)
@@ -211,7 +208,7 @@ def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[s
         )
         with ExitStack() as undo:
             if cpus := affinity():
-                job.cpus = free_cpus(int(job.quota[0]), cpus, undo)
+                job.cpus = free_cpus(int(job.quota.num_cpus), cpus, undo)
             # In a child: Ray's worker has already imported modules, and must survive a crash.
             child = Child(job)
             undo.callback(child.end)

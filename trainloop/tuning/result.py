@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
-from trainloop.history import html_table
+from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting
 from trainloop.tuning.fitting import align, is_number
@@ -80,39 +80,29 @@ def short(error: str) -> str:
     return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
 
+@dataclass(eq=False, repr=False)
 class TuneResult:
     """The trials of a search, the best trial, and the models of that trial.
 
     :func:`~trainloop.tuning.tune` returns it. Print it to see a table of the trials.
     """
 
-    def __init__(
-        self,
-        trials: list[Trial],
-        *,
-        metric: str,
-        mode: str,
-        plan: Plan,
-        folder: Path,
-        folds: list[Fold] | None,
-        interrupted: bool = False,
-        trusted: bool = False,
-    ) -> None:
-        self.trials = trials
-        """All trials that were started, in order."""
-        self.metric = metric
-        """Name of the metric."""
-        self.mode = mode
-        """``min`` or ``max``."""
-        self.plan = plan
-        """Resources that the trials ran on."""
-        self.folder = folder
-        """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
-        self.folds = folds
-        """Folds of the bag; None without bagging."""
-        self._trusted = trusted
-        self.interrupted = interrupted
-        """True if the search was stopped before it had finished."""
+    trials: list[Trial]
+    """All trials that were started, in order."""
+    metric: str
+    """Name of the metric."""
+    mode: str
+    """``min`` or ``max``."""
+    plan: Plan
+    """Resources that the trials ran on."""
+    folder: Path
+    """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
+    folds: list[Fold] | None
+    """Folds of the bag; None without bagging."""
+    interrupted: bool = False
+    """True if the search was stopped before it had finished."""
+    trusted: bool = False
+    """True if the folder is read without a check of who may have written it."""
 
     @property
     def best_trial(self) -> Trial:
@@ -221,7 +211,7 @@ class TuneResult:
         return self.predictions_of(self.best_trial)
 
     def _read(self, path: Path) -> Any:
-        return read(path, trusted=self._trusted)
+        return read(path, trusted=self.trusted)
 
     def _finished(self, trial: Trial) -> list[tuple[int, Path]]:
         folder = self.folder / f"trial-{trial.number:04d}"
@@ -243,21 +233,12 @@ class TuneResult:
             for trial in best_first(self.trials, self.mode)
         ]
 
-    def _cells(self) -> list[list[str]]:
-        """Return the table's lines, its header first."""
-        names = ["trial", *dict.fromkeys(n for trial in self.trials for n in trial.params)]
-        names += [self.metric, "folds", "seconds", "state"]
-        return [names] + [[_cell(row.get(name, "")) for name in names] for row in self.rows()]
-
     def _repr_html_(self) -> str:
-        names, *rows = self._cells()
-        return html_table(names, rows)
+        return html_table(self.rows())
 
     def table(self) -> str:
         """Return a table of the trials as text, best first."""
-        cells = self._cells()
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+        return format_table(self.rows())
 
     def __str__(self) -> str:
         ended = "; interrupted" if self.interrupted else ""
@@ -286,10 +267,6 @@ class TuneResult:
         ConfigurationError
             If matplotlib is not installed (``pip install 'tt-trainloop[plot]'``).
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError(f"TuneResult.plot needs matplotlib: {pip_install('plot')}.") from error
         scored = [trial for trial in self.trials if is_number(trial.score)]
         numeric = [
             name
@@ -298,7 +275,8 @@ class TuneResult:
                 isinstance(t.params.get(name), (int, float)) and not isinstance(t.params[name], bool) for t in scored
             )
         ]
-        figure = Figure(figsize=(4 * (1 + len(numeric)), 3.2), layout="constrained")
+        figure_type = import_extra("matplotlib.figure", "TuneResult.plot", "plot").Figure
+        figure = figure_type(figsize=(4 * (1 + len(numeric)), 3.2), layout="constrained")
         axes = figure.subplots(1, 1 + len(numeric), squeeze=False)[0]
         for ax, name in zip(axes, ["trial", *numeric]):
             xs = [trial.number if name == "trial" else trial.params[name] for trial in scored]
@@ -313,15 +291,6 @@ class TuneResult:
         if path is not None:
             figure.savefig(os.fspath(path))
         return figure
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join("-" if each is None else f"{each:.4g}" for each in value)
-    if value is None:
-        return "-"
-    text = f"{value:.5g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."
 
 
 # -- the predictor of a bag --------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 import time
 import weakref
@@ -151,7 +150,15 @@ def tune(
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    own = None if folds is None else _given_folds(folds, num_bag_folds, data, targets)
+    own = None
+    if folds is not None:
+        if num_bag_folds != 1:
+            raise ConfigurationError(
+                f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove "
+                "num_bag_folds."
+            )
+        x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
+        own = own_folds(folds, x, y)
     num_bag_folds = num_bag_folds if own is None else len(own)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
@@ -196,7 +203,7 @@ def tune(
             trusted=trusted,
         )
         undo.callback(store.close)
-        chosen_seed = store.fix_seed(secrets.randbelow(2**31) if seed is None else seed)
+        chosen_seed = int(store.identity["seed"])
         if chosen_seed != seed:
             proposals = make_searcher(searcher, space, seed=chosen_seed, mode=mode)
         runner: LocalBackend | RayBackend
@@ -210,9 +217,8 @@ def tune(
         undo.callback(runner.close)
         work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
         search = _Search(
-            *(store, division, proposals, runner, held, work, chosen_seed, mode, progress),
-            deadline=deadline,
-            keep_all=keep == "all",
+            *(store, division, proposals, runner, held, work, chosen_seed, mode, deadline, keep == "all"),
+            View(division, mode, progress),
         )
         search.settle_folds(num_bag_folds, targets, own)
         search.run()
@@ -248,16 +254,6 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_li
         raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
 
 
-def _given_folds(folds: Any, num_bag_folds: int, data: Any, targets: Any) -> list[Fold]:
-    """Return the user's own folds."""
-    if num_bag_folds != 1:
-        raise ConfigurationError(
-            f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove num_bag_folds."
-        )
-    x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-    return own_folds(folds, x, y)
-
-
 def _name_of(metric: str | Callable[..., float]) -> str:
     return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
 
@@ -265,42 +261,31 @@ def _name_of(metric: str | Callable[..., float]) -> str:
 # -- the search ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Search:
     """The trials in progress, and a slot for each model that may run at once by the plan.
 
     Folds of the next trial take the slots that a trial no longer needs.
     """
 
-    def __init__(
-        self,
-        store: Storage,
-        division: Plan,
-        searcher: Searcher,
-        backend: LocalBackend | RayBackend,
-        held: tuple[list[int], list[int]] | None,
-        work: dict[str, Any],
-        seed: int,
-        mode: str,
-        progress: bool,
-        *,
-        deadline: float | None,
-        keep_all: bool,
-    ) -> None:
-        self._store = store
-        self._plan = division
-        self._searcher = searcher
-        self._backend = backend
-        self._held = held  # CPUs and GPUs; none of this machine's with Ray
-        self._work = work
-        self._seed = seed
-        self._mode = mode
-        self._view = View(division, mode, progress)
-        self._deadline = deadline
-        self._keep_all = keep_all
-        self._next = 0
-        self.begun: list[Running] = []
-        self.folds: list[Fold] | None = None
-        self.interrupted = False
+    store: Storage
+    division: Plan
+    searcher: Searcher
+    backend: LocalBackend | RayBackend
+    held: tuple[list[int], list[int]] | None
+    """CPUs and GPUs of this machine; None with Ray."""
+    work: dict[str, Any]
+    """What the processes of all folds get."""
+    seed: int
+    mode: str
+    deadline: float | None
+    keep_all: bool
+    view: View
+    next: int = 0
+    """Number of the next trial."""
+    begun: list[Running] = field(default_factory=list)
+    folds: list[Fold] | None = None
+    interrupted: bool = False
 
     # -- folds -------------------------------------------------------------------------------------------------------
 
@@ -308,59 +293,59 @@ class _Search:
         """Set the bag's folds (the user's, or made from targets or data) and write the file that all children read."""
         self.folds = own
         if num_bag_folds > 1 and own is None:
-            path = self._store.folder / "folds.pkl"
+            path = self.store.folder / "folds.pkl"
             if path.exists():
-                self.folds = read(path, trusted=self._store.trusted)
+                self.folds = read(path, trusted=self.store.trusted)
             else:
                 length, targets = self._describe(targets)
-                self.folds = make_folds(length, num_bag_folds, seed=self._seed, classes=class_targets(targets))
+                self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
         # Once for all children: the data may be large, so each job only names the file.
-        write(self._store.folder / "work.pkl", {**self._work, "folds": self.folds}, "tune")
+        write(self.store.folder / "work.pkl", {**self.work, "folds": self.folds}, "tune")
 
     def _describe(self, targets: Any) -> tuple[int, Any]:
-        if targets is None and self._work["data"] is not None:
-            targets = self._work["data"][1]
+        if targets is None and self.work["data"] is not None:
+            targets = self.work["data"][1]
         if targets is not None:
             return len(targets), targets
         # Only the loop knows its data: a child process creates a loop and inspects it.
-        write(self._store.folder / "work.pkl", {**self._work, "folds": None}, "tune")
-        params = self._store.params(0) or self._searcher.propose(0) or {}
-        self._store.begin_trial(0, params)
-        folder = self._store.folder / "data"
+        write(self.store.folder / "work.pkl", {**self.work, "folds": None}, "tune")
+        params = self.store.params(0) or self.searcher.propose(0) or {}
+        self.store.begin_trial(0, params)
+        folder = self.store.folder / "data"
         make_folder(folder)
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
-        self._backend.start(self._job(0, 0, folder, place=0, probe=True), 0)
-        while not self._backend.wait(1.0):
+        self.backend.start(self._job(0, 0, folder, place=0, probe=True), 0)
+        while not self.backend.wait(1.0):
             pass
         if not (folder / "result.pkl").exists():
             raise ConfigurationError(
                 "The number of rows of the data is unknown, because make_loop failed with a fold of two rows. Pass "
                 "data=(x, y) or targets (one per row) to tune, or fix make_loop:\n" + (folder / "error.txt").read_text()
             )
-        found = read(folder / "result.pkl", trusted=self._store.trusted)
+        found = read(folder / "result.pkl", trusted=self.store.trusted)
         return found["length"], found["targets"]
 
     def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
         # Slots of one trial are adjacent, on the devices that the plan gives to one bag.
-        bag, model = divmod(place, self._plan.folds_in_parallel)
-        quota = self._plan.per_model
+        bag, model = divmod(place, self.division.folds_in_parallel)
+        quota = self.division.per_model
         environment, cpus = enforce.child_environment(quota), []
-        if self._held is not None:
-            first = bag * int(self._plan.per_bag.num_cpus) + model * int(quota.num_cpus)
-            cpus = self._held[0][first : first + int(quota.num_cpus)]
-            devices = [self._held[1][device] for device in self._plan.placement[place]]
+        if self.held is not None:
+            first = bag * int(self.division.per_bag.num_cpus) + model * int(quota.num_cpus)
+            cpus = self.held[0][first : first + int(quota.num_cpus)]
+            devices = [self.held[1][device] for device in self.division.placement[place]]
             environment["CUDA_VISIBLE_DEVICES"] = child_mask(devices, visible_devices())
         return Job(
             trial=number,
             fold=fold,
             folder=str(folder),
-            work=str(self._store.folder / "work.pkl"),
-            params=str(self._store.trial_folder(number) / "params.pkl"),
-            trusted=self._store.trusted,
-            seed=int(np.random.SeedSequence([self._seed, number, fold]).generate_state(1)[0]),
-            quota=(quota.num_cpus, quota.num_gpus, quota.memory),
+            work=str(self.store.folder / "work.pkl"),
+            params=str(self.store.trial_folder(number) / "params.pkl"),
+            trusted=self.store.trusted,
+            seed=int(np.random.SeedSequence([self.seed, number, fold]).generate_state(1)[0]),
+            quota=quota,
             cpus=cpus,
             environment=environment,
             probe=probe,
@@ -372,43 +357,43 @@ class _Search:
         """Run until every trial has ended, time is up, or the user presses Ctrl-C."""
         why = "the search was interrupted"
         try:
-            with self._view:
+            with self.view:
                 while not self.interrupted and self._fill():
-                    self._view.show(self.begun)
-                    for job in self._backend.wait(self._patience_s()):
+                    self.view.show(self.begun)
+                    for job in self.backend.wait(self._patience_s()):
                         self._record(job)
                     if self._patience_s() <= 0:
                         self.interrupted, why = True, "the search's time was up"
         except KeyboardInterrupt:
             self.interrupted = True
         if self.interrupted:
-            for job in self._backend.close():
-                if self._store.result(job.trial, job.fold) is not None:  # it has just finished
+            for job in self.backend.close():
+                if self.store.result(job.trial, job.fold) is not None:  # it has just finished
                     self._record(job)
             for running in self.begun:
                 running.interrupt(why)
-            self.interrupted = self._next < self._plan.num_trials or any(
+            self.interrupted = self.next < self.division.num_trials or any(
                 each.trial.state == "interrupted" for each in self.begun
             )
-        self._view.last(self.begun, self.interrupted)
+        self.view.last(self.begun, self.interrupted)
 
     def _patience_s(self) -> float:
         """Return the seconds to wait for the end of a fold."""
-        return 1.0 if self._deadline is None else min(1.0, max(0.0, self._deadline - time.monotonic()))
+        return 1.0 if self.deadline is None else min(1.0, max(0.0, self.deadline - time.monotonic()))
 
     def _soft_end(self, num_training: int) -> float | None:
         """Return when (seconds since 1970) a fold that begins now should end, so that later folds have equal time."""
-        if self._deadline is None:
+        if self.deadline is None:
             return None
         waiting = sum(len(running.waiting) for running in self.begun)
-        waiting += (self._plan.num_trials - self._next) * self._plan.num_folds
-        waves = math.ceil((num_training + waiting) / self._plan.models_in_parallel)
-        return time.time() + _SOFT * (self._deadline - time.monotonic()) / waves
+        waiting += (self.division.num_trials - self.next) * self.division.num_folds
+        waves = math.ceil((num_training + waiting) / self.division.models_in_parallel)
+        return time.time() + _SOFT * (self.deadline - time.monotonic()) / waves
 
     def _fill(self) -> bool:
         """Start a fold in every free slot; return True if any fold is training."""
         taken = {place for running in self.begun for place in running.training.values()}
-        for place in range(self._plan.models_in_parallel):
+        for place in range(self.division.models_in_parallel):
             if place in taken:
                 continue
             running = self._with_a_fold()
@@ -417,16 +402,16 @@ class _Search:
             fold = running.waiting.pop(0)
             running.training[fold] = place
             taken.add(place)
-            folder = self._store.clean_fold(running.trial.number, fold)
+            folder = self.store.clean_fold(running.trial.number, fold)
             job = self._job(running.trial.number, fold, folder, place=place)
             job.until = self._soft_end(len(taken))
-            self._backend.start(job, place // self._plan.folds_in_parallel)
+            self.backend.start(job, place // self.division.folds_in_parallel)
         return bool(taken)
 
     def _with_a_fold(self) -> Running | None:
         """Return the first trial that may start another fold; a trial finished in an earlier run has no folds left."""
         for running in self.begun:
-            if running.waiting and len(running.training) < self._plan.folds_in_parallel:
+            if running.waiting and len(running.training) < self.division.folds_in_parallel:
                 return running
         while (begun := self._begin_next()) is not None:
             if begun.waiting:
@@ -434,21 +419,21 @@ class _Search:
         return None
 
     def _begin_next(self) -> Running | None:
-        number = self._next
-        if number >= self._plan.num_trials:
+        number = self.next
+        if number >= self.division.num_trials:
             return None
-        params = self._store.params(number)
+        params = self.store.params(number)
         if params is None:
-            params = self._searcher.propose(number)
+            params = self.searcher.propose(number)
         if params is None:
-            self._next = self._plan.num_trials
+            self.next = self.division.num_trials
             return None
-        self._next += 1
-        running = Running(Trial(number, params, [None] * self._plan.num_folds, 0.0, "interrupted"))
+        self.next += 1
+        running = Running(Trial(number, params, [None] * self.division.num_folds, 0.0, "interrupted"))
         self.begun.append(running)
-        self._store.begin_trial(number, params)
-        for fold in range(self._plan.num_folds):
-            result = self._store.result(number, fold)
+        self.store.begin_trial(number, params)
+        for fold in range(self.division.num_folds):
+            result = self.store.result(number, fold)
             if result is None:
                 running.waiting.append(fold)
             else:
@@ -460,10 +445,10 @@ class _Search:
     def _record(self, job: Job) -> None:
         running, fold = self.begun[job.trial], job.fold
         running.training.pop(fold, None)
-        result = self._store.result(job.trial, fold)
+        result = self.store.result(job.trial, fold)
         if result is None:
             running.trial.errors[fold] = (Path(job.folder) / "error.txt").read_text()
-            self._view.print_lost(running.trial, fold)
+            self.view.print_lost(running.trial, fold)
         else:
             running.add(fold, result)
         if running.over:
@@ -473,15 +458,15 @@ class _Search:
         running.end()
         trial = running.trial
         # Report failures too, or a searcher that models the space would propose the same again.
-        self._searcher.tell(trial.number, trial.params, trial.score if trial.state == "done" else None)
-        if self._keep_all:
+        self.searcher.tell(trial.number, trial.params, trial.score if trial.state == "done" else None)
+        if self.keep_all:
             return
         over = [other.trial for other in self.begun if other.over]
-        best = best_of(over, self._mode)
+        best = best_of(over, self.mode)
         for other in over:
             # Another run may complete a partial trial, which may then be the best.
             if other.state == "done" and best is not None and other.number != best.number:
-                self._store.forget_models(other.number)
+                self.store.forget_models(other.number)
 
 
 # -- running trials and their display ----------------------------------------------------------------------------------

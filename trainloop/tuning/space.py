@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainloop._support.distribution import pip_install
+from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
@@ -215,24 +215,15 @@ class _Optuna:
     """Ask Optuna for parameters and report scores. A choice is sampled by index: its values may have any type."""
 
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise ConfigurationError(f"searcher='optuna' needs Optuna: {pip_install('optuna')}.") from error
-        self._optuna = optuna
+        self._optuna = optuna = import_extra("optuna", "searcher='optuna'", "optuna")
         self._dimensions = dimensions
         self._distributions: dict[str, Any] = {}
+        ranges = {Uniform: optuna.distributions.FloatDistribution, Integers: optuna.distributions.IntDistribution}
         for name, dimension in dimensions.items():
             if isinstance(dimension, Choice):
                 self._distributions[name] = optuna.distributions.CategoricalDistribution(range(len(dimension.values)))
-            elif isinstance(dimension, Uniform):
-                self._distributions[name] = optuna.distributions.FloatDistribution(
-                    dimension.low, dimension.high, log=dimension.log
-                )
-            elif isinstance(dimension, Integers):
-                self._distributions[name] = optuna.distributions.IntDistribution(
-                    dimension.low, dimension.high, log=dimension.log
-                )
+            elif isinstance(dimension, (Uniform, Integers)):
+                self._distributions[name] = ranges[type(dimension)](dimension.low, dimension.high, log=dimension.log)
             else:
                 raise ConfigurationError(
                     f"space[{name!r}]: Optuna can't sample a scipy distribution. Use Uniform, Integers or a list, "
@@ -260,15 +251,11 @@ class _Optuna:
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
         failed = score is None or math.isnan(score)
         state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
-        if number in self._open:
-            self._study.tell(self._open.pop(number), None if failed else score, state=state)
-            return
-        chosen = {}
-        for name, value in params.items():
-            dimension = self._dimensions[name]
-            chosen[name] = list(dimension.values).index(value) if isinstance(dimension, Choice) else value
-        self._study.add_trial(
-            self._optuna.trial.create_trial(
-                params=chosen, distributions=self._distributions, value=None if failed else score, state=state
-            )
-        )
+        if number not in self._open:  # a trial of an earlier run
+            chosen = {}
+            for name, value in params.items():
+                dimension = self._dimensions[name]
+                chosen[name] = list(dimension.values).index(value) if isinstance(dimension, Choice) else value
+            self._study.enqueue_trial(chosen)
+            self.propose(number)
+        self._study.tell(self._open.pop(number), None if failed else score, state=state)

@@ -22,6 +22,7 @@ import json
 import os
 import pickle
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Mapping
@@ -249,6 +250,8 @@ class Storage:
         """Return the identity of the search; if one began here, its identity, which contains its seed."""
         path = self.folder / "search.json"
         if not path.exists():
+            if identity["seed"] is None:
+                identity["seed"] = secrets.randbelow(2**31)
             write_bytes(path, json.dumps(identity, indent=2).encode())
             return identity
         begun: dict[str, Any] = json.loads(path.read_text())
@@ -262,13 +265,6 @@ class Storage:
                     f"{name}={value!r}. Pass the same arguments to resume it, or another folder for a new search."
                 )
         return begun
-
-    def fix_seed(self, seed: int) -> int:
-        """Return the search's seed: the one that it began with, or ``seed`` for a new search."""
-        if self.identity["seed"] is None:
-            self.identity["seed"] = seed
-            write_bytes(self.folder / "search.json", json.dumps(self.identity, indent=2).encode())
-        return int(self.identity["seed"])
 
     # -- trials and folds --------------------------------------------------------------------------------------------
 

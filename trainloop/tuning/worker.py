@@ -1,13 +1,14 @@
 """The process that trains one fold, from its first line to its last.
 
-The process binds itself to its CPUs before it imports any library that counts them, ends when its parent ends, and
-writes its result into the fold's folder. Nothing in this module runs in the process that called ``tune``.
+The process binds itself to its CPUs, ends when its parent ends, and writes its result into the fold's folder. Nothing
+in this module runs in the process that called ``tune``.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -16,7 +17,9 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+import torch
 
 from trainloop._support import platform
 from trainloop.resources import ResourceQuota, enforce, lease
@@ -45,8 +48,8 @@ class Job:
     """File with the trial's parameters."""
     seed: int
     """Seed of all random generators: a fold's score doesn't depend on where it ran."""
-    quota: tuple[Any, Any, Any]
-    """CPUs, GPUs and memory of the model."""
+    quota: ResourceQuota
+    """Quota of the model."""
     cpus: list[int] = field(default_factory=list)
     """CPUs of the child; if empty, all that it may use."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -129,13 +132,11 @@ def _train(job: Job, folder: Path) -> None:
     _until = job.until
     # The search has leased this fold's resources: a lease by the fold would wait for the search to end.
     lease.inherit()
-    quota = ResourceQuota(*job.quota)
+    quota = job.quota
     # The CPU seconds until here were spent on imports.
     began, used = time.monotonic(), _cpu_seconds()
     device = None
     if 0 < float(quota.num_gpus) < 1:
-        import torch
-
         device = torch.device("cuda", 0)
     with enforce.applied(quota, device=device):
         work = read(Path(job.work), trusted=job.trusted)
@@ -171,12 +172,6 @@ def _cpu_seconds() -> float:
 
 
 def _seed(seed: int) -> None:
-    import random
-
-    import numpy as np
-
     random.seed(seed)
     np.random.seed(seed)
-    # If the work needs torch, it is imported by now; if it is imported later, its default seed is constant too.
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)
+    torch.manual_seed(seed)
