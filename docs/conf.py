@@ -51,7 +51,7 @@ pygments_style = "friendly"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# As written in the source: the names of argument_types.py rather than what they stand for, and defaults rather than their repr.
+# As written in the source: names of argument_types.py, and defaults, in place of their values.
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {
     name: name

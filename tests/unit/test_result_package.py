@@ -216,7 +216,7 @@ def test_torchmetrics() -> None:
 
 
 def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = r"A metric of classes, or r2, needs sklearn: pip install '\.\[metrics\]'"
+    hidden = r"A metric of classes, or r2, needs scikit-learn: pip install '\.\[metrics\]'"
     monkeypatch.setattr(rp, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
     for package in (
