@@ -136,6 +136,15 @@ def test_the_newest_missing_is_noticed(tmp_path: Path) -> None:
     assert "step=00000030.pt, the newest checkpoint written, is missing" in messages[0]
 
 
+def test_a_file_shorter_than_an_end_mark_is_damaged(tmp_path: Path) -> None:
+    path = write_some(tmp_path)[-1]
+    data = path.read_bytes()
+    for length in (0, 1, 8, 20):
+        path.write_bytes(data[len(data) - length :])
+        with pytest.raises(CheckpointError, match=f"it has no end mark after {length} bytes"):
+            checkpoint.load(path)
+
+
 def test_several_damaged_ones_give_one_warning(tmp_path: Path) -> None:
     paths = write_some(tmp_path, 4)
     os.truncate(paths[3], 0)

@@ -319,7 +319,7 @@ def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END.size))
     mark = file.read(_END.size)
-    if mark[-len(_MAGIC) :] != _MAGIC:
+    if len(mark) < _END.size or mark[-len(_MAGIC) :] != _MAGIC:
         what = f"it has no end mark after {size} bytes, so it is truncated, or was not written by trainloop"
         raise CheckpointError(problem % what)
     length, body_crc, info_length, end_crc, _ = _END.unpack(mark)
