@@ -59,14 +59,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
+    parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if part := config.getoption("--part"):
-        k, n = map(int, part.split("/"))
-        part_of = {item: zlib.crc32(item.nodeid.encode()) % n for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if part_of[item] != k % n])
-        items[:] = [item for item in items if part_of[item] == k % n]
+    for option in ("--part", "--slow-part"):
+        if part := config.getoption(option):
+            k, n = map(int, part.split("/"))
+            left_out = {
+                item
+                for item in items
+                if (option == "--part" or "slow" in item.keywords) and zlib.crc32(item.nodeid.encode()) % n != k % n
+            }
+            config.hook.pytest_deselected(items=list(left_out))
+            items[:] = [item for item in items if item not in left_out]
     if not torch.cuda.is_available():
         no_gpu = pytest.mark.skip(reason="no CUDA device on this machine")
         for item in items:
