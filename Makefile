@@ -8,7 +8,7 @@
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
-# make test-ecosystem-part  half of their libraries but Ray once, in ddp and resumed; the other half after the next commit
+# make test-ecosystem-part  a third of their libraries but Ray once, in ddp and resumed; another third after the next commit
 # make test-platforms  each mode once and a part of tests/unit on a pretended macOS and Windows
 # make test-versions  a part of the tests with each Python here, with its oldest and newest torch (hours): ARGS=--dry-run lists them
 # make check     what CI runs: tests, lint, types, documentation
@@ -32,6 +32,8 @@ ARGS   ?=
 # Tests run in two processes, a file at a time, in the order in which they are collected: tests/unit, whose files are
 # short, comes last, so that both end together. In one process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
 WORKERS ?= 2
+# To read all files of tests takes half a minute; few have a mark.
+with_mark = $$(grep -rl 'mark\.$(1)' tests --include='test_*.py')
 PYTEST = $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 
 # One stamp for each set of requirements, inside the environment that it describes.
@@ -68,7 +70,7 @@ test: $(VENV)/test.stamp
 # Its tests mostly wait, for processes that hang or end.
 test-long: WORKERS = 4
 test-long: $(VENV)/test.stamp
-	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(ARGS)
+	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(call with_mark,long) $(ARGS)
 
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
@@ -83,7 +85,7 @@ test-docs: $(VENV)/test.stamp
 	$(PYTEST) tests/docs -m "not hosts" $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "hosts and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "hosts and not slow" $(call with_mark,hosts) $(ARGS)
 
 test-all: $(VENV)/test-all.stamp
 	$(BIN)/python -m pytest -m "" -o faulthandler_timeout=300 $(ARGS)
@@ -101,7 +103,7 @@ test-ecosystem: $(VENV)/test-ecosystem.stamp
 ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or StatefulDataLoader or webdataset \
 	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
-	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/2 -o faulthandler_timeout=600 $(ARGS)
+	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/3 -o faulthandler_timeout=600 $(ARGS)
 
 test-platforms: $(VENV)/test.stamp
 	bash tests/pretended/run.sh $(BIN)/python
