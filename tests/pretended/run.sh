@@ -11,11 +11,15 @@ try() {
 unit=("${unit[@]/%/.py}")
 log=$(mktemp)
 failed=()
+# matplotlib lists a system's fonts once. Windows' are in its registry, which only a real one has.
+MPLCONFIGDIR=$(mktemp -d)
+export MPLCONFIGDIR
+"$python" -c "import matplotlib.font_manager"
 try darwin >"$log" 2>&1 &
 try win32 || failed+=(Windows)
 wait $! || failed+=(macOS)
 cat "$log"
-rm -f "$log"
+rm -rf "$log" "$MPLCONFIGDIR"
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed on the pretended ${failed[*]}" >&2
   exit 1

@@ -194,7 +194,7 @@ class AbstractCallback:
         Parameters
         ----------
         state : dict
-            The callback's :meth:`state_dict` from that run.
+            The callback's :meth:`~.AbstractCallback.state_dict` from that run.
         """
         return True
 

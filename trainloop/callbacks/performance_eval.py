@@ -1,4 +1,4 @@
-"""Callbacks that compute metrics over whole datasets, or that print or combine metrics of the history."""
+"""Callbacks that compute, print or combine metrics over whole datasets, and the confusion matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate schedules: thin wrappers of ``torch.optim.lr_scheduler``.
+"""Learning rates: schedules, as thin wrappers of ``torch.optim.lr_scheduler``, and a callback that logs the rates.
 
 In every mode, a scheduler steps once per optimizer step or once per epoch, regardless of the numbers of ranks, replicas
 and micro-batches. It does not step if AMP skips the optimizer's step.

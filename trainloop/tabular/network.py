@@ -1,4 +1,4 @@
-"""Train a ``TTModel`` on a table: on numbers and categories, texts or pictures; or the user's own model."""
+"""Train a network on a table: on numbers and categories, texts or pictures; or the user's own ``TTModel``."""
 
 from __future__ import annotations
 

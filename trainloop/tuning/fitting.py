@@ -1,4 +1,4 @@
-"""Train a fold with a ``TrainLoop`` or an object with ``fit`` and ``predict``; return score, predictions and model."""
+"""Train a fold with a ``TrainLoop`` or an ``EstimatorLoop``; return score, predictions and model."""
 
 from __future__ import annotations
 

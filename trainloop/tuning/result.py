@@ -1,4 +1,4 @@
-"""The result of a search."""
+"""The result of a search: all trials, the best one, and its models and out-of-fold predictions."""
 
 from __future__ import annotations
 

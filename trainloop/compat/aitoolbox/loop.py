@@ -1,4 +1,4 @@
-"""AIToolbox's ``TrainLoop``: its arguments, history, epoch numbers, evaluations and attributes, on the core's loop."""
+"""AIToolbox's ``TrainLoop`` on the core's: arguments, attributes such as ``amp_scaler``, history, epoch numbers."""
 
 from __future__ import annotations
 
