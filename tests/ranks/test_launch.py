@@ -377,7 +377,7 @@ def test_which_rank_started_this_process(name: str) -> None:
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='x' in the environment"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "according to the environment .*, this process is rank 2 of 2",
+            "according to the environment .*, this process is rank 2 of 2, but a rank must be from 0 to 1",
         ),
     ],
 )

@@ -75,7 +75,8 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             "according to the environment (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS), this process is "
-            f"rank {rank} of {world_size}, but ranks count from 0. To start ranks from here, unset these variables."
+            f"rank {rank} of {world_size}, but a rank must be from 0 to {world_size - 1}. Fix the launcher, or, "
+            "to start ranks from here, unset these variables."
         )
     return Rank(rank, world_size, local_rank, local_world_size, node_rank, num_nodes)
 
