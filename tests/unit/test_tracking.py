@@ -75,7 +75,7 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     (sources / "deep" / "__pycache__" / "a.pyc").write_text("no source")
     hyperparams = {
         "lr": 1e-3, "layers": (8, 3), "path": tmp_path, "net": Net, "scale": np.float32(0.5), "w": torch.ones(2),
-        "inf": float("inf"), "nested": {1: None},
+        "inf": float("inf"), "nested": {1: None}, "dtype": np.float32,
     }  # fmt: skip
     given = dict(hyperparams)
     experiment = Experiment("digits", "baseline", tmp_path / "results", hyperparams, source_dirs=[sources])
@@ -91,7 +91,7 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     written = json.loads((folder / "hyperparams.json").read_text())
     assert written == {
         "lr": 0.001, "layers": [8, 3], "path": str(tmp_path), "net": f"{__name__}.Net", "scale": 0.5, "w": [1.0, 1.0],
-        "inf": "inf", "nested": {"1": None}, "experiment_file_path": __file__,
+        "inf": "inf", "nested": {"1": None}, "dtype": "numpy.float32", "experiment_file_path": __file__,
     }  # fmt: skip
     assert (folder / "test_tracking.py").read_bytes() == Path(__file__).read_bytes()
     assert zipfile.ZipFile(folder / "source_code.zip").namelist() == ["src/deep/a.py"]

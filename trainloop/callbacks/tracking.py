@@ -26,6 +26,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import user_place, warn
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
@@ -386,7 +389,7 @@ def _jsonable(value: Any) -> Any:
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_jsonable(item) for item in value]
-    if hasattr(value, "tolist"):  # a tensor, an array or a number of numpy's
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _jsonable(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
