@@ -291,3 +291,15 @@ def test_unfinished_files_of_others_stay(tmp_path: Path) -> None:
     folder(tmp_path).remove_unfinished("run-a")
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
     folder(tmp_path / "none").remove_unfinished("run-a")
+
+
+def test_a_folder_that_can_not_be_listed_has_nothing_of_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    folder(tmp_path).remove_dead()
+    with pytest.raises(PermissionError):
+        folder(tmp_path).names()

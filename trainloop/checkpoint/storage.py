@@ -18,7 +18,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from uuid import uuid4
@@ -90,16 +89,20 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return its complete files, sorted. Empty if there is no such folder."""
-        return [name for name in self._entries(of_files=True) if not name.endswith(_TEMPORARY)]
+        return [n for n, kind in self._entries().items() if kind == "file" and not n.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
         """Return the folders in it, sorted; empty if there is no such folder."""
-        return self._entries(of_files=False)
+        return [name for name, kind in self._entries().items() if kind == "directory"]
 
-    def _entries(self, *, of_files: bool) -> list[str]:
+    def _entries(self) -> dict[str, str]:
+        """Return the kind of each entry by name, sorted: ``file``, ``directory`` or another; empty without a folder."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
-            return sorted(entry.name for entry in entries if (entry.is_file() if of_files else entry.is_dir()))
-        return []
+            return {
+                entry.name: "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
+                for entry in sorted(entries, key=lambda entry: entry.name)
+            }
+        return {}
 
     def open(self, name: str) -> BinaryIO:
         """Open the file ``name`` for reading; it is seekable. Raises FileNotFoundError."""
@@ -144,15 +147,23 @@ class Folder:
 
     def remove_unfinished(self, writer: str) -> None:
         """Delete unfinished files of a killed ``writer``, and no others."""
-        for name in filter(partial(_is_temporary_of, writer), self._entries(of_files=True)):
-            self.remove(name)
-        for name in filter(partial(_is_temporary_of, writer), self._entries(of_files=False)):
-            shutil.rmtree(self.path(name), ignore_errors=True)
+        for name, kind in self._entries().items():
+            if not _is_temporary_of(writer, name):
+                continue
+            if kind == "directory":
+                shutil.rmtree(self.path(name), ignore_errors=True)
+            else:
+                self.remove(name)
 
     def remove_dead(self) -> None:
         """Delete unfinished files of any killed process, on local disks, if it is certainly dead."""
+        if not _kernel():
+            return
         mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
-        for name in filter(mark.fullmatch, self._entries(of_files=True) if _kernel() else ()):
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # a folder that can't be listed
+            names = [name for name, kind in self._entries().items() if kind == "file" and mark.fullmatch(name)]
+        for name in names:
             with contextlib.suppress(OSError):
                 file = os.open(self.path(name), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
                 try:
@@ -277,16 +288,15 @@ class _RemoteFolder(Folder):
             raise ConfigurationError(f"{self.location!r}: fsspec can't open this URL ({error}).") from error
         return system, path.rstrip("/")
 
-    def _entries(self, *, of_files: bool) -> list[str]:
+    def _entries(self) -> dict[str, str]:
         system, path = self._connect()
         # A cached listing would not show files that other processes have written or deleted since.
         system.invalidate_cache(path)
         try:
             entries = system.ls(path, detail=True)
         except FileNotFoundError:
-            return []
-        kind = "file" if of_files else "directory"
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
+            return {}
+        return dict(sorted((entry["name"].rstrip("/").rpartition("/")[2], entry["type"]) for entry in entries))
 
     def open(self, name: str) -> BinaryIO:
         system, path = self._connect()
