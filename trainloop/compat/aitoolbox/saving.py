@@ -29,7 +29,7 @@ def new_timestamp() -> str:
 
 
 def write_atomically(path: str, write: Any) -> None:
-    """Write a local file atomically."""
+    """Write a file atomically, at a path or a URL."""
     where, name = split_file(path)
     where.write(name, write)
 
@@ -427,9 +427,8 @@ class Bucket:
 
     def save_file(self, local_file_path: str, cloud_file_path: str) -> None:
         """Upload a file."""
-        folder, name = split_file(self.url(cloud_file_path))
         with open(os.path.expanduser(local_file_path), "rb") as source:
-            folder.write(name, lambda file: shutil.copyfileobj(source, file))
+            write_atomically(self.url(cloud_file_path), lambda file: shutil.copyfileobj(source, file))
 
     def load_file(self, cloud_file_path: str, local_file_path: str) -> None:
         """Download a file unless it exists locally."""
@@ -437,9 +436,8 @@ class Bucket:
             print(f"{local_file_path} already exists, so it is not downloaded")
             return
         folder, name = split_file(self.url(cloud_file_path))
-        here, own_name = split_file(local_file_path)
         with folder.open(name) as source:
-            here.write(own_name, lambda file: shutil.copyfileobj(source, file))
+            write_atomically(local_file_path, lambda file: shutil.copyfileobj(source, file))
 
     def experiment_path(self, project: str, experiment: str, timestamp: str, *parts: str) -> str:
         """Return a path of an experiment in the bucket."""
