@@ -235,15 +235,19 @@ class ThroughputMonitor(AbstractCallback):
             return
         self._last_step = loop.global_step
         run: Any = loop.running
-        step, clock = run.step_in_work, run.clock.read()
+        step = run.step_in_work
         if self.units is not None:
             self._units += sum(map(self.units, step.sizes))
+        full = run.clock.steps + 1 - self._begin.steps >= self.every_n_steps
+        if self._counter is None and not full:
+            return
+        clock = run.clock.read()
         now = _Reading(clock.steps + 1, clock.samples + step.total, clock.seconds, clock.data)
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
             self._begin_window(now)  # counting FLOPs has distorted the timing
-        elif now.steps - self._begin.steps >= self.every_n_steps:
+        else:
             self._log(now)
             self._windows += 1
             self._begin_window(now)

@@ -157,8 +157,9 @@ class HostCopy:
             Like :func:`plain`.
         """
         tensors, state = _tensors(state)
-        copied = self._reserved(tensors)
-        for key, tensor in {_identity(tensor): tensor for tensor in tensors}.items():
+        distinct = {_identity(tensor): tensor for tensor in tensors}
+        copied = self._reserved(distinct)
+        for key, tensor in distinct.items():
             if key in copied:
                 copied[key].copy_(tensor, non_blocking=tensor.is_cuda)
             else:
@@ -168,11 +169,13 @@ class HostCopy:
         in_order = iter(tensors)  # plain() walks in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
-    def _reserved(self, tensors: list[Tensor]) -> dict[Any, Tensor]:
-        """Return host memory for each distinct tensor: that of an earlier copy, if one had its form."""
+    def _reserved(self, tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return host memory for each tensor with a storage: that of an earlier copy, if one had its form."""
         free, self._rooms = self._rooms, {}
         reserved = {}
-        for key, tensor in {_identity(tensor): tensor for tensor in tensors if _has_storage(tensor)}.items():
+        for key, tensor in tensors.items():
+            if not _has_storage(tensor):
+                continue
             form = (tensor.is_cuda, tensor.shape, tensor.stride(), tensor.dtype)
             if free.get(form):
                 reserved[key] = free[form].pop()

@@ -86,7 +86,8 @@ def check_cpus(r: Readings) -> Iterator[Check]:
     if r.resources is None:
         return
     cpus, memory = r.resources.num_cpus, r.resources.memory
-    yield Check("cpus", "ok", f"{cpus} of the host's {_host_and_limit(r.resources.cpu_limits, '{}')}")
+    limits, memory_limits = r.resources.cpu_limits, r.resources.memory_limits
+    yield Check("cpus", "ok", f"{cpus} of the host's {limits[0].value}{_limited_by(limits)}")
     variable = r.environ.get("OMP_NUM_THREADS", "")
     threads = int(variable) if variable.isdecimal() else r.torch.found["threads"] if r.torch.found else 0
     if threads > cpus:
@@ -95,15 +96,15 @@ def check_cpus(r: Readings) -> Iterator[Check]:
             f"ranks), or give the loop a ResourceQuota(num_cpus={cpus})."
         )
         yield Check("threads", "attention", f"{threads} threads on {cpus} CPUs", remedy)
-    found = f"{memory / GIB:.1f} GiB of the host's {_host_and_limit(r.resources.memory_limits, '{:.1f}', GIB)}"
+    found = f"{memory / GIB:.1f} GiB of the host's {memory_limits[0].value / GIB:.1f}{_limited_by(memory_limits)}"
     remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks."
     yield _judged("memory", found, memory < 2 * GIB, remedy)
 
 
-def _host_and_limit(limits: Sequence[Limit], form: str, unit: int = 1) -> str:
-    """Return the host's value, and the source of a lower limit if there is one."""
-    host, least = limits[0].value, min(limits, key=lambda limit: limit.value)
-    return form.format(host / unit if unit > 1 else host) + f", limited by {least.source}" * (least.value < host)
+def _limited_by(limits: Sequence[Limit]) -> str:
+    """Return the source of the lowest limit as text; empty if it is the first one, the host's own."""
+    least = min(limits, key=lambda limit: limit.value)
+    return f", limited by {least.source}" if least.value < limits[0].value else ""
 
 
 def check_places(r: Readings) -> Iterator[Check]:
