@@ -82,7 +82,7 @@ def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
 
 
 def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
-    """Wait in a rank for the next work and the numbers of its descriptors here; ``None`` at the end."""
+    """Wait in a rank for more work; return it with its descriptors' numbers in this process, ``None`` at the end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     # The sentinel too, as a fork of the caller may hold the line's other end.

@@ -68,7 +68,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
 
 class Snapshots:
-    """Random states before each forward, unconverted; of GPUs only the current one's.
+    """Random states before each forward, in the generators' own formats; among GPUs, of the current one only.
 
     Python's and numpy's states take 30 times as long to read as torch's, and few programs use these generators while
     they train. So once they have not changed for 100 forwards, they are read only before every 100th.

@@ -340,7 +340,7 @@ class _Mark:
 
     @property
     def received(self) -> bool | None:
-        """In a worker: True if its process also received a signal and still needs the worker; ``None``: not yet."""
+        """In a worker: True if its process also got a signal and needs the worker; ``None`` if it got no signal."""
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
 
     def __reduce__(self) -> tuple[Any, ...]:

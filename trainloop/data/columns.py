@@ -144,7 +144,7 @@ def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
 
 
 def _is_column(part: Any) -> bool:
-    """Return True if it is a list with one value for each column."""
+    """Return True if a part of a batch is a list with one value for each column."""
     inner = (Tensor, np.ndarray, Mapping, tuple, list)
     return isinstance(part, list) and bool(part) and not any(isinstance(value, inner) for value in part)
 

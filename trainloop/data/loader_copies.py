@@ -72,9 +72,8 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers, now.
 
-    Unreferenced workers end too, but only once the garbage collector finds them if a traceback or a reference cycle
-    refers to them. It may have closed their queues by then; each would then be waited for in vain for seconds, and
-    killed.
+    Unreferenced workers end too. But if a traceback or a reference cycle refers to them, they end only when the garbage
+    collector finds them. If it has closed their queues by then, torch waits several seconds for each and kills it.
     """
     workers = persistent_workers(loader)
     if workers is not None:

@@ -76,7 +76,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers and theirs, by the attributes that hold them; None for one that it lacks."""
+    """Return a loader, its samplers and their samplers, by attribute; None for a sampler that it lacks."""
     parts = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         parts[name] = getattr(loader, name, None)

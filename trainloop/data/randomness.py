@@ -94,7 +94,7 @@ class SeedOnArrival:
     """An index for a loader's worker that seeds the worker when it arrives there, just before its batch is fetched.
 
     A loader sends each batch's indices to a worker by pickle. In the worker this object *is* the index: unpickling
-    seeds and returns it, so that dataset and collate function remain the user's, and receive the same as always.
+    seeds and returns it, so that the user's dataset and collate function receive the same arguments as usual.
     """
 
     def __init__(self, index: Any, seed: int, seeder: Callable[[int], None] = seed_cpu) -> None:

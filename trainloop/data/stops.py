@@ -1,7 +1,7 @@
 """Detect a ``StopIteration`` of a dataset or a collate function that is not the end of the loader.
 
-``for batch in loader`` treats it as the loader's end, in one process and from workers alike. So an epoch ends early
-and silently; in ``ddp`` on only one rank, for which the others then wait.
+``for batch in loader`` treats it as the loader's end, in one process and from workers alike. The epoch ends early,
+without an error. In ``ddp`` it ends on one rank only, and the other ranks wait for that rank.
 """
 
 from __future__ import annotations

@@ -259,10 +259,11 @@ class TrainFeed:
         self._at_epoch_begin = None
 
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
-        """Return the random states that determine the order: of the current epoch's beginning; between epochs, of now.
+        """Return the random states that determine the order, as plain types and tensors.
 
-        Also the position of a stream or loader with a state, after the last step that was yielded. Plain types and
-        tensors. An epoch is resumed by loading this, then :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
+        Within an epoch these are the states at its beginning, between epochs the current ones. The result also has the
+        position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load the
+        result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
 
         Parameters
         ----------

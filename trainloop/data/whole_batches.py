@@ -43,12 +43,12 @@ class WholeBatches(BatchShardSampler):
 
     @property
     def rule(self) -> str:
-        """By position, or iterated: ranks compare what they read only in the second case."""
+        """Computed by position, or iterated; only if it is iterated, ranks compare the orders that they have read."""
         return f"{super().rule} of {type(self._order).__name__}"
 
     @property
     def draws_order(self) -> bool:
-        """True unless in dataset order."""
+        """True unless the sampler yields indices in dataset order."""
         return not isinstance(self._order, IdentityOrder)
 
     def batch_seed(self, batch_index: int) -> int:

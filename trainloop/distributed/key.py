@@ -88,7 +88,7 @@ def _read(path: str) -> str:
 class SharedKey:
     """A key in an unnamed file, for the processes of one user on one host.
 
-    The file's place is not secret: a process of another user can't open the file, and can't replace it, since owner and
+    The file's path is not secret: a process of another user can't open the file, and can't replace it, since owner and
     name are checked.
     """
 

@@ -120,7 +120,7 @@ class Training(Run):
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
-        """Train epoch by epoch; return the reason why it ended, 0 for as planned."""
+        """Train epoch by epoch; return the reason why it ended; 0 if it ended as planned."""
         loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
