@@ -21,7 +21,6 @@ from trainloop._support.keywords import keywords_of
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota, plan
-from trainloop.train_loop import names
 from trainloop.train_loop.run_config import RunConfig, run_config_under_launcher
 from trainloop.tuning import tune
 
@@ -104,7 +103,7 @@ def test_every_hint_names_what_there_is() -> None:
             assert argument in known, alternative
             assert any(argument in own and set(foreign.split()) - own for own in signatures), (foreign, alternative)
     loop = make_loop()
-    for known, here in names.ATTRIBUTES.items():
+    for known, here in keywords.ATTRIBUTES.items():
         assert not [name for name in known.split() if hasattr(loop, name)], known
         first = here.replace("loop.", "").split("(")[0].split(" ")[0].split(".")[0].rstrip(",")
         assert first == "torch" or hasattr(loop, first), here

@@ -11,63 +11,68 @@ from typing import Any, TypeVar
 
 from trainloop.errors import UnknownArgumentError
 
-__all__ = ["hint", "keywords_of", "nearest", "refuse", "refuses_unknown", "table_of"]
+__all__ = [
+    "attribute_hint",
+    "hides_unknown",
+    "hint",
+    "keywords_of",
+    "nearest",
+    "refuse",
+    "refuse_unknown",
+    "refuses_unknown",
+    "table_of",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names that people type, and their meaning here: the first alternative whose argument the function has. Text after a
-# colon replaces "Did you mean". A name may be in several rows.
+# Names that people type but that are not similar to ours, and their meaning here: the first alternative whose argument
+# the function has. Text after a colon replaces "Did you mean". A name may be in several rows.
 _ROWS: list[tuple[str, ...]] = [
     # TrainLoop and fit
-    ("train_dataloader train_dataloaders train_dl trainloader training_loader dataloader data_loader", "train_loader"),
-    ("val_loader valid_loader val_dataloader val_dataloaders val_dl valloader eval_loader", "validation_loader"),
-    ("test_dataloader test_dataloaders test_dl testloader", "test_loader"),
+    ("train_dataloader", "train_loader"),
+    ("val_dl eval_loader", "validation_loader"),
+    ("test_dataloader test_dataloaders", "test_loader"),
     ("loss loss_fn loss_func loss_function", "criterion"),
     ("optim optimizers opt", "optimizer=, with a MultiOptimizer([...]) for several"),
     ("strategy mode distributed_backend parallel_mode", "gpu_mode='single', 'dp', 'ddp' or 'fsdp'"),
     ("precision amp mixed_precision autocast dtype fp16 bf16", "use_amp=True, 'bf16' or 'fp16'"),
     ("device", "accelerator='cpu' or 'cuda', with devices=[0] for a particular GPU"),
-    ("gpus num_devices num_processes nproc_per_node nprocs", "devices"),
-    ("epochs max_epochs n_epochs nb_epoch num_train_epochs", "num_epochs"),
+    ("gpus num_processes nproc_per_node nprocs", "devices"),
     ("max_steps num_steps steps max_iterations iterations max_iter", "num_iterations=, which counts batches"),
-    ("accumulate_grad_batches gradient_accumulation_steps gradient_accumulation accumulation_steps grad_accum",
+    ("accumulate_grad_batches gradient_accumulation",
      "grad_accumulation"),
-    ("gradient_clip_val clip_grad_norm max_grad_norm grad_clip gradient_clip", "gradient_clip_norm"),
+    ("clip_grad_norm max_grad_norm grad_clip", "gradient_clip_norm"),
     ("ckpt_path checkpoint resume resume_from_checkpoint", "resume_from='last' or a path"),
     ("find_unused_parameters", "ddp_model_args={'find_unused_parameters': True}"),
     ("check_val_every_n_epoch validation_freq eval_every", "end_auto_eval=, the epochs between evaluations"),
     ("enable_progress_bar verbose", "progress_bar=True or False"),
-    ("sync_bn", "sync_batchnorm"),
     ("random_seed seed_everything random_state", "seed"),
-    ("torch_compile", "compile"),
     ("gradient_checkpointing activation_checkpointing", "checkpoint_modules"),
-    ("nnodes", "num_nodes"),
     ("lr learning_rate", "optimizer: an argument of the optimizer, torch.optim.Adam(model.parameters(), lr=...)."),
     ("batch_size shuffle num_workers", "train_loader: an argument of the loader, DataLoader(data, batch_size=...)."),
     # callbacks
     ("metric metric_name quantity metric_to_monitor score_name key", "monitor", "metric_name", "metric_names"),
-    ("save_top_k max_to_keep n_saved save_total_limit keep_last top_k", "keep"),
+    ("save_top_k max_to_keep n_saved save_total_limit top_k", "keep"),
     ("filepath path dirname dir directory folder checkpoint_dir save_dir output_dir save_path root_dir",
      "dirpath", "log_dir", "path"),
-    ("logdir tensorboard_dir", "log_dir"),
-    ("every_n_train_steps save_steps step_interval every_n_batches", "every_n_steps"),
-    ("period save_freq every_epoch epoch_interval check_every", "every_n_epochs"),
+    ("tensorboard_dir", "log_dir"),
+    ("save_steps step_interval every_n_batches", "every_n_steps"),
+    ("period save_freq epoch_interval check_every", "every_n_epochs"),
     ("train_time_interval", "every_n_minutes"),
-    ("delta min_change threshold_delta", "min_delta"),
+    ("min_change threshold_delta", "min_delta"),
     ("wait tolerance early_stopping_patience", "patience"),
     ("direction goal objective", "mode='min' or 'max'"),
     ("log_interval log_freq update_freq logging_steps", "log_every_n_steps", "every_n_steps"),
     ("log_graph", "graph_input"),
-    ("hparams config params", "hyperparameters"),
-    ("beta ema_decay momentum alpha", "decay"),
-    ("clip_norm grad_norm max_grad_norm gradient_clip_val", "max_norm"),
-    ("clip_value gradient_clip_value", "max_value"),
+    ("config params", "hyperparameters"),
+    ("beta momentum alpha", "decay"),
+    ("clip_norm gradient_clip_val", "max_norm"),
+    ("gradient_clip_value", "max_value"),
     ("duration max_time timeout time_limit max_seconds", "seconds", "time_limit_s"),
-    ("swa_lrs", "swa_lr"),
-    ("swa_epoch_start swa_start", "start"),
+    ("swa_epoch_start", "start"),
     ("logging_interval", "every_n_steps"),
     ("step_size_up step_on", "interval"),
-    ("labels classes display_labels", "class_names"),
+    ("labels display_labels", "class_names"),
     ("save_last", "keep: the newest checkpoint is always kept."),
     ("filename", "keep: files are named by epoch and step; .best_path and .last_path are the best and the newest."),
     ("save_weights_only",
@@ -88,31 +93,29 @@ _ROWS: list[tuple[str, ...]] = [
     ("early_stopping patience", "callbacks=[EarlyStopping(...)]"),
     ("max_time", "callbacks=[TimeLimit(...)]"),
     # tune, plan and ResourceQuota
-    ("objective func fun train_fn trainable model_fn make_model", "make_loop"),
-    ("search_space param_space param_grid param_distributions params parameters grid", "space"),
-    ("num_samples n_trials trials n_iter max_trials", "num_trials"),
-    ("sampler search_alg algo strategy", "searcher"),
+    ("func fun train_fn trainable model_fn make_model", "make_loop"),
+    ("search_space param_grid param_distributions params parameters grid", "space"),
+    ("n_iter", "num_trials"),
+    ("sampler algo strategy", "searcher"),
     ("cv splitter splits", "folds=, or num_bag_folds=5", "num_bag_folds"),
-    ("num_folds n_folds n_splits k_folds folds", "num_bag_folds"),
+    ("n_folds n_splits k_folds folds", "num_bag_folds"),
     ("num_rows n_rows rows labels y stratify", "targets=, a target for each row"),
     ("x dataset", "data=(x, y)"),
-    ("resources quota run per_run", "total"),
+    ("resources run per_run", "total"),
     ("resources_per_trial per_trial trial", "per_bag=, or per_model= without bagging"),
-    ("per_fold fold model", "per_model"),
+    ("fold model", "per_model"),
     ("num_cpus num_gpus", "per_model=ResourceQuota(...), or total= for all models together"),
     ("n_jobs max_concurrent_trials num_workers", "per_model=: as many models train at once as fit into total="),
-    ("parallel", "parallel_folds"),
     ("monitor score scoring", "metric"),
-    ("storage_path local_dir path folder output_dir dirpath save_dir", "storage"),
+    ("local_dir path folder output_dir dirpath save_dir", "storage"),
     ("num_epochs epochs max_epochs callbacks num_iterations grad_accumulation", "fit_args={...}, which fit gets"),
-    ("verbose progress_bar", "progress"),
-    ("cpus cpu num_cpu n_cpus cores num_cores num_threads threads", "num_cpus"),
-    ("gpus gpu num_gpu n_gpus devices", "num_gpus"),
+    ("verbose", "progress"),
+    ("cpu cores num_threads threads", "num_cpus"),
+    ("gpu devices", "num_gpus"),
     ("mem ram memory_limit mem_gb memory_gb", "memory='16GB'"),
     # the wrappers, and their arguments in fit
     ("default_model_methods transfer_model_attributes",
      "module: every attribute and method of the model is reachable through the wrapper, so none has to be named."),
-    ("find_unused find_unused_params unused_parameters", "find_unused_parameters"),
     ("device device_id gpus gpu gpu_ids local_rank rank", "device_ids=, a list"),
     ("replicas_count num_replicas num_devices", "devices"),
     ("auto_wrap_policy wrap_policy wrap wrap_cls units", "shard=[Block], the classes of blocks"),
@@ -131,6 +134,43 @@ for _names, *_here in _ROWS:
 def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
     """Return a table in which every key with several names is split into one key per name."""
     return {name: here for names, here in foreign.items() for name in names.split()}
+
+
+# Attributes of other libraries' loops, and their equivalents in TrainLoop.
+ATTRIBUTES = {
+    "test": "evaluate_loss_on_test_set() and predict_on_test_set()",
+    "validate evaluate eval": "evaluate_loss_on_validation_set() and predict_on_validation_set()",
+    "train run start": "fit(num_epochs=...)",
+    "predict": "predict_with_model(loader)",
+    "save save_model": "torch.save(loop.model.state_dict(), path), or fit(callbacks=[ModelCheckpoint(dir)])",
+    "save_checkpoint": "fit(callbacks=[ModelCheckpoint(dir)])",
+    "load load_model": "loop.model.load_state_dict(torch.load(path))",
+    "load_checkpoint load_from_checkpoint resume": "fit(resume_from='last' or a path)",
+    "current_epoch": "epoch",
+    "total_steps steps iteration num_steps": "global_step",
+    "logged_metrics callback_metrics metrics train_history": "history",
+    "val_loader val_dataloader valid_loader val_dataloaders": "validation_loader",
+    "train_dataloader train_dataloaders": "train_loader",
+    "test_dataloader test_dataloaders": "test_loader",
+    "optimizers": "optimizer",
+    "should_stop stop stop_training": "early_stop = True",
+    "stop_reason": "ends",
+    "strategy mode": "gpu_mode",
+    "global_rank": "rank",
+    "num_devices": "run_config.devices",
+    "logger add_callback": "fit(callbacks=[...])",
+    "lr_find lr_finder": "find_lr()",
+    "scale_batch_size": "find_batch_size()",
+    "state_dict": "checkpoint_state() in a callback, or a ModelCheckpoint",
+}
+
+_ATTRIBUTE = table_of(ATTRIBUTES)
+
+
+def attribute_hint(name: str) -> str:
+    """Return a sentence that names the replacement of another library's attribute; empty if unknown."""
+    here = _ATTRIBUTE.get(name)
+    return "" if here is None else f". The equivalent here is {here}"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -185,6 +225,35 @@ def refuse(
     ]
     if messages:
         raise UnknownArgumentError("\n".join(messages))
+
+
+def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
+    """Raise an error for unknown keywords, with a hint at the right names.
+
+    Parameters
+    ----------
+    unknown : iterable of str
+        Names that were given.
+    door : str
+        The one of ``doors`` that they were passed to.
+    doors : dict
+        The loop's constructor and ``fit``, by the names that messages use.
+
+    Raises
+    ------
+    UnknownArgumentError
+        If there are unknown names.
+    """
+    names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
+    refuse(doors[door].__qualname__, unknown, names.pop(door), names)
+
+
+def hides_unknown(function: Function) -> Function:
+    """Hide a function's ``**unknown`` from its signature; it exists only to raise errors."""
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    return function
 
 
 def keywords_of(kind: type) -> list[str]:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
 from trainloop._launch import keeping
 from trainloop._support.carried import check_carried
+from trainloop._support.keywords import hides_unknown, refuse_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.devices import check_num_nodes, has_ranks
@@ -57,7 +58,6 @@ from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_bat
 from trainloop.train_loop.execute import execute
 from trainloop.train_loop.fsdp_checks import check_shardable
 from trainloop.train_loop.loop_state import LoopState
-from trainloop.train_loop.names import hides_unknown, refuse_unknown
 from trainloop.train_loop.options import FitJob, Options
 from trainloop.train_loop.predicting import predict
 from trainloop.train_loop.recompute import chosen_modules

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainloop._support.keywords import attribute_hint
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.messages import MessageService
@@ -17,7 +18,6 @@ from trainloop.errors import ConfigurationError
 from trainloop.history import History
 from trainloop.train_loop.arguments import loader_batch_size
 from trainloop.train_loop.ending import End, requesting_callback
-from trainloop.train_loop.names import attribute_hint
 from trainloop.train_loop.options import Options
 from trainloop.train_loop.run_config import RunConfig
 from trainloop.train_loop.timings import StepClock, Timings
