@@ -1,4 +1,4 @@
-"""Epochs and steps, from top to bottom in order of execution.
+"""Train a model: epochs and their steps, from top to bottom in order of execution.
 
 ::
 
