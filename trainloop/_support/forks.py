@@ -31,8 +31,8 @@ def guard_forks() -> None:
         if gc.isenabled():
             switched_off.add(threading.get_ident())
             gc.disable()
-        # CPython before 3.10.15 and 3.11.10: a child hangs if another thread, such as Gloo's, is creating its Python thread
-        # state (python/cpython#112275). This call waits for such a thread, but can't stop one that begins later.
+        # In CPython before 3.10.15 and 3.11.10, a child hangs if another thread, such as Gloo's, is creating its Python
+        # thread state (python/cpython#112275). This call waits for such a thread, but can't stop one that begins later.
         sys._current_frames()
 
     def after_in_parent() -> None:
