@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, connected by a virtual cable, each run two_hosts.py. Needs root and iproute2.
+# Two hosts on one machine: two network namespaces, connected by a virtual cable, each run two_hosts.py. Needs root and
+# iproute2.
 #   sudo bash examples/two_hosts.sh --epochs 3
 set -euo pipefail
 cd "$(dirname "$0")/.."
