@@ -98,7 +98,7 @@ def tables(rounds: int = 9) -> list[Table]:
         Table(
             "Import",
             "The time of an import in a fresh interpreter. ``PyTorch`` is ``import torch``. The aim is at most 120 ms\n"
-            "more.",
+            "more than that.",
             unit="ms",
         ),
         rounds=rounds,
