@@ -26,7 +26,7 @@ def printed_by(script: str, *arguments: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds a table (9)")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per table (9)")
     rounds = parser.parse_args().rounds
     where, begin = machine(), time.perf_counter()
     parts = [
@@ -43,8 +43,8 @@ def main() -> None:
     title = "Benchmark results"
     lines = [
         f"{title}\n{'=' * len(title)}\n",
-        f"Written by ``make bench`` in {minutes:.0f} minutes: medians of {rounds} rounds,\n"
-        "one thread a process. Ratios are to the hand-written PyTorch loop.\n",
+        f"``make bench`` wrote this page in {minutes:.0f} minutes. The tables have medians of {rounds} rounds, with\n"
+        "one thread per process. Ratios are relative to the hand-written PyTorch loop.\n",
         where,
         "",
     ]

@@ -117,7 +117,8 @@ def tables(rounds: int = 7) -> list[Table]:
         },
         Table(
             "DDP, two ranks",
-            "The MLP with Gloo on the CPU, 500 steps of the second epoch on rank 0; each run starts its own ranks.",
+            "The MLP with Gloo on the CPU: 500 steps of the second epoch, measured on rank 0. Each run starts its own\n"
+            "ranks.",
             steps=500,
             aims={"trainloop": 1.0, "trainloop, 10 metrics": 1.1},
         ),
@@ -127,7 +128,8 @@ def tables(rounds: int = 7) -> list[Table]:
         {BY_HAND: partial(started_by_hand, work.MLP()), "trainloop": partial(started_by_trainloop, work.MLP())},
         Table(
             "Start-up, two ranks",
-            "From the call to its return, one step in between; ``PyTorch`` is a bare ``mp.spawn`` with the same work.",
+            "The time from the call to its return, with one training step. ``PyTorch`` is a bare ``mp.spawn`` with\n"
+            "the same work.",
             unit="ms",
             in_process=False,
             aims={"trainloop": 1.1},
@@ -143,7 +145,7 @@ def tables(rounds: int = 7) -> list[Table]:
             },
             Table(
                 f"DDP, {'one rank' if ranks == 1 else f'{ranks} ranks'}",
-                "As above, with 200 steps and 3 rounds; four ranks are more than two cores have room for.",
+                "As above, with 200 steps and 3 rounds." + " The four ranks share two cores." * (ranks == 4),
                 steps=200,
             ),
             rounds=min(rounds, 3),

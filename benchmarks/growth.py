@@ -52,7 +52,7 @@ def long_epoch(steps: int = 20_000) -> str:
     )
     loop.fit(num_epochs=1, callbacks=[meter])
     title = f"An epoch of {steps:,} steps"
-    lines = [title, "~" * len(title), "", "Ten metrics logged each step, without a bar.", ""]
+    lines = [title, "~" * len(title), "", "Ten metrics are logged at each step, without a progress bar.", ""]
     rule = "=========== ========== =============="
     lines += [rule, "steps       µs a step  resident, MiB", rule]
     for i, ((before, _), (now, rss)) in enumerate(zip(meter.readings, meter.readings[1:]), start=2):
@@ -71,7 +71,10 @@ def growth_with_metrics(rounds: int) -> Table:
         model.number = number
         loader = work.loader_of(work.data_for(model, 1000))
         runs[f"{number or 'no'} metric{'' if number < 2 else 's'}"] = partial(step.with_trainloop, model, loader, 1)
-    note = "Logged each step, with no callback. Ratios are to this loop itself, which logs the loss then."
+    note = (
+        "Metrics that are logged at each step, without callbacks. Ratios are relative to the same loop without\n"
+        "metrics, which logs only the loss."
+    )
     table = Table("Metrics", note, steps=1000, base="no metric")
     return interleaved(runs, table, rounds=rounds)
 
@@ -93,7 +96,10 @@ def tables(rounds: int = 9) -> list[Table]:
             "import trainloop": partial(seconds_of_import, "import trainloop; trainloop.TrainLoop"),
         },
         Table(
-            "Import", "In a fresh interpreter; ``PyTorch`` is ``import torch``. The aim is 120 ms above it.", unit="ms"
+            "Import",
+            "The time of an import in a fresh interpreter. ``PyTorch`` is ``import torch``. The aim is at most 120 ms\n"
+            "more than that.",
+            unit="ms",
         ),
         rounds=rounds,
     )
@@ -106,7 +112,7 @@ def tables(rounds: int = 9) -> list[Table]:
             BY_HAND: partial(evaluate_by_hand, model, loader),
             "trainloop": lambda: (loop.evaluate_model_loss(loader), None)[1],
         },
-        Table("Evaluation", "Mean loss over 1,000 batches of 32.", steps=1000),
+        Table("Evaluation", "Computing the mean loss over 1,000 batches of 32.", steps=1000),
         rounds=rounds,
     )
     return [imports, evaluation, growth_with_metrics(rounds)]

@@ -151,8 +151,8 @@ def cost(kind: Any, steps: int, rounds: int, turns: int = 10) -> PairedTable:
     block = pauses.usual()
     table = PairedTable(
         f"{kind.__name__}, two ranks",
-        f"Blocks of {block} steps with one checkpoint, as often as a run of {steps} steps by itself wrote one; "
-        f"{rounds} starts, {turns} turns each.",
+        f"Each block has {block} steps and writes one checkpoint; a separate run of {steps} steps chose this interval. "
+        f"There are {rounds} starts with {turns} turns each.",
         steps=block,
         base=PLAIN,
         aims={SURVIVES: 1.02},
@@ -183,7 +183,8 @@ def recovery(rounds: int) -> Table:
     """From the call to the first step, and from a kill to the first step after it."""
     table = Table(
         "From a failure to the next step, two ranks",
-        "``start-up`` is from the call of fit to its first step, its ranks from a warm fork server.",
+        "``start-up`` is the time from the call of ``fit`` to its first step, with ranks from a running fork server. "
+        "``restart`` is the time from a kill to the next step.",
         unit="ms",
         base="start-up",
         aims={"restart": 1.5},

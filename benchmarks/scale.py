@@ -251,7 +251,7 @@ def own_sampler_table() -> list[str]:
     """For numbers of ranks of which one is simulated: it exchanges nothing."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    lines = [".. csv-table:: A user's own sampler, batches of 32: nanoseconds of each rank for each index of all"]
+    lines = [".. csv-table:: A custom sampler with batches of 32: nanoseconds per index, on each rank"]
     lines += ["   :header: ranks,ns", ""]
     lines += [f"   {ranks},{own_sampler_cost(ranks) * 1e9:.0f}" for ranks in (2, 8, 64, 1024)]
     torch.set_num_threads(threads)

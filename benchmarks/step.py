@@ -131,7 +131,8 @@ def tables(rounds: int = 9) -> list[Table]:
     return [
         compare(
             "MLP, in memory",
-            "32-64-10, batch 32, a shuffled TensorDataset, SGD, 2,000 steps in one call of ``fit``.",
+            "An MLP with layers of size 32, 64 and 10, batches of 32 from a shuffled TensorDataset, and SGD; 2,000\n"
+            "steps in one call of ``fit``.",
             work.MLP,
             in_memory,
             batches=2000,
@@ -140,7 +141,7 @@ def tables(rounds: int = 9) -> list[Table]:
         ),
         compare(
             "MLP, ten metrics a step",
-            "The same; ``PyTorch`` logs nothing.",
+            "The same training; ``PyTorch`` logs nothing.",
             work.Logging,
             logging,
             batches=2000,
@@ -149,7 +150,7 @@ def tables(rounds: int = 9) -> list[Table]:
         ),
         compare(
             "MLP, a Dataset that is read row by row",
-            "A Python ``__getitem__``, which no library can read a batch at a time.",
+            "The dataset has a Python ``__getitem__``, so no library can read a whole batch at once.",
             work.MLP,
             pair,
             batches=2000,

@@ -157,7 +157,7 @@ def machine() -> str:
     packages["torch"] = torch.__version__
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = [
-        f"* {model}, {cores} cores; load when it began: {os.getloadavg()[0]:.1f}",
+        f"* {model}, {cores} cores; load at the start: {os.getloadavg()[0]:.1f}",
         f"* Python {platform.python_version()}, {platform.system()} {platform.release()}",
         "* " + ", ".join(f"{name} {version}" for name, version in packages.items()),
         f"* GPUs: {', '.join(gpus) if gpus else 'none'}",

@@ -65,21 +65,21 @@ class Wrapping(TTModel):
 class Mistake:
     title: str
     code: str
-    """What is shown and run; it follows BEGIN."""
+    """Code that the page shows and the script runs, after BEGIN."""
     guarded: bool = True
-    """Whether the code stands under ``if __name__ == '__main__':``."""
+    """True if the script runs the code under ``if __name__ == '__main__':``."""
     definitions: str = ""
-    """Shown, and run before ``code`` and outside of the guard."""
+    """Code that the page shows, and that the script runs before ``code`` and outside of the guard."""
 
 
 MISTAKES = [
     Mistake("A mode in capitals", "TrainLoop(model, loader, **common, gpu_mode='DDP')"),
-    Mistake("A mode that is not offered", "TrainLoop(model, loader, **common, gpu_mode='deepspeed')"),
+    Mistake("An unsupported mode", "TrainLoop(model, loader, **common, gpu_mode='deepspeed')"),
     Mistake("A plain module", "TrainLoop(nn.Linear(4, 2), loader, **common)"),
-    Mistake("A dataset where a loader belongs", "TrainLoop(model, data, **common)"),
+    Mistake("A dataset instead of a loader", "TrainLoop(model, data, **common)"),
     Mistake("Neither epochs nor iterations", "TrainLoop(model, loader, **common).fit()"),
     Mistake(
-        "A callback outside of a list",
+        "A callback that is not in a list",
         """
         from trainloop.callbacks import TerminateOnNaN
 
@@ -87,7 +87,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "A device that isn't there",
+        "A device that does not exist",
         """
         from trainloop.devices import parse_devices
 
@@ -95,7 +95,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "No device at all",
+        "No device requested",
         """
         from trainloop.devices import parse_devices
 
@@ -103,7 +103,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "More than there is to give",
+        "A quota larger than the total",
         """
         from trainloop.resources import ResourceQuota, plan
 
@@ -122,7 +122,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "The guard forgotten",
+        "A missing guard",
         "TrainLoop(model, loader, **common, **ddp).fit(num_epochs=1)",
         guarded=False,
     ),
@@ -161,7 +161,7 @@ MISTAKES = [
         """,
     ),
     Mistake(
-        "A loss that is not a number",
+        "A loss that is NaN",
         """
         from trainloop.callbacks import TerminateOnNaN
 
@@ -177,7 +177,7 @@ MISTAKES = [
 
 
 def output_of(mistake: Mistake) -> str:
-    """What the script prints before it ends, without what differs from run to run."""
+    """Return the script's output, without the parts that differ from run to run."""
     action = textwrap.dedent(mistake.code).strip()
     if mistake.guarded:
         action = "if __name__ == '__main__':\n" + textwrap.indent(action, "    ")
@@ -197,17 +197,17 @@ def output_of(mistake: Mistake) -> str:
 
 
 def last_error(stderr: str) -> str:
-    """The message of the last traceback, or all of it where there is none, without the library's own frames."""
+    """Return the last traceback's message without the library's frames; all of ``stderr`` if there is no traceback."""
     lines = stderr.rstrip().split("\n")
     ours = [i for i, line in enumerate(lines) if line.startswith("trainloop.errors.")]
     others = [i for i, line in enumerate(lines) if re.match(r"^[A-Z]\w*(Error|Exit|Warning|Interrupt)\b", line)]
     start = (ours or others or [0])[0]
     text = "\n".join(without_library_frames(lines[start:]))
-    if "train.py" not in text:  # a traceback of the library alone tells nothing more than the first paragraph
+    if "train.py" not in text:  # a traceback of library frames only: the first paragraph says everything
         text = text.split("\n\n")[0]
     text = re.sub(r"\b0x[0-9a-f]+\b", "0x...", text)
     text = re.sub(r"\b(pid|process) \d+\b", r"\1 ...", text)
-    if "On rank 1, these parameters got no gradient" in text:  # on both ranks: either may be the first to tell
+    if "On rank 1, these parameters got no gradient" in text:  # both ranks fail; either may report first
         text = re.sub(r"\brank ([01])\b", lambda found: f"rank {1 - int(found[1])}", text)
     return text.removeprefix("trainloop.errors.")
 
@@ -247,7 +247,7 @@ def page() -> str:
         Each message says what is wrong, what was given, and what to do. ``docs/make_errors.py`` generates this page:
         it makes each mistake and records the message. In the examples, ``common`` is ``dict(optimizer=optimizer,
         criterion=criterion, accelerator='cpu')``, ``ddp`` is ``dict(gpu_mode='ddp', devices=2)``, and ``Wrapping`` is a
-        ``TTModel`` around another module. :doc:`guides/failures` explains how to read them.
+        ``TTModel`` around another module. :doc:`guides/failures` explains how to read errors of ranks.
         """
     )
     return f"{title}\n{'=' * len(title)}\n\n{intro}\n" + "\n".join(parts)

@@ -14,7 +14,7 @@ from trainloop.callbacks import TensorBoard
 
 
 class EpochTimes(AbstractCallback):
-    """Seconds of each epoch, in ``tl.history['seconds']`` and in ``self.seconds``."""
+    """Record the seconds of each epoch in ``tl.history['seconds']`` and in ``self.seconds``."""
 
     def __init__(self) -> None:
         super().__init__("epoch times", execution_order=100)

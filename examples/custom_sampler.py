@@ -17,7 +17,7 @@ from trainloop.callbacks import TensorBoard
 
 
 class Curriculum(Sampler[int]):
-    """Indices of the first ``classes`` classes in random order, with one more class in each epoch."""
+    """Yield the indices of the first classes in random order, with one more class in each epoch."""
 
     def __init__(self, labels: Tensor, order: list[int], begin_with: int) -> None:
         self.labels, self.order, self.begin_with = labels, torch.tensor(order), begin_with

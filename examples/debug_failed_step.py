@@ -1,4 +1,4 @@
-"""A step that fails on one of two ranks is recorded, and repeated in this process; then a NaN is found.
+"""Record a step that fails on one of two ranks, and repeat it in this process; then find the source of a NaN.
 
 python examples/debug_failed_step.py
 """

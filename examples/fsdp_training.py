@@ -62,7 +62,7 @@ if __name__ == "__main__":  # a spawned loader worker imports this file, and mus
         seed=0,
     )
     checkpoint = ModelCheckpoint("checkpoints/fsdp", monitor="val_loss", keep=1)
-    # The blocks of a ModuleList are units by default; shard= is for models whose blocks are elsewhere.
+    # The blocks of a ModuleList are units by default. Pass shard= for models with other blocks.
     model = tl.fit(
         num_epochs=args.epochs, callbacks=[checkpoint], fsdp_model_args={"shard": [nn.TransformerEncoderLayer]}
     )

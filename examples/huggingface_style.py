@@ -25,7 +25,7 @@ class ClassifierOutput:
 
 
 class ForImageClassification(nn.Module):
-    """A module from elsewhere, which does not use this library."""
+    """A module that does not use this library."""
 
     def __init__(self, labels: int = 10) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ForImageClassification(nn.Module):
 
 
 class Rows(Dataset):
-    """Batches are dicts, as tokenizers and image processors make them."""
+    """A dataset of dicts, the form in which tokenizers and image processors return samples."""
 
     def __init__(self, tensors: Dataset) -> None:
         self.tensors = tensors

@@ -2,7 +2,7 @@
 
     python examples/plain_pytorch.py --epochs 10
 
-To this loop, TrainLoop adds other devices, ranks, checkpoints and logs, each with one argument.
+``TrainLoop`` adds other devices, ranks, checkpoints and logs to this loop, each with one argument.
 """
 
 import argparse

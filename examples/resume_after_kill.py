@@ -1,4 +1,4 @@
-"""Kill a run in the middle of an epoch and start it again: the weights are bit-identical to an uninterrupted run's.
+"""Kill a run in the middle of an epoch and start it again: its weights equal an uninterrupted run's, bit for bit.
 
 python examples/resume_after_kill.py
 """

@@ -1,4 +1,4 @@
-"""A table of numbers: regression on scikit-learn's diabetes data, with early stopping and a learning rate schedule.
+"""Regression on a table of numbers, scikit-learn's diabetes data, with early stopping and a learning rate schedule.
 
 python examples/tabular.py --epochs 60
 """
@@ -15,7 +15,7 @@ from trainloop.callbacks import EarlyStopping, LRScheduler, TensorBoard
 
 
 class Regression(TTBasicModel):
-    """Batches are (row, target), so only ``forward`` has to be written."""
+    """A model whose batches are (row, target), so it only defines ``forward``."""
 
     def __init__(self, features: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ SAID = {
 
 
 def table(folder: Path, rows: int) -> pd.DataFrame:
-    """Paths of pictures, remarks, and the digit."""
+    """Return a table with paths of pictures, remarks, and the digits."""
     folder.mkdir(exist_ok=True)
     images, digits = load_digits(return_X_y=True)
     rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def table(folder: Path, rows: int) -> pd.DataFrame:
 
 
 def small_network(num_outputs: int) -> nn.Module:
-    """For pictures of 3 x 16 x 16."""
+    """Return a network for pictures of shape 3 x 16 x 16."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),

@@ -2,8 +2,8 @@
 
     python examples/text_transformer.py --epochs 10
 
-Sequences differ in length, so the loss is a mean over characters: ``get_loss`` returns the loss and the number of
-characters.
+Sequences differ in length, so the loss is a mean over characters. ``get_loss`` returns the loss and the number of
+characters, which the loop uses as the weight of the loss.
 """
 
 import torch

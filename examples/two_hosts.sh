@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, joined by a cable, each running two_hosts.py. Needs root and iproute2.
+# Two hosts on one machine: two network namespaces, connected by a virtual cable, each run two_hosts.py. Needs root and
+# iproute2.
 #   sudo bash examples/two_hosts.sh --epochs 3
 set -euo pipefail
 cd "$(dirname "$0")/.."
 a=trainloop-a-$$ b=trainloop-b-$$
 cable=tl$$
 clean() {
-  ip netns del "$a" 2>/dev/null || true # its end of the cable goes with it, and so the other end
+  ip netns del "$a" 2>/dev/null || true # also deletes its end of the cable, and therefore the other end
   ip netns del "$b" 2>/dev/null || true
 }
 trap clean EXIT

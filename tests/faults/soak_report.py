@@ -32,22 +32,23 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     commits = Counter(result["commit"] for result in last.values())
     disturbed = sum(result["kind"] != "control" for result in last.values())
     lines = [
-        "The soak",
-        "========",
+        "The soak test",
+        "=============",
         "",
         ".. Written by tests/faults/soak.py --report.",
         "",
-        "A trial is a short training with 1 to 4 CPU ranks that is disturbed at random (``make soak``).",
+        "Each trial of the soak test (``make soak``) is a short training with 1 to 4 CPU ranks and a random",
+        "disturbance.",
         "",
         f"* {disturbed} disturbed trials.",
         f"* Seed {seeds}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}; torch {torch.__version__}, Python "
         f"{platform.python_version()}, {os.cpu_count()} CPU cores.",
         f"* At commit {', '.join(f'{commit} ({count} trials)' for commit, count in commits.items())}.",
-        "* *control*: not disturbed. *fault*: an exception, a hang or the death of one rank at one place. *signal*: to",
-        "  any process at any moment. *storm*: killed and started again several times. *full disk*: no space for",
-        "  checkpoints.",
+        "* *control*: no disturbance. *fault*: one rank raises an exception, hangs or dies at one place. *signal*: a",
+        "  random process gets a signal at a random time. *storm*: the run is killed and started again several times.",
+        "  *full disk*: the disk has no space for checkpoints.",
         "* *right*: the run ends as documented, its error names the right rank, the resumed run is bit-identical to",
-        "  the undisturbed one, and no process, shared memory or file is left.",
+        "  the undisturbed one, and no process, shared memory or file is left behind.",
         "",
         *table(list(last.values())),
         "",
@@ -55,7 +56,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     if wrong := [result for result in last.values() if result["wrong"]]:
         lines += ["Wrong:", "", *map(_line, wrong), ""]
     if fixed := [r for r in results if r["wrong"] and r is not last[r["seed"], r["number"]]]:
-        lines += ["Wrong at first, and right after a fix:", "", *map(_line, fixed), ""]
+        lines += ["Trials that were wrong at first, and right after a fix:", "", *map(_line, fixed), ""]
     return "\n".join(lines)
 
 
