@@ -118,7 +118,7 @@ class ModelCheckpoint(Saver):
         safetensors: bool = False,
         exclude: str | Sequence[str] = (),
     ) -> None:
-        # After all other callbacks at each hook, since their changes belong to the state.
+        # Runs after all other callbacks at each hook, because their changes must be in the checkpoint.
         super().__init__("ModelCheckpoint", execution_order=1000)
         self.every_n_epochs = count_of("ModelCheckpoint", "every_n_epochs", every_n_epochs, optional=True)
         self.every_n_steps = count_of("ModelCheckpoint", "every_n_steps", every_n_steps, optional=True)
@@ -137,14 +137,14 @@ class ModelCheckpoint(Saver):
         self._left_out: Bits = {}
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
-        # Newest path, best path and best value of rank 0, on ranks of a launcher.
+        # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
         self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
-        self._fit = ""  # identifies a call of fit, in all of its starts
+        self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
         self._saved_time = 0.0
-        self._ask_step = 0  # the step at which rank 0's clock is read next
+        self._ask_step = 0  # the next step at which rank 0 reads its clock
         self._asked = (0.0, 0)
         self._failed = False
         self._host_copy = checkpoint.HostCopy()
@@ -153,7 +153,7 @@ class ModelCheckpoint(Saver):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
 
-    # -- what users ask ------------------------------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------------------------------
 
     @property
     def monitor(self) -> str | None:
@@ -215,7 +215,7 @@ class ModelCheckpoint(Saver):
             loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
         return state
 
-    # -- what the loop asks --------------------------------------------------------------------------------------------
+    # -- for the loop --------------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         """Return the state of the newest complete checkpoint in the folder, from any run; None if there is none yet."""
@@ -230,7 +230,7 @@ class ModelCheckpoint(Saver):
         """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
         step = self.train_loop_obj.global_step
         if step == self._saved_step:
-            return  # AMP has skipped this step
+            return  # AMP skipped this step
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
             self._save("steps")
         elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
@@ -239,7 +239,7 @@ class ModelCheckpoint(Saver):
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
 
-        Collective: all ranks call it, between two steps. No rank returns before the file is complete: the run ends
+        Collective: all ranks call it, between two steps. No rank returns before the file is complete. The run ends
         afterwards, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first one exits.
         """
         self._finish_writing()
@@ -269,7 +269,7 @@ class ModelCheckpoint(Saver):
             "run": self._own.run,
             "fit": self._fit,
             "step": self.train_loop_obj.global_step,
-            "saved_step": self._saved_step,  # differs in a checkpoint that another callback writes
+            "saved_step": self._saved_step,  # not always equal to "step": another callback may write this state
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
         }
@@ -291,14 +291,14 @@ class ModelCheckpoint(Saver):
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         several = has_ranks(self.train_loop_obj.gpu_mode)
-        if not several or distributed.is_global_zero() or self._is_sharded():  # a rank that writes
+        if not several or distributed.is_global_zero() or self._is_sharded():  # this rank writes files
             self._own.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has created one
+        self._fit = distributed.broadcast_object(self._fit)  # each host has created its own ID
         self._saved_step, self._restarted = None, False
         self._failed, self._received = False, None
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
@@ -324,7 +324,7 @@ class ModelCheckpoint(Saver):
         improved = False
         if self._metric is not None:
             self._finish_writing()
-            # Only rank 0 knows which values have a checkpoint: one that could not be written is not the best.
+            # Only rank 0 knows which checkpoints were written. A value without a checkpoint can't be the best.
             best = self.best_value if loop.is_global_zero else None
             better = value is not None and self._metric.improves(value, best)
             improved = bool(distributed.exchange_ints([int(better)])[0][0])
@@ -346,9 +346,9 @@ class ModelCheckpoint(Saver):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the others continue once it has their part of the state."""
+        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until it has their state."""
         loop = self.train_loop_obj
-        self._finish_writing()  # before the state is copied, since only then the copy's memory is free again
+        self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
         self._saved_step = loop.global_step
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         if state is not None and self.exclude:
@@ -391,7 +391,7 @@ class ModelCheckpoint(Saver):
         return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
 
     def _check_exclude(self) -> None:
-        """Raise an error for parts that are not in the model, or that are trained."""
+        """Raise an error if ``exclude`` names a part that the model does not have, or that is trained."""
         if not self.exclude:
             return
         loop = self.train_loop_obj
@@ -425,7 +425,7 @@ class ModelCheckpoint(Saver):
         self._own.write_as(info, put, keep=self.keep, in_folder=False)
 
     def _finish_writing(self, seconds: float | None = None) -> None:
-        """Wait for writing threads and warn of their errors; wait for those of other ranks with a limit."""
+        """Wait for the writing thread and report its error. After ``seconds``, stop waiting for other ranks' shards."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             error = writing.wait(seconds)
@@ -435,7 +435,7 @@ class ModelCheckpoint(Saver):
     def _report(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
         if isinstance(error, CheckpointError):
-            raise error  # a state that can't be saved now never can
+            raise error  # later checkpoints would fail too
         if error is not None:
             newest = self._own.newest_known or "none yet"
             warn(
@@ -452,10 +452,11 @@ class ModelCheckpoint(Saver):
         self._asked = (self._saved_time, self.train_loop_obj.global_step)
 
     def _time_is_up(self, interval_s: float) -> bool:
-        """Return True if a checkpoint is due by rank 0's clock; all ranks call it at each step.
+        """Return True if a checkpoint is due by rank 0's clock. All ranks call it at each step.
 
-        Reading the clock is an exchange between ranks. So rank 0 also sends, from the duration of steps, the step at
-        which to read it next: about twenty times per interval, and at its end.
+        Each reading of the clock needs an exchange between ranks, so the clock is read only about twenty times per
+        interval, and at the interval's end. Rank 0 estimates the next step at which to read it from the duration of
+        steps, and sends it to the other ranks.
         """
         step = self.train_loop_obj.global_step
         if step < self._ask_step:
