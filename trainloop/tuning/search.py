@@ -385,7 +385,7 @@ class _Search:
         return 1.0 if self.deadline is None else min(1.0, max(0.0, self.deadline - time.monotonic()))
 
     def _soft_end(self, num_training: int) -> float | None:
-        """Return the time (seconds since 1970) by which a fold that begins now should end, so that all get equal time."""
+        """Return the time (seconds since 1970) by which a fold that begins now should end. All folds get equal time."""
         if self.deadline is None:
             return None
         waiting = sum(len(running.waiting) for running in self.begun)
