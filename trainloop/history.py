@@ -49,7 +49,7 @@ class History(Mapping[str, list[float]]):
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an error with a hint, since many users try to read a metric as an attribute."""
+            """Raise an error with a hint, because many users try to read a metric as an attribute."""
             known = vars(self).get("_values", ())  # missing while a copy is created
             hint = f'. Read a metric by its name in brackets: history["{name}"]' if name in known else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

@@ -278,7 +278,7 @@ def yields_losses(model: Any, method: str = "get_loss") -> bool:
     if isinstance(model, ModelWrap):
         feed = model.batch_model_feed_def
         function = getattr(feed, method, feed.get_loss)
-    # The function is inspected, not called, because this decides how to train before the first call.
+    # The function is inspected, not called, because the kind of training is decided before the first call.
     return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
 
 

@@ -340,7 +340,7 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Return True if a torch scheduler's wrapper, which only records that a step was taken, is the only wrapper."""
+    """Return True if ``step`` has only the wrapper of a torch scheduler, which just records that a step was taken."""
     step = vars(optimizer).get("step")
     if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
         return False

@@ -156,7 +156,7 @@ class AbstractCallback:
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
-        and on whichever rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
+        and on any rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
         checkpoint.
 
         Raises
@@ -355,7 +355,7 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
 
 
 def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """Return an argument that is a number of steps, epochs or similar; raise ConfigurationError if it is not one."""
+    """Return an argument if it is a valid number of steps, epochs or similar. Otherwise raise ConfigurationError."""
     number = whole_number(value)
     if not (optional and value is None) and (number is None or number < least):
         also = ", or None" if optional else ""
@@ -371,7 +371,7 @@ def check_counts(callback: AbstractCallback, *names: str, least: int = 1, option
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
-    """Raise ConfigurationError if a loop does not have this loader. ``owner`` names what needs the loader."""
+    """Raise ConfigurationError if a loop does not have this loader. ``owner`` is the part that needs it."""
     if getattr(loop, loader) is None:
         raise ConfigurationError(f"{owner}: the loop has no {loader}. Pass one to TrainLoop.")
 
@@ -388,7 +388,7 @@ def _model_overrides(model: nn.Module | None, name: str) -> bool:
 
 
 def _hook(callback: Any, name: str) -> Hook:
-    """Return the hook, wrapped if it takes fewer arguments than the loop passes; it then gets only the first ones."""
+    """Return a callback's hook. If it takes fewer arguments than the loop passes, wrap it to drop the last ones."""
     method: Hook = getattr(callback, name)
     offered = _NUM_ARGUMENTS[name]
     try:
@@ -463,7 +463,7 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
     model : nn.Module
         The loop's model. Models have only a few hooks; see :class:`trainloop.TTModel`.
     """
-    if not distributed.is_global_zero():  # each rank of a launcher calls this
+    if not distributed.is_global_zero():  # all ranks that a launcher started call this
         return
     for kind in dict.fromkeys([*(type(callback) for callback in callbacks), type(model)]):
         if kind not in _warned:

@@ -1,4 +1,4 @@
-"""Small callbacks: functions at hooks, a subset of the data, loaders made in ranks, a plot of the history, others."""
+"""Small callbacks: functions at hooks, subsets of the data, loaders made in ranks, plots of the history, and others."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class DataSubsetTestRun(AbstractCallback):
 
 
 def _first_batches(loader: Any, number: int) -> Any:
-    """Return a loader of the first batches of another one."""
+    """Return a loader with the first batches of ``loader``."""
     indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if indexed and loader.batch_sampler is not None:
         indices = [list(batch) for batch in islice(loader.batch_sampler, number)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _ASKS_PER_INTERVAL = 20
-_OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an exception
+_OTHERS_S = 2.0  # seconds to wait for other ranks' shards after an exception
 
 
 class ModelCheckpoint(Saver):
@@ -243,7 +243,7 @@ class ModelCheckpoint(Saver):
         afterwards, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first one exits.
         """
         self._finish_writing()
-        # Only rank 0 knows if its write succeeded.
+        # Only rank 0 knows whether the write succeeded.
         missing = self._saved_step != self.train_loop_obj.global_step or self._failed
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save(reason)
@@ -340,7 +340,7 @@ class ModelCheckpoint(Saver):
         self.share_paths()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._finish_writing(_OTHERS_S)  # another rank may have ended
+        self._finish_writing(_OTHERS_S)  # not longer, because other ranks may have ended
         self._host_copy = checkpoint.HostCopy()
 
     # -- writing -------------------------------------------------------------------------------------------------------

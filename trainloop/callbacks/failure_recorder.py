@@ -192,7 +192,7 @@ class FailureRecorder(AbstractCallback):
             self._copy_buffers()
 
     def _shell(self, value: Any) -> Any:
-        """Return a copy of nested containers with the same tensors, whose versions are stored."""
+        """Return a copy of nested containers with the same tensors, and store the tensors' versions."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._versions.append((value, value._version))

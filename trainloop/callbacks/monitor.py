@@ -1,4 +1,4 @@
-"""The metric by which a callback decides, read from the history, each value once."""
+"""Read a metric from the history, each value once, for callbacks that make decisions by it."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def check_mode(mode: Any, owner: str) -> None:
 
 
 def _lower_is_better(name: str) -> bool | None:
-    """Return True if the words of a name show that lower is better; ``None`` if they are unknown or contradictory."""
-    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # for mIoU and valAccuracy
+    """Return True if the words of a name show that lower is better, False if higher is; ``None`` if it is unclear."""
+    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # also splits camel case
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
         return True

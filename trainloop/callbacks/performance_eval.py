@@ -85,7 +85,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.args = self.args or {}
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
-        self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
+        self._latest: tuple[Any, dict[str, float]] | None = None  # key of the weights, metrics
         if self.on_iteration_frequency:
             # Set only if it is needed, because a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]

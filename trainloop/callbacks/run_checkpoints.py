@@ -1,4 +1,4 @@
-"""Checkpoints of one run in a folder: names, the ones to keep, the best one, and writes in background threads."""
+"""Manage one run's checkpoints in a folder: names, the best one, deletion of old ones, writes in background threads."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class TensorBoard(Tracker):
     # -- the values --------------------------------------------------------------------------------------------------
 
     def on_batch_begin(self) -> None:
-        # Read before the optimizer and the schedulers step, this is the rate that the step uses. A hook for gradients
+        # The rate is read before the optimizer and the schedulers step, so it is the step's rate. A hook for gradients
         # would prevent compile='step' from compiling.
         step = self.train_loop_obj.global_step + 1
         if self._first_step is None:

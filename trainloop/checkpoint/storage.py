@@ -97,7 +97,7 @@ class Folder:
         return [name for name, kind in self._entries().items() if kind == "directory"]
 
     def _entries(self) -> dict[str, str]:
-        """Return the kind of each entry (``file``, ``directory`` or another) by name, sorted; empty if it has none."""
+        """Return the kind of each entry (``file``, ``directory`` or another) by name, sorted; empty for no folder."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
             return {
                 entry.name: "file" if entry.is_file() else "directory" if entry.is_dir() else "other"

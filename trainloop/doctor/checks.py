@@ -21,7 +21,7 @@ LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
 
-# NVIDIA's packages whose name (after "nvidia-") is not the name of their library (after "lib"), by library.
+# Library names (without "lib") and NVIDIA's packages for them (without "nvidia-"), if the two names are different.
 _PACKAGES = {"cudart": "cuda-runtime", "cublaslt": "cublas", "cupti": "cuda-cupti"}
 _PACKAGES |= {"nvrtc": "cuda-nvrtc", "nvtoolsext": "nvtx"}
 

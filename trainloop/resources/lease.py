@@ -47,7 +47,7 @@ _inherited = False
 
 
 class UnsafeFolderError(ResourceError):
-    """Error if another user owns this user's lease folder."""
+    """This user's lease folder is not a folder, or another user owns it."""
 
 
 class Request(NamedTuple):
@@ -233,7 +233,7 @@ class _LeaseFolder:
             (self._where / name).write_text(f"process {os.getpid()} of {_user(user_id())} ({short})", encoding="utf-8")
 
     def _of_others(self, device: str) -> Iterator[Path]:
-        """Yield the path of a device's lock in each folder that is owned by the user whose ID is in its name."""
+        """Yield the path of a device's lock in the folder of each other user, if that user owns the folder."""
         for path in self._base.glob(f"{_FOLDER}*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(path)

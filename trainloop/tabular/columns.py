@@ -192,7 +192,7 @@ def _as_dates(series: pd.Series) -> pd.Series:
     series = series.reset_index(drop=True)  # labels may repeat
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
-    if isinstance(series.dtype, pd.ArrowDtype):  # pandas can't compute with these in the next steps
+    if isinstance(series.dtype, pd.ArrowDtype):  # pandas can't do the next steps with Arrow types
         series = series.astype(object)
     with warnings.catch_warnings():  # pandas warns if it parses values one by one
         warnings.simplefilter("ignore")

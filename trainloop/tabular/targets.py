@@ -136,7 +136,7 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
 
 
 def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
-    """Return the numbers of the training and the validation rows: a stratified split, with AutoGluon's fraction."""
+    """Return training and validation rows: a stratified split, with AutoGluon's fraction of validation rows."""
     rows = len(y)
     share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
     fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]

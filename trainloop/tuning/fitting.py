@@ -248,7 +248,7 @@ def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> li
 def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
     """Combine the predictions of several models: return the mean of floats, or the most frequent class.
 
-    In a tie, the lowest class is returned. ``classes`` contains the :func:`classes_of` each model.
+    In a tie, the lowest class is returned. ``classes`` has the result of :func:`classes_of` for each model.
     """
     rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc":
@@ -262,8 +262,8 @@ def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | No
 def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:
     """Return the number of rows in the dataset that ``make_loop`` uses, and their targets if they can be found.
 
-    ``make_loop`` is called with a fold of two rows. Its loop must have a loader of a ``Subset``, whose dataset has all
-    rows.
+    ``make_loop`` is called with a fold of two rows. The ``train_loader`` of its loop must load a ``Subset`` of the
+    dataset with all rows.
 
     Raises
     ------

@@ -22,7 +22,7 @@ class Fold:
     """
 
     index: int
-    """Number of the fold, from 0."""
+    """Index of the fold, counted from 0."""
     num_folds: int
     """Number of folds of the bag."""
     train: np.ndarray[Any, Any]

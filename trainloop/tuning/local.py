@@ -34,7 +34,7 @@ __all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
 def machine_total(total: ResourceQuota | None) -> ResourceQuota:
     machine = available()
     total = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
-    # A search may use a fraction of a GPU, such as 1.5 GPUs. Whole GPUs are checked, as for any run.
+    # The number of GPUs of a search may be a fraction, such as 1.5. It is rounded up for the check.
     enforce.check_quota(replace(total, num_gpus=math.ceil(exact(total.num_gpus))), machine=machine)
     return total
 

@@ -168,7 +168,7 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
     asked = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
     from ray._private import ray_constants
 
-    # If this is True (the default except on macOS), Ray replaces 127.0.0.1 by an address that other hosts can reach.
+    # If this is True (the default except on macOS), Ray replaces 127.0.0.1 with an address that other hosts can reach.
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

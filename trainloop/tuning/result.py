@@ -46,7 +46,7 @@ class Trial:
     """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
     search ended first."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Traceback of each fold that failed, or a description of how its process ended."""
+    """Traceback of each failed fold, or a description of how its process ended, by fold."""
     cpus: int = 0
     """Number of CPUs that each model of the trial could run on."""
     gpus: float = 0.0

@@ -7,7 +7,7 @@
     trial-0003/params.pkl, .json    the trial's parameters, exact and readable
     trial-0003/fold-1/log.txt       the child's output
                       result.pkl    score, seconds, ...; written last, so a fold with this file is finished
-                      predictions.pkl
+                      predictions.pkl  predictions for the rows held out
                       model.pkl     the trained model
                       error.txt     reason why there is no result
 

@@ -72,7 +72,7 @@ class CallbacksHandler:
 
     @property
     def registered_cbs(self) -> list[list[AbstractCallback]]:
-        """Callbacks of each hook: a list of callbacks for each hook in AIToolbox's order."""
+        """Lists of callbacks, one for each hook in AIToolbox's order."""
         return [getattr(self, f"cbs_{hook}") for hook in _HOOKS]
 
     def print_registered_callback_names(self) -> None:

@@ -13,7 +13,7 @@ from trainloop.errors import ConfigurationError
 
 
 class StrictCheck:
-    """Base class of the history and of result packages. It reports problems by a message or an error."""
+    """Base class of the history and of result packages, which prints problems or raises errors about them."""
 
     strict_content_check: bool
 

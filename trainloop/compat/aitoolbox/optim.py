@@ -57,7 +57,7 @@ class MultiLoss(core.MultiLoss):
         Keep the graph for the losses that follow.
     """
 
-    def __init__(  # after item(), losses are floats, which the base class would reject
+    def __init__(  # the base class rejects floats, which item() returns
         self,
         loss_dict: dict[str, Any],
         loss_optimizer_map: Mapping[str, Any] | None = None,

@@ -235,7 +235,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         """Set the folder for additional files. Packages that write files override this method."""
 
     def qa_check_hyperparameters_dict(self) -> None:
-        """Report missing hyperparameters, by a message or an error."""
+        """Print a message about missing hyperparameters, or raise an error if the check is strict."""
         if self.hyperparameters is None:
             self.warn_about_result_data_problem("Warning: Hyperparameters missing")
         for name in ("bash_script_path", "experiment_file_path"):

@@ -106,7 +106,7 @@ class AbstractExperimentSaver(ABC):
 
     @abstractmethod
     def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
-        """Write both; return the paths."""
+        """Write the model and its results, and return the paths."""
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
