@@ -215,9 +215,9 @@ def choose_devices(
         note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: the processes will compete for CPU time."
         return DeviceChoice("cpu", [0] * count, note if count > cores else "")
     if not {"cuda": cuda, "mps": mps, "cpu": 0}[kind]:
-        here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
+        found = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
         raise DeviceError(
-            f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(here)}. "
+            f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(found)}. "
             f"Use accelerator='{best}', or 'auto' for the best available; or check CUDA_VISIBLE_DEVICES and the CUDA "
             "build of torch."
         )

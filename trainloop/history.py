@@ -183,8 +183,8 @@ class History(Mapping[str, list[float]]):
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
         """Average the results of :meth:`take_own` over ranks, value by value, and add the means to the history."""
-        for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-            for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
+        for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
+            for same in zip_longest(*(of_rank[name] for of_rank in everyone if name in of_rank)):
                 entries = [entry for entry in same if entry is not None]
                 self.record(name, _mean([value for _, value in entries]), entries[0][0])
 

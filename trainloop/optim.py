@@ -130,8 +130,8 @@ class MultiLoss(Mapping[str, Tensor]):
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
         """Return the sum of one optimizer's losses, or ``None`` if it has none."""
         indices = self._indices()
-        own = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
-        return sum(own[1:], own[0]) if own else None
+        losses = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
+        return sum(losses[1:], losses[0]) if losses else None
 
     def backward(self, optimizer_idx: int | None = None, inputs: Sequence[Tensor] | None = None) -> None:
         """Compute the gradients of one optimizer's losses, or of the sum of all losses.

@@ -239,8 +239,8 @@ def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> floa
         return float("nan")
     # Classes are numbered, because scikit-learn rejects values such as 0.5 and classes of several types.
     _, joint = np.unique(np.concatenate([predicted, targets]), return_inverse=True)
-    given, there = joint[: len(predicted)], joint[len(predicted) :]
-    return float(getattr(scikit_learn(), function)(there, given, **options))
+    predicted_codes, target_codes = joint[: len(predicted)], joint[len(predicted) :]
+    return float(getattr(scikit_learn(), function)(target_codes, predicted_codes, **options))
 
 
 def as_array(rows: Any) -> Any:

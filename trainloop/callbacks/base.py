@@ -321,17 +321,17 @@ class HookTable:
 
     def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
         # The sort is stable: callbacks with equal values stay in the order in which they were passed.
-        everywhere = sorted(callbacks, key=lambda cb: cb.execution_order)
-        here = [cb for cb in everywhere if cb.device_idx_execution in (None, rank)]
+        ordered = sorted(callbacks, key=lambda cb: cb.execution_order)
+        local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
-            own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
+            model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
+            setattr(self, name, (*model_hooks, *(_hook(cb, name) for cb in local if overrides(cb, name))))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         self._in_turn = {
             name: tuple(
-                (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "logs_nothing"))
-                for cb in everywhere
+                (_hook(cb, name) if cb in local else None, not hasattr(getattr(cb, name), "logs_nothing"))
+                for cb in ordered
                 if overrides(cb, name)
             )
             for name in ("on_epoch_end", "on_train_end")
@@ -421,7 +421,7 @@ _NUM_ARGUMENTS = {
 
 
 # Names of hooks in Lightning, Ignite, Keras, TorchTNT and Transformers, and the name of the matching hook here.
-_HERE = table_of(
+_EQUIVALENTS = table_of(
     {
         "on_init_end on_setup": "on_train_loop_registration",
         "on_fit_start on_train_start on_started on_training_start on_experiment_start": "on_train_begin",
@@ -467,27 +467,27 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
         return
     for kind in dict.fromkeys([*(type(callback) for callback in callbacks), type(model)]):
         if kind not in _warned:
-            for name, here in _misnamed(kind):
+            for name, hook in _misnamed(kind):
                 _warned.add(kind)
-                warn(f"{kind.__name__}.{name} is not called by fit: {_remedy(kind, here)}", UserWarning)
+                warn(f"{kind.__name__}.{name} is not called by fit: {_remedy(kind, hook)}", UserWarning)
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
     """Yield names of methods of users' classes that resemble a hook but are not one, each with that hook's name."""
     base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
-    own = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
-    seen = {name for cls in kind.__mro__ if cls not in own for name in vars(cls)}
-    for cls in own:
+    classes = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
+    seen = {name for cls in kind.__mro__ if cls not in classes for name in vars(cls)}
+    for cls in classes:
         for name, value in vars(cls).items():
             if name.startswith("on_") and name not in seen and isinstance(value, (FunctionType, staticmethod)):
                 seen.add(name)
-                here = _HERE.get(name) or nearest(name.lower(), AbstractCallback.HOOKS, _NEAR)
-                if here is not None:
-                    yield name, here
+                hook = _EQUIVALENTS.get(name) or nearest(name.lower(), AbstractCallback.HOOKS, _NEAR)
+                if hook is not None:
+                    yield name, hook
 
 
-def _remedy(kind: type, here: str) -> str:
-    if issubclass(kind, AbstractCallback) or here in MODEL_HOOKS:
-        what = "hook" if here in AbstractCallback.HOOKS else "method"
-        return f"no {what} has this name. Did you mean {here}?"
-    return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {here}."
+def _remedy(kind: type, hook: str) -> str:
+    if issubclass(kind, AbstractCallback) or hook in MODEL_HOOKS:
+        what = "hook" if hook in AbstractCallback.HOOKS else "method"
+        return f"no {what} has this name. Did you mean {hook}?"
+    return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {hook}."

@@ -139,7 +139,7 @@ class ModelCheckpoint(Saver):
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
-        self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
+        self._checkpoints = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
@@ -162,11 +162,11 @@ class ModelCheckpoint(Saver):
     @property
     def dirpath(self) -> str:
         """Absolute path or URL of the folder."""
-        return self._own.folder.location
+        return self._checkpoints.folder.location
 
     @property
     def last_path(self) -> str | None:
-        return self._own.newest if self._received is None else self._received[0]
+        return self._checkpoints.newest if self._received is None else self._received[0]
 
     @property
     def best_path(self) -> str | None:
@@ -178,7 +178,7 @@ class ModelCheckpoint(Saver):
 
     @property
     def _best(self) -> tuple[str | None, float | None]:
-        return self._own.best if self._received is None else self._received[1]
+        return self._checkpoints.best if self._received is None else self._received[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model.
@@ -219,12 +219,12 @@ class ModelCheckpoint(Saver):
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         """Return the state of the newest complete checkpoint in the folder, from any run; None if there is none yet."""
-        found = checkpoint.load_newest(self._own.folder, whole=whole)
+        found = checkpoint.load_newest(self._checkpoints.folder, whole=whole)
         return None if found is None else found[1]
 
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
         """Return the complete checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
-        return self._own.on_disk(runs)
+        return self._checkpoints.on_disk(runs)
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
@@ -266,7 +266,7 @@ class ModelCheckpoint(Saver):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "run": self._own.run,
+            "run": self._checkpoints.run,
             "fit": self._fit,
             "step": self.train_loop_obj.global_step,
             "saved_step": self._saved_step,  # not always equal to "step": another callback may write this state
@@ -277,11 +277,10 @@ class ModelCheckpoint(Saver):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restarted = bool(self._fit) and state.get("fit") == self._fit
         self._saved_step = state["saved_step"] if self._restarted else state["step"]
-        same_metric = state["monitor"] == self.monitor
+        same = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
-            step = None if self._restarted else state["step"]
-            self._own.take_over(state["run"], step, same_metric=same_metric)
-        if self._metric is not None and same_metric:
+            self._checkpoints.take_over(state["run"], None if self._restarted else state["step"], same_metric=same)
+        if self._metric is not None and same:
             self._metric.load_state_dict(state["metric"])
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ class ModelCheckpoint(Saver):
             self._metric.check(self.train_loop_obj)
         several = has_ranks(self.train_loop_obj.gpu_mode)
         if not several or distributed.is_global_zero() or self._is_sharded():  # this rank writes files
-            self._own.folder.check_writable()
+            self._checkpoints.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
         self._check_exclude()
@@ -303,7 +302,7 @@ class ModelCheckpoint(Saver):
         self._failed, self._received = False, None
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
-            self._own.folder.remove_dead()
+            self._checkpoints.folder.remove_dead()
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
@@ -360,18 +359,18 @@ class ModelCheckpoint(Saver):
                 )
             state = without(state, self._left_out)
         self._restart_clock()
-        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
         copy = self._host_copy.copy if self.async_save and not final else None
         give_up: Callable[[], None] | None = None
         if self._is_sharded():
             if loop.is_global_zero:
-                self._own.remove_unfinished()
+                self._checkpoints.remove_unfinished()
             folder = FolderWriting(
                 self.dirpath,
                 checkpoint.checkpoint_name(info),
-                self._own.run,
+                self._checkpoints.run,
                 state,
-                partial(self._own.write_as, info, keep=self.keep, in_folder=True),
+                partial(self._checkpoints.write_as, info, keep=self.keep, in_folder=True),
                 copy=copy,
                 wait_s=loop.timeout,
             )
@@ -417,12 +416,13 @@ class ModelCheckpoint(Saver):
 
     def _write(self, state: dict[str, Any], info: CheckpointInfo) -> None:
         def put(name: str, info: CheckpointInfo) -> None:
-            checkpoint.save(self._own.folder.path(name), state, info)
+            path = self._checkpoints.folder.path
+            checkpoint.save(path(name), state, info)
             if self.safetensors:
-                checkpoint.save_weights(self._own.folder.path(weights_name(name)), state["model"], run=self._own.run)
+                checkpoint.save_weights(path(weights_name(name)), state["model"], run=self._checkpoints.run)
 
-        self._own.remove_unfinished()
-        self._own.write_as(info, put, keep=self.keep, in_folder=False)
+        self._checkpoints.remove_unfinished()
+        self._checkpoints.write_as(info, put, keep=self.keep, in_folder=False)
 
     def _finish_writing(self, seconds: float | None = None) -> None:
         """Wait for the writing thread and report its error. After ``seconds``, stop waiting for other ranks' shards."""
@@ -437,7 +437,7 @@ class ModelCheckpoint(Saver):
         if isinstance(error, CheckpointError):
             raise error  # later checkpoints would fail too
         if error is not None:
-            newest = self._own.newest_known or "none yet"
+            newest = self._checkpoints.newest_known or "none yet"
             warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
                 f"{error}). Training continues. Newest complete checkpoint: {newest}. Free space, or change dirpath.",

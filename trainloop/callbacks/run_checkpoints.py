@@ -41,7 +41,7 @@ class RunCheckpoints:
     @property
     def newest(self) -> str | None:
         """Path of the newest checkpoint."""
-        files = self._own()
+        files = self._run_files()
         return files[-1].path if files else None
 
     @property
@@ -52,7 +52,7 @@ class RunCheckpoints:
     @property
     def best(self) -> tuple[str | None, float | None]:
         """Path and value of the checkpoint with the best value of the metric."""
-        ranked = _best_first(self._own(), self._metric)
+        ranked = _best_first(self._run_files(), self._metric)
         return (ranked[0].path, ranked[0].info.value) if ranked and ranked[0].info else (None, None)
 
     def on_disk(self, runs: Collection[str] = ()) -> list[Checkpoint]:
@@ -80,7 +80,7 @@ class RunCheckpoints:
         in_folder : bool
             True if the checkpoint is a folder of shards rather than a file.
         """
-        files = self._own()
+        files = self._run_files()
         # Clocks can be set back, and may be too coarse to distinguish two checkpoints.
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
@@ -109,7 +109,7 @@ class RunCheckpoints:
             self.run = run
         self._files, self._same_metric = None, same_metric
 
-    def _own(self) -> list[Checkpoint]:
+    def _run_files(self) -> list[Checkpoint]:
         if self._files is None:
             found = checkpoint.checkpoints(self.folder)
             # Stamps must be higher than those of other runs, because the highest stamp marks the newest checkpoint.

@@ -212,7 +212,7 @@ class ExperimentCheckpoint(ModelCheckpoint):
     @place.setter
     def place(self, timestamp: str) -> None:
         self.experiment.timestamp = timestamp
-        self._own.folder = self.experiment.folder / "checkpoints"
+        self._checkpoints.folder = self.experiment.folder / "checkpoints"
 
     def on_train_begin(self) -> None:
         self.place = distributed.broadcast_object(self.place)

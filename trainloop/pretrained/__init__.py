@@ -102,8 +102,8 @@ def _models_folder() -> Path:
 
 
 def _local(model: str) -> str | None:
-    here = _models_folder()
-    folders = (Path(model).expanduser(), here / model, here / model.replace("/", "--"))
+    models = _models_folder()
+    folders = (Path(model).expanduser(), models / model, models / model.replace("/", "--"))
     return next((str(folder.absolute()) for folder in folders if (folder / "config.json").exists()), None)
 
 

@@ -134,8 +134,8 @@ class PictureModel(TTBasicModel):
             "mean": ("mean", "image_mean"),
             "std": ("std", "image_std"),
         }
-        for name, theirs in names.items():
-            settings.setdefault(name, next((known[key] for key in theirs if known.get(key)), None))
+        for name, keys in names.items():
+            settings.setdefault(name, next((known[key] for key in keys if known.get(key)), None))
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:

@@ -63,18 +63,18 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
             f"resources={quota!r}: must be a ResourceQuota, e.g. resources=ResourceQuota(num_cpus=2, num_gpus=0.5)."
         )
     machine = available() if machine is None else machine
-    for name, what, limits in (
+    for name, what, sources in (
         ("num_cpus", "number of CPUs", machine.cpu_limits),
         ("num_gpus", "number of visible GPUs", machine.gpu_limits),
         ("memory", "memory", machine.memory_limits),
     ):
-        asked, most = getattr(quota, name), getattr(machine, name)
-        if asked != "auto" and exact(asked) > most:
+        requested, limit = getattr(quota, name), getattr(machine, name)
+        if requested != "auto" and exact(requested) > limit:
             show = format_bytes if name == "memory" else str
-            decisive = min(limits, default=(0, "what is available"))[1]
+            decisive = min(sources, default=(0, "what is available"))[1]
             raise ResourceError(
-                f"{name}={show(asked)} exceeds the {what} that this process may use ({show(most)}, limited by "
-                f"{decisive}). Request at most {show(most)}, or 'auto'. print(trainloop.resources.available()) shows "
+                f"{name}={show(requested)} exceeds the {what} that this process may use ({show(limit)}, limited by "
+                f"{decisive}). Request at most {show(limit)}, or 'auto'. print(trainloop.resources.available()) shows "
                 "all limits."
             )
     if quota.num_cpus != "auto" and quota.num_cpus < ranks:

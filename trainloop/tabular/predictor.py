@@ -157,7 +157,7 @@ class TabularPredictor:
         if self.path is not None:
             folder(self.path).check_writable()  # raises an error before the training, not after it
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
-        with applied(options.own):
+        with applied(options.process_quota):
             task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
             specs, skipped = parse_hyperparameters(options.hyperparameters, task.columns, searches=options.searches)
         say(f"{self.label!r} is a {task.target.problem} problem, scored by {task.metric.name}.\n{task.columns}")
@@ -394,7 +394,7 @@ def train(
         raise ConfigurationError(f"no model could be trained. Fix the errors, or allow more time:\n{reasons}")
     for note in notes:
         warn(note)
-    with applied(options.own):
+    with applied(options.process_quota):
         left_s = None if options.end is None else options.end - time.monotonic()
         return Ensemble.of(task, trained, rows, left_s), lost
 

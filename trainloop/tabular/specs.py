@@ -170,7 +170,7 @@ class Options:
     searches: bool
     search: Mapping[str, Any]
     """Arguments for ``tune`` alone: ``searcher``, ``num_trials`` and ``backend``."""
-    own: ResourceQuota | None
+    process_quota: ResourceQuota | None
     """Quota of the user's process; None if unlimited. It must not be applied while models train: they use all of it."""
     deadline: float | None
     """``time.monotonic()`` at which the models must end, before ``end``; None without a time limit."""
@@ -225,7 +225,7 @@ def parse_options(
         {"total": total, "num_bag_folds": folds, "parallel_folds": parallel},
         searches,
         {"searcher": searcher, "num_trials": num_trials, "backend": search["scheduler"]},
-        own=None if run["num_cpus"] == "auto" else ResourceQuota(total.num_cpus),
+        process_quota=None if run["num_cpus"] == "auto" else ResourceQuota(total.num_cpus),
         deadline=None if time_limit is None else began + 0.95 * time_limit,
         end=None if time_limit is None else began + time_limit,
     )

@@ -165,7 +165,7 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
         ray.init(log_to_driver=False)
         return
     machine = available()
-    asked = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
+    request = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
     from ray._private import ray_constants
 
     # If this is True (the default except on macOS), Ray replaces 127.0.0.1 with an address that other hosts can reach.
@@ -175,8 +175,8 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=asked.num_cpus,
-            num_gpus=math.ceil(exact(asked.num_gpus)),
+            num_cpus=request.num_cpus,
+            num_gpus=math.ceil(exact(request.num_gpus)),
             log_to_driver=False,
         )
     finally:

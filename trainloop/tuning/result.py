@@ -181,11 +181,11 @@ class TuneResult:
         first = next(iter(parts.values()))
         rows = 1 + max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
         held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
-        lost = len(held_out) < rows
+        gaps = len(held_out) < rows
         dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
-        if lost and dtype.kind not in "fc":
+        if gaps and dtype.kind not in "fc":
             dtype = np.dtype(object)
-        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if lost else 0, dtype=dtype)
+        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if gaps else 0, dtype=dtype)
         for fold, part in parts.items():
             whole[self.folds[fold].validation] = part
         return whole

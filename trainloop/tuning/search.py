@@ -150,7 +150,7 @@ def tune(
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    own = None
+    users_folds = None
     if folds is not None:
         if num_bag_folds != 1:
             raise ConfigurationError(
@@ -158,8 +158,8 @@ def tune(
                 "num_bag_folds."
             )
         x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-        own = own_folds(folds, x, y)
-    num_bag_folds = num_bag_folds if own is None else len(own)
+        users_folds = own_folds(folds, x, y)
+    num_bag_folds = num_bag_folds if users_folds is None else len(users_folds)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
@@ -195,7 +195,7 @@ def tune(
                 "version": 1,
                 "space": {name: repr(values) for name, values in space.items()},
                 "num_bag_folds": division.num_folds,
-                "folds": None if own is None else digest(own),
+                "folds": None if users_folds is None else digest(users_folds),
                 "metric": _name_of(metric),
                 "mode": mode,
                 "seed": seed,
@@ -220,7 +220,7 @@ def tune(
             *(store, division, proposals, runner, held, work, chosen_seed, mode, deadline, keep == "all"),
             View(division, mode, progress),
         )
-        search.set_folds(num_bag_folds, targets, own)
+        search.set_folds(num_bag_folds, targets, users_folds)
         search.run()
         result = TuneResult(
             [running.trial for running in search.begun],

@@ -241,8 +241,8 @@ class _Optuna:
         self._open: dict[int, Any] = {}
 
     def propose(self, number: int) -> dict[str, Any] | None:
-        self._open[number] = asked = self._study.ask(self._distributions)
-        return {name: self._value(name, chosen) for name, chosen in asked.params.items()}
+        self._open[number] = proposed = self._study.ask(self._distributions)
+        return {name: self._value(name, chosen) for name, chosen in proposed.params.items()}
 
     def _value(self, name: str, chosen: Any) -> Any:
         dimension = self._dimensions[name]

@@ -67,8 +67,8 @@ class CallbacksHandler:
     @property
     def registered(self) -> list[AbstractCallback]:
         """Callbacks of the loop, except the internal ones that implement AIToolbox's behaviour."""
-        own = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
-        return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in own]
+        internal = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
+        return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in internal]
 
     @property
     def registered_cbs(self) -> list[list[AbstractCallback]]:

@@ -301,11 +301,11 @@ class _TrackingLoop(TrainLoop):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        own = dict(zip(self.arguments, args))
+        positional = dict(zip(self.arguments, args))
         named = {name: kwargs.pop(name) for name in self.arguments if name in kwargs}
         parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
-        super().__init__(*parts, *args[len(own) :], **kwargs)
-        self._set_experiment(**own, **named)
+        super().__init__(*parts, *args[len(positional) :], **kwargs)
+        self._set_experiment(**positional, **named)
 
     def _set_experiment(
         self,

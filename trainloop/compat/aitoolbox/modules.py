@@ -155,10 +155,10 @@ def install() -> None:
     ConfigurationError
         If AIToolbox itself was imported before.
     """
-    there = sys.modules.get("aitoolbox")
-    if there is not None and not isinstance(getattr(there.__spec__, "loader", None), _Finder):
+    existing = sys.modules.get("aitoolbox")
+    if existing is not None and not isinstance(getattr(existing.__spec__, "loader", None), _Finder):
         raise ConfigurationError(
-            f"aitoolbox is already imported, from {getattr(there, '__file__', None)}. Put `import "
+            f"aitoolbox is already imported, from {getattr(existing, '__file__', None)}. Put `import "
             "trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave this line out."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -283,8 +283,8 @@ class OwnOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
-        return {**own, "inner": self.inner}
+        fields = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
+        return {**fields, "inner": self.inner}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
