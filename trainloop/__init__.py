@@ -28,11 +28,11 @@ if _other := distribution.overwritten_by():
     from trainloop._support.user_line import warn
 
     warn(
-        f"{_other} is installed in the same folder as {distribution.NAME}: both are imported as trainloop, and their "
+        f"{_other} is installed in the same folder as {distribution.NAME}. Both are imported as trainloop, so their "
         f"files overwrite each other. {distribution.REINSTALL}"
     )
 
-# Imported on first access, so that a script that uses only the wrappers imports nothing else.
+# Public names and their modules, which are imported on first access. A script imports only what it uses.
 _HOMES = {
     "AbstractCallback": "trainloop.callbacks.base",
     "ModelWrap": "trainloop.model",

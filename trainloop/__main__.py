@@ -24,7 +24,7 @@ README.rst has a first script, docs/ has the guides, and examples/ has a file fo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, 1 if the doctor found a problem."""
+    """Run the command and return its exit status: 1 if the doctor found a problem, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(OVERVIEW)
         return 0
     if given.command == "checkpoint":
-        from trainloop.checkpoint.export import export  # the doctor works where torch does not
+        from trainloop.checkpoint.export import export  # imports torch, which the doctor must not need
         from trainloop.resources.quota import format_bytes
 
         try:

@@ -82,10 +82,10 @@ def parse_devices(devices: object, count: int) -> list[int]:
 
 
 def _read_text(text: str) -> object:
-    """Return the number or the list of indices that a text means; anything else there stays a text."""
+    """Parse a text to a number or a list of indices. Text that is neither is returned unchanged, or as a list item."""
     if text.strip().lower() == "auto":
         return -1
-    # int() alone would accept '1_0', '+3' and digits of all scripts; no machine has a device number of 18 digits.
+    # int() alone would accept '1_0', '+3' and non-ASCII digits. No device number has 18 digits.
     entries = [entry.strip() for entry in text.split(",")]
     found = [int(entry) if re.fullmatch(r"-?[0-9]{1,18}", entry) else entry for entry in entries]
     if len(found) == 1:
@@ -136,14 +136,14 @@ def _be(count: int) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a value as an int, including ints of numpy and other libraries; ``None`` for anything else and for bools.
+    """Return an int, or an integer of numpy or another library, as an int; ``None`` for any other value and for bools.
 
     Examples
     --------
     >>> whole_number(2), whole_number(2.0), whole_number(True)
     (2, None, None)
     """
-    # Python accepts True as an int, torch a tensor of it; here both are mistakes.
+    # Python accepts True as an int, and a tensor with True has __index__. Here, both are mistakes.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
@@ -153,7 +153,7 @@ def whole_number(value: object) -> int | None:
 
 
 def shown(value: object) -> str:
-    """Return ``repr`` cut to one line; or the type, if ``repr`` fails (a very large int, a user's class)."""
+    """Return ``repr(value)``, cut to 120 characters; the type's name if ``repr`` fails, as a user's class may."""
     try:
         text = repr(value)
     except Exception:
@@ -165,7 +165,7 @@ def shown(value: object) -> str:
 
 
 class DeviceChoice(NamedTuple):
-    """Devices as a type and indices, without ``torch.device`` objects."""
+    """Chosen devices, as a type and indices instead of ``torch.device`` objects."""
 
     kind: Kind
     """Type of all devices."""
@@ -178,7 +178,7 @@ class DeviceChoice(NamedTuple):
 def choose_devices(
     accelerator: object, devices: object, *, cuda: int, mps: bool = False, interactive: bool = False, cores: int = 8
 ) -> DeviceChoice:
-    """Choose devices for :func:`resolve`, from a description of the machine.
+    """Choose the devices for :func:`resolve` from a description of the machine.
 
     Parameters
     ----------
@@ -189,10 +189,10 @@ def choose_devices(
     mps : bool
         True if there is an Apple GPU.
     interactive : bool
-        True in a notebook or shell: ``devices='auto'`` then uses only one of several GPUs, since processes and cells
-        don't mix well.
+        True in a notebook or shell. ``devices='auto'`` then uses only one of several GPUs, because starting processes
+        from notebook cells is fragile.
     cores : int
-        CPU cores this process may use.
+        Number of CPU cores that this process may use.
 
     Raises
     ------
@@ -215,9 +215,9 @@ def choose_devices(
         note = f"devices={count} on {cores} CPU core{'s' * (cores > 1)}: the processes will compete for CPU time."
         return DeviceChoice("cpu", [0] * count, note if count > cores else "")
     if not {"cuda": cuda, "mps": mps, "cpu": 0}[kind]:
-        here = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
+        found = [f"{cuda} CUDA device{'s' * (cuda > 1)}"] * (cuda > 0) + ["mps"] * mps + ["cpu"]
         raise DeviceError(
-            f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(here)}. "
+            f"accelerator={shown(accelerator)}: this machine has no such device. It has: {', '.join(found)}. "
             f"Use accelerator='{best}', or 'auto' for the best available; or check CUDA_VISIBLE_DEVICES and the CUDA "
             "build of torch."
         )
@@ -232,7 +232,7 @@ def choose_devices(
 
 
 def _as_arguments(device: object) -> str:
-    """Return the arguments equivalent to a torch.device, its name, or a list of them; empty for anything else."""
+    """Return the arguments equivalent to a torch.device, its name, or a list of these; empty for any other value."""
     given = device if isinstance(device, (list, tuple)) else [device]
     found = [re.fullmatch(r"(cpu|cuda|gpu|mps)(?::([0-9]+))?", str(each).strip().lower()) for each in given]
     kinds = {match[1] for match in found if match}
@@ -243,23 +243,23 @@ def _as_arguments(device: object) -> str:
 
 
 def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
-    """Return the number of processes that ``devices`` means on the CPU, where devices have no indices."""
+    """Return the number of processes requested by ``devices`` on the CPU."""
     if isinstance(devices, str) and devices.strip().lower() == "auto":
         return 1
     number = whole_number(_read_text(devices) if isinstance(devices, str) else devices)
     if number == -1 and found_none:
-        return 1  # 'All GPUs' on a machine without any: like 'auto'.
+        return 1  # -1 requests all GPUs; if there is no GPU, it is the same as 'auto'
     if number is None or number < 1:
         where = "no GPU is visible, and " if found_none else ""
         raise DeviceError(
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes (an int of 1 or more). "
             "Use devices=1 for one process, or devices=2 for two. 'auto' means one process."
         )
-    most = max(64, 8 * cores)  # many, so that small machines can try out many ranks
+    most = max(64, 8 * cores)  # more than the cores, so that small machines can test many ranks
     if number > most:
         raise DeviceError(
-            f"devices={shown(devices)}: on the CPU, this is the number of processes, of which at most {most} are "
-            f"allowed on {cores} core{'s' * (cores > 1)}. Use devices={cores}."
+            f"devices={shown(devices)}: on the CPU, this is the number of processes. At most {most} are allowed on "
+            f"{cores} core{'s' * (cores > 1)}. Use devices={cores}."
         )
     return number
 
@@ -324,9 +324,9 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Find GPUs that no other run uses, lease them to this process, and return their indices.
 
     Use it if several runs share a machine, especially if its GPUs are in 'exclusive process' mode. The function tries
-    GPUs in index order, with one tiny tensor on each, which creates a CUDA context. The search stops as soon as enough
-    GPUs are found. GPUs leased by another trainloop run on this machine are skipped. The lease lasts until this process
-    ends. A second call in the same process may return the same GPUs.
+    GPUs in index order: it creates one small tensor on each, and thereby a CUDA context. The search stops as soon as
+    enough GPUs are found. GPUs leased by another trainloop run on this machine are skipped. The lease lasts until this
+    process ends. A second call in the same process may return the same GPUs.
 
     Parameters
     ----------
@@ -341,8 +341,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Raises
     ------
     DeviceError
-        If fewer GPUs are visible than requested (before any GPU is tried); if fewer are usable (the message has the
-        indices of the occupied ones); or if ``num_devices`` is not an int.
+        If fewer GPUs are visible than requested (no GPU is then tried); if fewer are usable (the message lists the
+        occupied GPUs); or if ``num_devices`` is not an int.
 
     Notes
     -----
@@ -398,7 +398,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
     num_devices, num_nodes : int
         Number of devices on each node, and number of nodes.
     kind : str, optional
-        Type of the devices (``torch.device.type``), if known: ``mps`` supports ``single`` only.
+        Type of the devices (``torch.device.type``), if known. ``mps`` supports only ``single``.
 
     Raises
     ------
@@ -419,7 +419,7 @@ def resolve_mode(name: object, num_devices: int, num_nodes: int = 1, *, kind: st
         raise ConfigurationError(f"gpu_mode={shown(name)}: must be 'single', 'dp', 'ddp', 'fsdp' or 'auto'.")
     if num_nodes > 1 and not has_ranks(mode):
         raise ConfigurationError(
-            f"gpu_mode={shown(name)} with num_nodes={num_nodes}: this mode uses one node only. "
+            f"gpu_mode={shown(name)} with num_nodes={num_nodes}: this mode uses only one node. "
             "Use gpu_mode='ddp' or 'fsdp'."
         )
     if kind == "mps" and mode != "single":
@@ -438,7 +438,7 @@ def check_num_nodes(num_nodes: object) -> int:
     Raises
     ------
     ConfigurationError
-        If it is not an int of 1 or more (a bool or text is not an int).
+        If it is not an int of 1 or more. A bool or a string is not accepted.
     """
     number = whole_number(num_nodes)
     if number is None or number < 1:

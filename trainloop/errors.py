@@ -45,7 +45,7 @@ class ResourceError(ConfigurationError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """An unknown keyword. It is a ``TypeError``, as for any function; the message suggests the nearest name."""
+    """An unknown keyword. It is also a ``TypeError``, as in plain Python. The message suggests the nearest name."""
 
 
 class UnpicklableError(TrainLoopError, TypeError):
@@ -70,8 +70,7 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
     traceback : str
         Text of the failed rank's traceback; empty if the process died without one.
     recorded : str or None
-        File that a ``FailureRecorder`` wrote, from which ``tl.replay(error.recorded)`` repeats the step; None if there
-        is none.
+        File that a ``FailureRecorder`` wrote; None if there is none. ``tl.replay(error.recorded)`` repeats the step.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
         self.recorded = recorded
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments are lost by BaseException's own reduce.
+        # BaseException.__reduce__ would lose keyword-only arguments.
         return _rebuild_worker_failed, (self.message, self.rank, self.exitcode, self.traceback, self.recorded)
 
 

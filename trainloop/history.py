@@ -34,11 +34,11 @@ class History(Mapping[str, list[float]]):
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self._epochs: dict[str, list[int]] = {}
-        # Steps are kept as machine numbers: 16 bytes each, and no objects for the garbage collector to walk.
+        # Steps are in arrays: each takes 16 bytes, and the garbage collector has no objects to traverse.
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
         self._unagreed: dict[str, list[int]] = {}
-        """Positions of the values that have not been sent to the other ranks yet; only the loop writes here."""
+        """Indices of per-rank values that have not been averaged over ranks yet, by metric. Only the loop sets them."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:
@@ -46,11 +46,11 @@ class History(Mapping[str, list[float]]):
         except KeyError:
             raise KeyError(f"{name!r} is not in the history, which has: {', '.join(self._values) or 'none'}") from None
 
-    if not TYPE_CHECKING:  # checkers know the attributes
+    if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise an error with a hint, since many users try to read a metric as an attribute."""
-            known = vars(self).get("_values", ())  # missing while a copy is being made
+            """Raise an error with a hint, because many users try to read a metric as an attribute."""
+            known = vars(self).get("_values", ())  # missing while a copy is created
             hint = f'. Read a metric by its name in brackets: history["{name}"]' if name in known else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -61,7 +61,7 @@ class History(Mapping[str, list[float]]):
         return len(self._values)
 
     def steps(self, name: str) -> list[float]:
-        """Return the step-level values of a metric, in order; an empty list if it has none."""
+        """Return the step-level values of a metric, in order; an empty list if the metric has none."""
         return list(self._step_values.get(name, ()))
 
     def step_indices(self, name: str) -> list[int]:
@@ -69,7 +69,7 @@ class History(Mapping[str, list[float]]):
         return list(self._step_indices.get(name, ()))
 
     def epochs(self, name: str) -> list[int]:
-        """Return the epoch, counted from 0, of each of a metric's values; an empty list if it has none."""
+        """Return the epoch, counted from 0, of each value of a metric; an empty list if the metric has no values."""
         return list(self._epochs.get(name, ()))
 
     @property
@@ -124,7 +124,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a dict for each epoch: ``epoch`` (counted from 1), and each metric that has a value in this epoch."""
+        """Return a dict for each epoch, with ``epoch`` (counted from 1) and the metrics that have a value in it."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -149,7 +149,7 @@ class History(Mapping[str, list[float]]):
     def _repr_html_(self) -> str:
         return html_table(self.rows())
 
-    # -- written by the loop only ------------------------------------------------------------------------------------
+    # -- called only by the loop -------------------------------------------------------------------------------------
 
     def record(self, name: str, value: float, epoch: int, *, replace: bool = False) -> None:
         """Add the value of an epoch. With ``replace``, a second value in the same epoch replaces the first."""
@@ -167,24 +167,24 @@ class History(Mapping[str, list[float]]):
 
     @property
     def has_own(self) -> bool:
-        """Return True if there are per-rank values that have not been averaged over ranks yet."""
+        """True if there are per-rank values that have not been averaged over ranks yet."""
         return bool(self._unagreed)
 
     def take_own(self) -> dict[str, list[tuple[int, float]]]:
         """Remove and return the per-rank values that have not been averaged yet, with their epochs."""
         taken = {}
-        for name, places in self._unagreed.items():
+        for name, indices in self._unagreed.items():
             values, epochs = self._values[name], self._epochs[name]
-            taken[name] = [(epochs[i], values[i]) for i in places]
-            for i in reversed(places):
+            taken[name] = [(epochs[i], values[i]) for i in indices]
+            for i in reversed(indices):
                 del values[i], epochs[i]
         self._unagreed = {}
         return taken
 
     def put_agreed(self, everyone: Sequence[Mapping[str, Sequence[tuple[int, float]]]]) -> None:
         """Average the results of :meth:`take_own` over ranks, value by value, and add the means to the history."""
-        for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-            for same in zip_longest(*(theirs[name] for theirs in everyone if name in theirs)):
+        for name in dict.fromkeys(name for of_rank in everyone for name in of_rank):
+            for same in zip_longest(*(of_rank[name] for of_rank in everyone if name in of_rank)):
                 entries = [entry for entry in same if entry is not None]
                 self.record(name, _mean([value for _, value in entries]), entries[0][0])
 
@@ -197,7 +197,7 @@ class History(Mapping[str, list[float]]):
             self._step_values[name].frombytes(values.tobytes())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole history, as plain types and tensors."""
+        """Return the full history as plain types and tensors."""
         return {
             "values": self.to_dict(),
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
@@ -235,7 +235,7 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the lines of a table, its header first."""
+    """Return the cells of a table, as a list of lines. The first line is the header."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
 
@@ -248,7 +248,7 @@ def _cell(value: Any) -> str:
 
 
 def _let_notebook_show(figure_type: type) -> None:
-    """Make notebooks show figures as pictures; by default they do so only after a cell has used pyplot."""
+    """Make notebooks show figures as pictures. By default, they do so only after a cell has imported pyplot."""
     shell = sys.modules["IPython"].get_ipython() if "ipykernel" in sys.modules and "IPython" in sys.modules else None
     if shell is None or any(figure_type in formatter for formatter in shell.display_formatter.formatters.values()):
         return

@@ -48,12 +48,12 @@ class TTModel(nn.Module, ABC):
     __jit_ignored_attributes__ = ("carried_state", "loss_reduction")
 
     loss_reduction: str | None = None
-    """``'sum'`` or ``'mean'``: how :meth:`get_loss` reduces a batch's samples. ``None``: use the criterion's
-    ``reduction``, or the mean if it has none."""
+    """Reduction of a batch's samples in :meth:`get_loss`: ``'sum'``, ``'mean'``, or ``None`` for the criterion's
+    ``reduction`` (the mean if the criterion has no such attribute)."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Old code lists the attributes for its wrapper to pass on. All are passed on, so nothing reads this.
+        # AIToolbox models list the attributes that a wrapper must forward. Here all are forwarded, so this is unused.
         self.transfer_model_attributes: list[str] = []
 
     @abstractmethod
@@ -72,9 +72,9 @@ class TTModel(nn.Module, ABC):
         Returns
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
-            A 0-d loss: the mean over the batch's samples, or their sum if the criterion's ``reduction`` or
-            :attr:`loss_reduction` says so. In a tuple, the weight is the number of units (such as tokens) that the loss
-            is a mean over; micro-batches and ranks are weighted by it.
+            A 0-d loss: the mean over the batch's samples, or their sum if :attr:`loss_reduction` or the criterion's
+            ``reduction`` is ``'sum'``. In a tuple, the weight is the number of units (such as tokens) that the loss is
+            a mean over; it weights micro-batches and ranks.
 
         Yields
         ------
@@ -198,7 +198,7 @@ class TTModel(nn.Module, ABC):
         return all_gather(value, concat=concat)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The log's receiver belongs to the running loop, not to a copy of the model.
+        # The object that receives logged values belongs to the running loop, not to a copy of the model.
         return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
 
 
@@ -274,11 +274,11 @@ def yields_losses(model: Any, method: str = "get_loss") -> bool:
     if method == "get_loss_eval" and getattr(type(model), method, None) is TTModel.get_loss_eval:
         method = "get_loss"
     function = getattr(model, method, None)
-    # ModelWrap.get_loss returns the result of the feed's, and is not a generator function itself.
+    # ModelWrap.get_loss only returns the result of the feed's get_loss, and is not a generator function itself.
     if isinstance(model, ModelWrap):
         feed = model.batch_model_feed_def
         function = getattr(feed, method, feed.get_loss)
-    # Decided from the function, without a call, since the kind of training depends on it.
+    # The function is inspected, not called, because the kind of training is decided before the first call.
     return callable(function) and inspect.isgeneratorfunction(inspect.unwrap(function))
 
 
@@ -295,8 +295,8 @@ def check_signatures(model: Any) -> None:
     Raises
     ------
     ConfigurationError
-        If a call would certainly fail. A method without a signature of its own, such as a decorator's wrapper, is
-        accepted.
+        If a call would certainly fail. A method whose real signature is unknown, such as a decorator's ``*args``
+        wrapper, is accepted.
     """
     owner, before = (model.batch_model_feed_def, ("model",)) if isinstance(model, ModelWrap) else (model, ())
     for name, given in _CALLED_WITH.items():
@@ -304,7 +304,7 @@ def check_signatures(model: Any) -> None:
         function = getattr(method, "__func__", method)
         if not isinstance(function, types.FunctionType) or hasattr(function, "__signature__"):
             continue
-        # A decorator may pass on other arguments than it receives: check its wrapper, not the wrapped function.
+        # A decorator may change the arguments, so its wrapper is checked, not the wrapped function.
         signature = inspect.signature(method, follow_wrapped=False)  # type: ignore[arg-type]
         given = (*before, *given)
         try:

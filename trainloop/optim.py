@@ -18,8 +18,8 @@ __all__ = ["MultiLoss", "MultiOptimizer"]
 class MultiLoss(Mapping[str, Tensor]):
     """Named losses of one batch, each meant for one optimizer of a :class:`MultiOptimizer`.
 
-    A loss gives gradients only to the parameters of its own optimizer: for example, a generator's loss leaves no
-    gradient in the discriminator that it passes through. With a single optimizer the losses are added up.
+    A loss gives gradients only to the parameters of its own optimizer. For example, a generator's loss leaves no
+    gradient in the discriminator that it passes through. With a single optimizer, the losses are added up.
 
     Parameters
     ----------
@@ -130,8 +130,8 @@ class MultiLoss(Mapping[str, Tensor]):
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
         """Return the sum of one optimizer's losses, or ``None`` if it has none."""
         indices = self._indices()
-        own = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
-        return sum(own[1:], own[0]) if own else None
+        losses = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
+        return sum(losses[1:], losses[0]) if losses else None
 
     def backward(self, optimizer_idx: int | None = None, inputs: Sequence[Tensor] | None = None) -> None:
         """Compute the gradients of one optimizer's losses, or of the sum of all losses.
@@ -207,7 +207,7 @@ class MultiOptimizer:
         seen: dict[int, int] = {}
         for i, optimizer in enumerate(optimizers):
             for parameter in parameters_of(optimizer):
-                # Two optimizers would step it in turn, each after the other has cleared its gradient.
+                # Otherwise each optimizer would clear the parameter's gradient before the other one steps.
                 if seen.setdefault(id(parameter), i) != i:
                     raise ConfigurationError(
                         f"optimizers {seen[id(parameter)]} and {i} share a parameter of shape "
@@ -295,12 +295,12 @@ def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimize
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters that an optimizer steps."""
+    """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """Clear gradients like ``optimizer.zero_grad()``, without torch's profiler mark: 1/7 faster for small models.
+    """Clear gradients like ``optimizer.zero_grad()``, but without the overhead of torch's profiler annotation.
 
     If the optimizer's ``zero_grad`` was overridden or replaced, that method is called.
     """
@@ -313,10 +313,10 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer's ``step`` requires a closure: the argument has no default, as with LBFGS.
+    """Return True if the optimizer's ``step`` requires a closure: the argument has no default, as in LBFGS.
 
-    An optimizer that needs a closure although the argument has a default (many implementations of sharpness-aware
-    minimisation, SAM) declares it with an attribute ``needs_closure = True``.
+    If an optimizer needs a closure although the argument has a default, as in many implementations of sharpness-aware
+    minimisation (SAM), set an attribute ``needs_closure = True`` on the optimizer or its class.
     """
     if getattr(optimizer, "needs_closure", False):
         return True
@@ -329,7 +329,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return True if hooks, or a wrapper other than a scheduler's, must see each step."""
+    """Return True if each step must call hooks, or a wrapper of ``step`` other than a scheduler's."""
     return bool(
         ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
@@ -340,9 +340,9 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Return True if only a torch scheduler wraps ``step``; that wrapper just records that a step was taken."""
+    """Return True if ``step`` has only the wrapper of a torch scheduler, which just records that a step was taken."""
     step = vars(optimizer).get("step")
     if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
         return False
-    marked = getattr(step, "__func__", step).__wrapped__  # a wrapper around it has the mark, and wraps the marked one
-    return getattr(marked, "__func__", marked) is type(optimizer).step
+    wrapped = getattr(step, "__func__", step).__wrapped__  # if not type(optimizer).step, there is another wrapper
+    return getattr(wrapped, "__func__", wrapped) is type(optimizer).step

@@ -48,7 +48,7 @@ Array = np.ndarray[Any, Any]
 def evaluate_result_package(
     package: Any, y_pred: Any, y_true: Any, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Score predictions.
+    """Score predictions, and return the metrics by name.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def evaluate_result_package(
 
 
 def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, float]:
-    """Compute a torchmetrics metric or collection over all rows. Each rank has all rows, so ranks sum nothing."""
+    """Compute a torchmetrics metric or collection over all rows. Each rank has all rows, so no values are exchanged."""
     parts = list(metric.values()) if hasattr(metric, "values") else [metric]
     before = [getattr(part, "sync_on_compute", True) for part in parts]
     try:
@@ -120,7 +120,7 @@ def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, f
 
 
 def _tensor(rows: Any, metric: Any) -> Any:
-    """Convert lists and arrays of numbers to a tensor on the metric's device; return others, such as texts, as is."""
+    """Convert lists and arrays of numbers to a tensor on the metric's device; return other values unchanged."""
     if not isinstance(rows, Tensor):
         try:
             rows = torch.as_tensor(np.asarray(rows))
@@ -134,7 +134,7 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _numbers(values: Any, name: str) -> dict[str, float]:
-    """Return floats by name; a single value gets ``name``."""
+    """Return the values as floats by name. A single value has the name ``name``."""
     if isinstance(values, AbstractResultPackage):
         values = values.get_results()
     if not isinstance(values, Mapping):
@@ -209,7 +209,7 @@ def mae(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def r2(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the fraction of the targets' variance that is explained; NaN if they have no variance."""
+    """Return the fraction of the targets' variance that is explained; NaN if the variance is 0."""
     targets = as_array(y_true).astype(np.float64).ravel()
     errors = _errors(y_pred, y_true).ravel()
     if not np.ptp(targets) or not _are_finite(errors):
@@ -229,7 +229,7 @@ def scikit_learn() -> Any:
 
 
 def _are_finite(numbers: Array) -> bool:
-    """Return True if no score is NaN: a diverged model scores NaN, for which scikit-learn would raise an error."""
+    """Return True if no score is NaN. A diverged model scores NaN, for which scikit-learn would raise an error."""
     return bool(np.isfinite(numbers).all())
 
 
@@ -237,10 +237,10 @@ def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> floa
     predicted, targets = classes_of(y_pred, y_true)
     if not len(targets):
         return float("nan")
-    # By number, since scikit-learn refuses values that are not labels, such as 0.5, or classes of several types.
+    # Classes are numbered, because scikit-learn rejects values such as 0.5 and classes of several types.
     _, joint = np.unique(np.concatenate([predicted, targets]), return_inverse=True)
-    given, there = joint[: len(predicted)], joint[len(predicted) :]
-    return float(getattr(scikit_learn(), function)(there, given, **options))
+    predicted_codes, target_codes = joint[: len(predicted)], joint[len(predicted) :]
+    return float(getattr(scikit_learn(), function)(target_codes, predicted_codes, **options))
 
 
 def as_array(rows: Any) -> Any:
@@ -264,15 +264,15 @@ def _as_classes(rows: Any) -> Array:
 
 
 def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
-    """Return predicted and true classes: one of each per row, or per element if a row has several classes."""
+    """Return predicted and true classes, one per row, or one per element if a row has several classes."""
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(
-            "predictions or targets are rows of unequal length, so a row has no single class. Return rows of one "
+            "predictions or targets are rows of unequal length, so a row has no single class. Return rows of equal "
             "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
     if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):
-        # Every score would count as a class, and each of them as wrong.
+        # Otherwise every score would count as a class, and as a wrong one.
         if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
             raise ConfigurationError(
                 f"predictions are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot "
@@ -338,7 +338,7 @@ class AbstractResultPackage(ABC):
         ``{'additional_results': metadata}``, with the metadata of ``predict_on_*``.
     hyperparameters : dict or None
     requires_loss : bool
-        Set it to True to get the dataset's mean loss as ``metadata['loss']``.
+        Set it to True to receive the dataset's mean loss as ``metadata['loss']``.
     results_dict : dict or None
         The last results.
 
@@ -431,21 +431,20 @@ class TorchMetricsPackage(GeneralResultPackage):
 
 
 class _ScikitLearnPackage(AbstractResultPackage):
-    """Raise an error at construction, rather than after the first epoch, if scikit-learn is missing."""
+    """Base of packages that need scikit-learn. If it is missing, construction fails, not the first evaluation."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if find_spec("sklearn") is None:  # finding it is quick, importing it takes a second
+        if find_spec("sklearn") is None:  # importing it would take a second
             scikit_learn()
 
 
 class ClassificationResultPackage(_ScikitLearnPackage):
     """Metrics for predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
 
-    Predictions are classes, or rows of scores, of which the highest marks the class. Targets are classes or one-hot
-    rows. Both may have a class for each element of a row, such as a token or pixel; all elements are then counted
-    together. Several labels per row (multi-label) are not supported: use, for example, torchmetrics'
-    ``MultilabelF1Score``.
+    Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
+    have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
+    labels per row (multi-label) are not supported; use, for example, torchmetrics' ``MultilabelF1Score``.
     """
 
     def prepare_results_dict(self) -> Mapping[str, Any]:
@@ -465,8 +464,8 @@ class BinaryClassificationResultPackage(_ScikitLearnPackage):
 
     Notes
     -----
-    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2). Of
-    these two, the second is used.
+    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2). In
+    the latter case, the second score is used.
     """
 
     def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:
@@ -496,7 +495,7 @@ class RegressionResultPackage(_ScikitLearnPackage):
 
 
 class PreCalculatedResultPackage(AbstractResultPackage):
-    """Results that were computed elsewhere."""
+    """A package of results that were computed elsewhere."""
 
     def __init__(self, results_dict: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)

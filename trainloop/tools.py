@@ -41,7 +41,7 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 __all__ = ["BatchSizes", "Layer", "LearningRates", "Summary", "find_batch_size", "find_lr", "summary"]
 
 SMOOTHING = 0.9
-"""Weight of the old mean in the smoothed loss; the mean covers about ten steps."""
+"""Weight of the previous mean in the smoothed loss. The mean covers about ten steps."""
 SKIPPED = 5
 """Number of initial losses to skip, because a mean of so few values gives no reliable slope."""
 
@@ -182,7 +182,7 @@ class _Sweep(AbstractCallback):
 
     def on_train_begin(self) -> None:
         groups = self.train_loop_obj.optimizer.param_groups
-        # Groups keep their ratios: a head with ten times the backbone's rate keeps that in the sweep.
+        # Groups keep their ratios. For example, a head keeps ten times the rate of the backbone.
         first = float(groups[0]["lr"])
         self.ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
         self._set(self.rates[0])
@@ -203,7 +203,7 @@ class _Sweep(AbstractCallback):
         last = self.train_loop_obj.last_loss
         if last is None:  # this rank had no batch in this step
             return
-        # This waits for the device at each step, which is acceptable in a sweep of some hundred steps.
+        # This waits for the device at each step, which is acceptable in a sweep of a few hundred steps.
         loss = float(last)
         self.best = min(self.best, loss) if math.isfinite(loss) else self.best
         if not loss < self.diverges_at * self.best and self.best > 0:
@@ -218,12 +218,12 @@ _WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Result of :func:`find_batch_size`; sizes are per process."""
+    """Result of :func:`find_batch_size`. Sizes are batch sizes per process."""
 
     tried: dict[int, float | None]
     """Samples per second of one process at each size; ``None`` for sizes that ran out of memory."""
     limit: str
-    """Reason why no larger size was tried."""
+    """Reason why no larger batch was tried, such as ``'memory'``."""
 
     @property
     def suggestion(self) -> int | None:
@@ -316,7 +316,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     if loop.run_config.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = replace(trial.options, gpu_mode="ddp", accelerator="cpu", devices=1)
     try:
-        # Repeat the data if there are few: only the batch size matters.
+        # A small dataset is repeated, because only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock])
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
         if not _is_about_memory(error):
@@ -324,7 +324,7 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
         return None
     finally:
         del trial
-        gc.collect()  # the traceback's frames hold the tensors that didn't fit
+        gc.collect()  # the traceback's frames refer to the tensors that didn't fit
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return size / max(clock.seconds_per_step, 1e-9)
@@ -339,7 +339,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 class _Clock(AbstractCallback):
-    """Time the steps after the first; make this process the kernel's first choice if memory runs out."""
+    """Time the steps after the first. If memory runs out, make the kernel kill this process first."""
 
     def __init__(self) -> None:
         super().__init__("find_batch_size")
@@ -363,7 +363,7 @@ class _Clock(AbstractCallback):
 
 @contextlib.contextmanager
 def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Move the loop's own model and optimizer to host memory in the block, since a training has only one of each."""
+    """Move the loop's own model and optimizer to host memory during the block, as a real training has only one copy."""
     tensors = [*loop.model.parameters(), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
         tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -382,7 +382,7 @@ def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module of the model."""
+    """A module of the model, with its sizes and FLOPs."""
 
     name: str
     """Path of the module, such as ``encoder.0``; empty for the model itself."""
@@ -404,10 +404,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of :func:`summary`; prints as a table."""
+    """Result of :func:`summary`. ``print`` shows it as a table."""
 
     layers: tuple[Layer, ...]
-    """The model, then its modules in order."""
+    """The model, followed by its modules in the order of ``named_modules()``."""
     samples: int
     """Number of samples in the batch."""
     forward_flops: int
@@ -419,15 +419,18 @@ class Summary:
     optimizer_bytes: int
     """Size of the optimizer's state after a step, in bytes."""
     activation_bytes: int
-    """Bytes of the tensors (without the weights) that autograd keeps from forward to backward; each tensor counts
-    once."""
+    """Size in bytes of the tensors, other than weights, that autograd keeps from forward to backward. Each tensor
+    counts once."""
     batch_bytes: int
     not_optimized: int = 0
     """Number of parameters that require gradients but are in no optimizer."""
 
     @property
     def step_bytes(self) -> int:
-        """Bytes for a step in one process (no kernel workspaces): weights, gradients, optimizer, activations, batch."""
+        """Bytes that a step needs in one process: weights, gradients, optimizer state, activations and batch.
+
+        Workspaces of kernels are not included.
+        """
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes + self.batch_bytes
 
     def __str__(self) -> str:
@@ -530,10 +533,10 @@ def _counted(
             loss = split_loss(output)[0]
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
-                # Inside the counter, so that it counts the backward pass, too.
+                # Called inside the counter's block, so that the backward pass is counted, too.
                 total.backward()
                 step = counter.get_total_flops()
-    # Gradients for all parameters, so that a step creates the optimizer's state for all.
+    # All parameters need gradients, so that a step creates the optimizer's state for all of them.
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         if p.grad is None:
@@ -548,7 +551,7 @@ def _counted(
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
         batch_bytes=_bytes(_tensors(batch)),
-        # From the loop's own optimizer: a copy has only the parameters of the model's copy.
+        # Counted for the loop's own optimizer, because the copy has only the parameters of the model's copy.
         not_optimized=0 if loop.optimizer is None else _not_optimized(loop),
     )
 
@@ -572,7 +575,7 @@ def _layers(
         if name.count(".") + bool(name) > depth:
             continue
         parameters = list(module.parameters())
-        # get_loss may call submodules outside of the model's forward: count everything.
+        # get_loss may call submodules outside of the model's forward, so the model's count is the total.
         count = flops_of(name) if name else forward
         yield Layer(
             name,
@@ -588,7 +591,7 @@ def _layers(
 
 @contextmanager
 def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Return the shape of each module's last output, by its path."""
+    """Return a context whose value maps each module's path to the shape of its last output."""
     shapes: dict[str, str] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -608,13 +611,13 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Return the bytes that autograd keeps for the backward pass, without storages of weights."""
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    """Return a context whose value is a function: the bytes that autograd keeps for backward, without weights."""
+    weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), storage.nbytes())
         return tensor
 
@@ -623,12 +626,12 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def _optimizer_bytes(optimizer: Any) -> int:
-    """Return the bytes of the optimizer's state after a step with the copies' gradients."""
+    """Step the copy of the optimizer, and return the size of its state in bytes."""
     found = 0
     for single in optimizers_of(optimizer) if optimizer is not None else ():
         try:
             single.step()
-        except TypeError:  # needs a closure: its state depends on how often it calls that
+        except TypeError:  # needs a closure; the size of its state depends on the number of calls
             pass
         found += _bytes(_tensors(list(single.state.values())))
     return found

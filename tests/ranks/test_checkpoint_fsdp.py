@@ -109,9 +109,9 @@ class Slow(AbstractCallback):
     def on_train_begin(self) -> None:
         from trainloop.checkpoint import sharded_writing
 
-        if self.train_loop_obj.rank == 1 and not hasattr(sharded_writing, "write_own"):
-            sharded_writing.write_own = sharded_writing._write_own
-            sharded_writing._write_own = lambda *args: (time.sleep(0.3), sharded_writing.write_own(*args))[1]
+        if self.train_loop_obj.rank == 1 and not hasattr(sharded_writing, "write_parts"):
+            sharded_writing.write_parts = sharded_writing._write_parts
+            sharded_writing._write_parts = lambda *args: (time.sleep(0.3), sharded_writing.write_parts(*args))[1]
 
     def on_after_optimizer_step(self) -> None:
         self.steps_beside += any(t.name.startswith("checkpoint of") for t in threading.enumerate())

@@ -117,7 +117,7 @@ from trainloop import devices
 from trainloop.resources import gpus
 devices._cuda_count = lambda: 8
 gpus.names = lambda count: [f"gpu-{i}" for i in range(count)]
-gpus._takes_a_tensor = lambda index: True
+gpus._accepts_a_tensor = lambda index: True
 print(devices.find_usable_cuda_devices(int(sys.argv[1])), flush=True)
 sys.stdin.readline()
 """
@@ -280,7 +280,7 @@ def test_a_desk_that_stays_locked_is_an_error_that_names_who(tmp_path: Path, mon
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holds\n"
-        monkeypatch.setattr(lease, "_DESK_S", 0.3)
+        monkeypatch.setattr(lease, "_LOCK_TIMEOUT_S", 0.3)
         with pytest.raises(ResourceError, match=rf"were locked for 0\.3 s by process {holder.pid} of user \S+ \(.*-c "):
             acquire({"gpu": Request(1, GPUS)}, where=tmp_path)
         with lease.one_at_a_time("desk", tmp_path):

@@ -223,7 +223,7 @@ def test_sharded_weights_are_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailedError) as caught:
         loop.fit(num_epochs=1, callbacks=[FailureRecorder(tmp_path)])
     assert caught.value.recorded is None
-    assert "some were sharded at that moment (for example 'layers." in str(caught.value)
+    assert "some were sharded when the step failed (for example 'layers." in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -157,7 +157,7 @@ def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.M
     space = {"do": ["nothing", "kill the parent", "raise"]}
     found = search(MakeFailing(marks), space, preload=["numpy"], **options)
     assert [trial.state for trial in found.trials] == ["done", "partial", "partial"]
-    assert found.trials[1].errors[1].startswith("The fold was ended because the fork server")
+    assert found.trials[1].errors[1].startswith("The fold was stopped because the fork server")
     assert "about to kill the parent" in found.trials[1].errors[1]
     assert "ValueError: this fold raises" in found.trials[2].errors[1]
     pids = [int(path.read_text()) for path in marks.iterdir()]

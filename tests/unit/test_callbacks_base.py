@@ -304,10 +304,10 @@ def test_settings_combine() -> None:
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"settings='forever': must be some of 'keep_forever', 'until_end_of_epoch', 'until_read', 'overwrite'.",
+        match=r"settings='forever': choose from 'keep_forever', 'until_end_of_epoch', 'until_read', 'overwrite'.",
     ):
         MessageService().write_message("k", 1, "forever")
-    with pytest.raises(ConfigurationError, match=r"settings=\[\]: must be some of"):
+    with pytest.raises(ConfigurationError, match=r"settings=\[\]: choose from"):
         MessageService().write_message("k", 1, [])
 
 

@@ -40,7 +40,7 @@ def test_async_writes_the_state_of_its_step_while_steps_go_on(tmp_path: Path, mo
         assert checkpoint.load(found.path)["model"]["weight"].eq(found.info.step).all()
     assert threading.main_thread() not in writers
     assert not any(thread.is_alive() for thread in writers)
-    assert not keeper._host_copy._rooms, "the memory is given back"
+    assert not keeper._host_copy._buffers, "the memory is given back"
 
 
 def test_an_exception_waits_for_the_thread(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_p
 def test_leftovers_of_a_kill_go_with_the_next_checkpoint(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path)
     StandIn(keeper).run(1)
-    mine = tmp_path / f".checkpoint-epoch=0002-step=00000007.pt.{keeper._own.run}.0123abcd.tmp"
+    mine = tmp_path / f".checkpoint-epoch=0002-step=00000007.pt.{keeper._checkpoints.run}.0123abcd.tmp"
     others = tmp_path / ".checkpoint-epoch=0002-step=00000007.pt.another.0123abcd.tmp"
     mine.touch()
     others.touch()

@@ -240,7 +240,7 @@ def test_an_absent_accelerator_or_device_is_refused(
 
 @pytest.mark.parametrize("asked", [10**6, str(10**6), 10**18, 65])
 def test_an_absurd_number_of_processes_is_refused(asked: object) -> None:
-    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*at most 64 are allowed on 2 cores\. Use devices=2"):
+    with pytest.raises(DeviceError, match=rf"devices='?{asked}'?: .*At most 64 are allowed on 2 cores\. Use devices=2"):
         choose_devices("cpu", asked, cuda=0, cores=2)
     assert len(choose_devices("cpu", 65, cuda=0, cores=9).indices) == 65
 
@@ -351,7 +351,7 @@ def test_a_grandchild_s_devices_are_the_grandparent_s(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("index", [3, -1])
 def test_a_child_gets_no_device_that_its_parent_does_not_see(index: int) -> None:
-    with pytest.raises(DeviceError, match=rf"device {index} .* CUDA_VISIBLE_DEVICES=4,5,7 has no such position"):
+    with pytest.raises(DeviceError, match=rf"device {index} .* CUDA_VISIBLE_DEVICES=4,5,7 has no such device"):
         child_mask([index], ["4", "5", "7"])
 
 
@@ -443,7 +443,7 @@ def test_the_effective_batch_for_a_batch_size_of_seven(
 
 
 def test_dp_has_no_nodes() -> None:
-    with pytest.raises(ConfigurationError, match="one node only"):
+    with pytest.raises(ConfigurationError, match="only one node"):
         effective_batch_size("dp", 7, 8, 10)
 
 
@@ -460,7 +460,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]
         return index != 1
 
     monkeypatch.setattr(devices, "_cuda_count", lambda: 4)
-    monkeypatch.setattr(gpu_names, "_takes_a_tensor", try_one)
+    monkeypatch.setattr(gpu_names, "_accepts_a_tensor", try_one)
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path))
     monkeypatch.setattr(gpu_names, "_own_leases", {})
     yield tried
@@ -502,7 +502,7 @@ def test_none_of_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_usable_of_no_usable_is_an_error(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_names, "_takes_a_tensor", lambda index: False)
+    monkeypatch.setattr(gpu_names, "_accepts_a_tensor", lambda index: False)
     with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs can be used now. .*: GPUs \[0, 1, 2, 3\]"):
         find_usable_cuda_devices(-1)
 
@@ -608,6 +608,6 @@ def test_a_device_that_is_busy_takes_no_tensor(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
 
     monkeypatch.setattr(torch, "tensor", busy)
-    assert not gpu_names._takes_a_tensor(0)
+    assert not gpu_names._accepts_a_tensor(0)
     monkeypatch.setattr(torch, "tensor", lambda value, device: None)
-    assert gpu_names._takes_a_tensor(0)
+    assert gpu_names._accepts_a_tensor(0)

@@ -119,7 +119,7 @@ def test_the_newest_whole_checkpoint_of_this_run_is_taken(tmp_path: Path) -> Non
         assert taken() == (4, first)
         second = save(str(tmp_path), 4, "resumed")
         assert taken() == (4, second)
-        third = save(str(tmp_path), 5, keeper._own.run)
+        third = save(str(tmp_path), 5, keeper._checkpoints.run)
         assert taken() == (5, third)
         os.truncate(third, os.path.getsize(third) - 1)
         assert taken() == (4, second)

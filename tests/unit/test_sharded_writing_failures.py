@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainloop.checkpoint import sharded_writing
-from trainloop.checkpoint.sharded_writing import FolderWriting, _write_own
+from trainloop.checkpoint.sharded_writing import FolderWriting, _write_parts
 
 
 def test_a_disk_too_full_for_word_of_it_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,5 +31,5 @@ def test_a_disk_too_full_for_word_of_it_is_told_at_once(tmp_path: Path, monkeypa
 
 def test_a_folder_that_rank_0_has_removed_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        _write_own(str(tmp_path / "gone"), {"w": torch.ones(4)}, {"w": ((0,), (4,))}, 1)
+        _write_parts(str(tmp_path / "gone"), {"w": torch.ones(4)}, {"w": ((0,), (4,))}, 1)
     assert not (tmp_path / "gone").exists()

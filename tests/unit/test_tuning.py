@@ -121,12 +121,12 @@ def test_malformed_spaces(space: Any, what: str) -> None:
 @pytest.mark.parametrize(
     "make, what",
     [
-        (lambda: Uniform(2, 1), "low must be less than high"),
+        (lambda: Uniform(2, 1), "low must not exceed high"),
         (lambda: Uniform(0, math.inf), "finite"),
         (lambda: Uniform("a", 1), "finite"),
         (lambda: Uniform(0, 1, log=True), "must be positive"),
         (lambda: Integers(0, 1, log=True), "must be positive"),
-        (lambda: Integers(3, 1), "low must be less than high"),
+        (lambda: Integers(3, 1), "low must not exceed high"),
     ],
 )
 def test_malformed_distributions(make: Callable[[], object], what: str) -> None:

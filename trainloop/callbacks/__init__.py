@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-# `X as X` makes a name this module's own for type checkers, which can't read a computed __all__.
+# `X as X` re-exports a name for type checkers, which can't read a computed __all__.
 from trainloop.callbacks.base import AbstractCallback as AbstractCallback
 from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
 from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
@@ -39,7 +39,7 @@ from trainloop.callbacks.weight_averages import StochasticWeightAveraging as Sto
 
 __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 
-# Names of AIToolbox that were here until 0.2.0; trainloop.compat.aitoolbox has them.
+# AIToolbox names that this package exported until 0.2.0; they are now in trainloop.compat.aitoolbox.
 _REMOVED = {
     "AbstractExperimentCallback": "Use AbstractCallback. A TrainLoopCheckpoint has its folder in loop.experiment.",
     "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",

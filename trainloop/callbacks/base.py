@@ -42,7 +42,7 @@ MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
 
 
 class _OwnSignature:
-    """For a class attribute ``__signature__``: that of the class's own ``__init__``, where a base has a ``__new__``."""
+    """Descriptor for ``__signature__``: returns the signature of ``__init__`` although a base class has ``__new__``."""
 
     def __get__(self, instance: Any, kind: type) -> inspect.Signature:
         signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # of a class, not of an instance
@@ -83,7 +83,7 @@ class AbstractCallback:
     ...             self.train_loop_obj.early_stop = True
     """
 
-    # In the order of their calls; the loop and HookTable read it.
+    # Names of the hooks, in the order in which they are called; the loop and HookTable read them.
     HOOKS = (
         "on_train_loop_registration",
         "on_multiprocess_start",
@@ -103,17 +103,17 @@ class AbstractCallback:
         "on_exception",
     )
 
-    # None before registration, when no hook runs: so hooks need not check it.
+    # None only before registration. No hook runs then, so hooks need not check for None.
     train_loop_obj: TrainLoop[Any] = None  # type: ignore[assignment]
     message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
 
-    if not TYPE_CHECKING:  # checkers read __init__
+    if not TYPE_CHECKING:  # type checkers read the arguments of __init__
         __signature__ = _OwnSignature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
-            """Raise an error for other libraries' names of arguments, which gives the names used here."""
+            """Raise an error if an argument has another library's name; the error gives the name used here."""
             parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
@@ -128,7 +128,7 @@ class AbstractCallback:
 
     def register_train_loop_object(self, train_loop_obj: TrainLoop[Any]) -> AbstractCallback:
         """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
-        HookTable([self], self.device_idx_execution or 0)  # raise errors of hooks' signatures before ranks start
+        HookTable([self], self.device_idx_execution or 0)  # raises errors about hooks' signatures before ranks start
         self.train_loop_obj = train_loop_obj
         self.message_service = getattr(train_loop_obj, "message_service", None)  # type: ignore[assignment]
         self.on_train_loop_registration()
@@ -156,7 +156,7 @@ class AbstractCallback:
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
-        and on whichever rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
+        and on any rank. In a resumed run, ``on_train_begin`` adds no value to a metric that is already in the
         checkpoint.
 
         Raises
@@ -300,9 +300,10 @@ class Saver(AbstractCallback):
 
 
 class HookTable:
-    """Overridden hooks of callbacks, by name, each a tuple in execution order.
+    """The hooks that callbacks override. Each attribute is a hook with its functions, as a tuple in execution order.
 
-    Determined once before the first step: a hook that is not overridden is an empty tuple and costs nothing.
+    The table is built once, before the first step. A hook that no callback overrides is an empty tuple and costs
+    nothing.
 
     Parameters
     ----------
@@ -310,7 +311,7 @@ class HookTable:
     rank : int
         Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
-        Model whose own hooks, see :class:`trainloop.TTModel`, are called before the hooks of callbacks.
+        Model whose own hooks are called before the hooks of callbacks; see :class:`trainloop.TTModel`.
 
     Raises
     ------
@@ -319,29 +320,32 @@ class HookTable:
     """
 
     def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
-        # Stable sort: equal ones stay in the order in which they were passed.
-        everywhere = sorted(callbacks, key=lambda cb: cb.execution_order)
-        here = [cb for cb in everywhere if cb.device_idx_execution in (None, rank)]
+        # The sort is stable: callbacks with equal values stay in the order in which they were passed.
+        ordered = sorted(callbacks, key=lambda cb: cb.execution_order)
+        local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
-            own = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            setattr(self, name, (*own, *(_hook(cb, name) for cb in here if overrides(cb, name))))
+            model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
+            setattr(self, name, (*model_hooks, *(_hook(cb, name) for cb in local if overrides(cb, name))))
 
-        # All callbacks, including those of other ranks: ranks take turns together, and need the same number of turns.
+        # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         self._in_turn = {
             name: tuple(
-                (_hook(cb, name) if cb in here else None, not hasattr(getattr(cb, name), "logs_nothing"))
-                for cb in everywhere
+                (_hook(cb, name) if cb in local else None, not hasattr(getattr(cb, name), "logs_nothing"))
+                for cb in ordered
                 if overrides(cb, name)
             )
             for name in ("on_epoch_end", "on_train_end")
         }
 
     def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:
-        """Return each callback's hook, ``None`` if restricted to another rank, and True if it may log."""
+        """Return a pair for each callback: its hook, and True if the hook may log.
+
+        The hook is ``None`` if the callback is restricted to another rank.
+        """
         return self._in_turn[name]
 
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
-        # Only for type checkers and typing errors: every real hook is set in __init__.
+        # Only for type checkers and misspelled names: __init__ sets every real hook.
         raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
 
 
@@ -351,7 +355,7 @@ def overrides(callback: AbstractCallback, name: str) -> bool:
 
 
 def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """Return an argument that is a number of steps, epochs or similar; raise ConfigurationError if it is not one."""
+    """Return an argument if it is a valid number of steps, epochs or similar. Otherwise raise ConfigurationError."""
     number = whole_number(value)
     if not (optional and value is None) and (number is None or number < least):
         also = ", or None" if optional else ""
@@ -360,14 +364,14 @@ def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: boo
 
 
 def check_counts(callback: AbstractCallback, *names: str, least: int = 1, optional: bool = False) -> None:
-    """Check attributes of a callback by :func:`count_of`."""
+    """Check attributes of a callback with :func:`count_of`."""
     for name in names:
         value = count_of(type(callback).__name__, name, getattr(callback, name), least, optional=optional)
         setattr(callback, name, value)
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
-    """Raise ConfigurationError, naming the callback or argument that needs it, if a loop does not have this loader."""
+    """Raise ConfigurationError if a loop does not have this loader. ``owner`` is the part that needs it."""
     if getattr(loop, loader) is None:
         raise ConfigurationError(f"{owner}: the loop has no {loader}. Pass one to TrainLoop.")
 
@@ -379,14 +383,14 @@ def logs_nothing(hook: HookT) -> HookT:
 
 
 def _model_overrides(model: nn.Module | None, name: str) -> bool:
-    # A model need not be a TTModel, as long as it has a TTModel's methods.
+    # A model need not be a TTModel, but must have the methods of one.
     return callable(getattr(model, name, None)) and getattr(type(model), name, None) is not getattr(TTModel, name)
 
 
 def _hook(callback: Any, name: str) -> Hook:
-    """Wrap a hook that takes fewer arguments than the loop passes; the first ones are passed on."""
+    """Return a callback's hook. If it takes fewer arguments than the loop passes, wrap it to drop the last ones."""
     method: Hook = getattr(callback, name)
-    offered = _OFFERED[name]
+    offered = _NUM_ARGUMENTS[name]
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -407,8 +411,8 @@ def _call_with_fewer(method: Hook, taken: int, *arguments: Any) -> Any:
     return method(*arguments[:taken])
 
 
-# Arguments the loop gives to each hook.
-_OFFERED = {
+# Number of arguments that the loop passes to each hook.
+_NUM_ARGUMENTS = {
     name: len(inspect.signature(getattr(AbstractCallback, name)).parameters) - 1 for name in AbstractCallback.HOOKS
 }
 
@@ -416,8 +420,8 @@ _OFFERED = {
 # -- hooks with names that fit never calls -----------------------------------------------------------------------------
 
 
-# Names of hooks of Lightning, Ignite, Keras, TorchTNT or Transformers, and of the hook here.
-_HERE = table_of(
+# Names of hooks in Lightning, Ignite, Keras, TorchTNT and Transformers, and the name of the matching hook here.
+_EQUIVALENTS = table_of(
     {
         "on_init_end on_setup": "on_train_loop_registration",
         "on_fit_start on_train_start on_started on_training_start on_experiment_start": "on_train_begin",
@@ -442,7 +446,7 @@ _HERE = table_of(
         "on_load_checkpoint": "load_state_dict",
     }
 )  # fmt: skip
-# So similar that a misspelling is more likely than a user's own method: "on_epoch_ends", but not "on_request".
+# Above this similarity, a name is probably a misspelled hook ("on_epoch_ends") and not a user's method ("on_request").
 _NEAR = 0.85
 
 _warned: WeakSet[type] = WeakSet()
@@ -451,39 +455,39 @@ _warned: WeakSet[type] = WeakSet()
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
     """Warn once per class about methods that look like hooks but are never called.
 
-    A method that a base class of another library defines is that library's hook: there is no warning.
+    A method that a base class from another library defines is a hook of that library, so it causes no warning.
 
     Parameters
     ----------
     callbacks : iterable of AbstractCallback
     model : nn.Module
-        Model, which has only a few hooks; see :class:`trainloop.TTModel`.
+        The loop's model. Models have only a few hooks; see :class:`trainloop.TTModel`.
     """
-    if not distributed.is_global_zero():  # each rank of a launcher calls this
+    if not distributed.is_global_zero():  # all ranks that a launcher started call this
         return
     for kind in dict.fromkeys([*(type(callback) for callback in callbacks), type(model)]):
         if kind not in _warned:
-            for name, here in _misnamed(kind):
+            for name, hook in _misnamed(kind):
                 _warned.add(kind)
-                warn(f"{kind.__name__}.{name} is not called by fit: {_remedy(kind, here)}", UserWarning)
+                warn(f"{kind.__name__}.{name} is not called by fit: {_remedy(kind, hook)}", UserWarning)
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield methods of users' classes that are not hooks, with the hooks that were probably meant."""
+    """Yield names of methods of users' classes that resemble a hook but are not one, each with that hook's name."""
     base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
-    own = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
-    seen = {name for cls in kind.__mro__ if cls not in own for name in vars(cls)}
-    for cls in own:
+    classes = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
+    seen = {name for cls in kind.__mro__ if cls not in classes for name in vars(cls)}
+    for cls in classes:
         for name, value in vars(cls).items():
             if name.startswith("on_") and name not in seen and isinstance(value, (FunctionType, staticmethod)):
                 seen.add(name)
-                here = _HERE.get(name) or nearest(name.lower(), AbstractCallback.HOOKS, _NEAR)
-                if here is not None:
-                    yield name, here
+                hook = _EQUIVALENTS.get(name) or nearest(name.lower(), AbstractCallback.HOOKS, _NEAR)
+                if hook is not None:
+                    yield name, hook
 
 
-def _remedy(kind: type, here: str) -> str:
-    if issubclass(kind, AbstractCallback) or here in MODEL_HOOKS:
-        what = "hook" if here in AbstractCallback.HOOKS else "method"
-        return f"no {what} has this name. Did you mean {here}?"
-    return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {here}."
+def _remedy(kind: type, hook: str) -> str:
+    if issubclass(kind, AbstractCallback) or hook in MODEL_HOOKS:
+        what = "hook" if hook in AbstractCallback.HOOKS else "method"
+        return f"no {what} has this name. Did you mean {hook}?"
+    return f"a model's hooks are {', '.join(MODEL_HOOKS)}. A callback has {hook}."

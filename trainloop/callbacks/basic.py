@@ -1,4 +1,4 @@
-"""Small callbacks: functions at hooks, a subset of the data, loaders made in ranks, a plot of the history, others."""
+"""Small callbacks: functions at hooks, subsets of the data, loaders made in ranks, plots of the history, and others."""
 
 from __future__ import annotations
 
@@ -139,16 +139,16 @@ class DataSubsetTestRun(AbstractCallback):
 
 
 def _first_batches(loader: Any, number: int) -> Any:
-    """Return a loader of the first batches of another one."""
+    """Return a loader with the first batches of ``loader``."""
     indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if indexed and loader.batch_sampler is not None:
         indices = [list(batch) for batch in islice(loader.batch_sampler, number)]
-        # Without workers, which cost more than a few batches.
+        # Without workers: starting them takes longer than loading a few batches.
         return DataLoader(loader.dataset, batch_sampler=indices, collate_fn=loader.collate_fn)
     return list(islice(loader, number))
 
 
-# Hooks by the arguments that choose them.
+# Arguments of FunctionOnTrainLoop, and the hooks that they select.
 _POINTS = {
     "tl_registration": "on_train_loop_registration",
     "epoch_begin": "on_epoch_begin",
@@ -180,7 +180,7 @@ class FunctionOnTrainLoop(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If no point is chosen, or the function can't be called.
+        If no point is chosen, or ``fn_to_execute`` is not callable.
 
     Examples
     --------
@@ -217,7 +217,7 @@ class FunctionOnTrainLoop(AbstractCallback):
         self.fn_to_execute(self.train_loop_obj)
 
     def _take_hooks(self) -> None:
-        # On the instance, so that hooks that were not chosen cost nothing.
+        # Set on the instance, so that hooks that were not chosen cost nothing.
         for name in self.hooks:
             setattr(self, name, self.execute_callback)
 
@@ -264,9 +264,9 @@ class InMultiProcessDataLoad(AbstractCallback):
         self.val_loader_build_fn = val_loader_build_fn
         self.test_loader_build_fn = test_loader_build_fn
         for part in ("train", "val", "test"):
-            name, own = f"{part}_loader_build_fn", f"build_{part}_dataloader"
+            name, method = f"{part}_loader_build_fn", f"build_{part}_dataloader"
             build = getattr(self, name)
-            overridden = getattr(type(self), own) is not getattr(InMultiProcessDataLoad, own)
+            overridden = getattr(type(self), method) is not getattr(InMultiProcessDataLoad, method)
             if not (build is None or build is False or callable(build) or (build is True and overridden)):
                 raise ConfigurationError(
                     f"{type(self).__name__}: {name}={build!r}: must be a function that returns a loader, or None."

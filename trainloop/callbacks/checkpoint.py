@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _ASKS_PER_INTERVAL = 20
-_OTHERS_S = 2.0  # seconds to wait for the parts of other ranks after an exception
+_OTHERS_S = 2.0  # seconds to wait for other ranks' shards after an exception
 
 
 class ModelCheckpoint(Saver):
@@ -118,7 +118,7 @@ class ModelCheckpoint(Saver):
         safetensors: bool = False,
         exclude: str | Sequence[str] = (),
     ) -> None:
-        # After all other callbacks at each hook, since their changes belong to the state.
+        # Runs after all other callbacks at each hook, because their changes must be in the checkpoint.
         super().__init__("ModelCheckpoint", execution_order=1000)
         self.every_n_epochs = count_of("ModelCheckpoint", "every_n_epochs", every_n_epochs, optional=True)
         self.every_n_steps = count_of("ModelCheckpoint", "every_n_steps", every_n_steps, optional=True)
@@ -137,14 +137,14 @@ class ModelCheckpoint(Saver):
         self._left_out: Bits = {}
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
-        # Newest path, best path and best value of rank 0, on ranks of a launcher.
+        # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
-        self._own = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
+        self._checkpoints = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
-        self._fit = ""  # identifies a call of fit, in all of its starts
+        self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
         self._saved_time = 0.0
-        self._ask_step = 0  # the step at which rank 0's clock is read next
+        self._ask_step = 0  # the next step at which rank 0 reads its clock
         self._asked = (0.0, 0)
         self._failed = False
         self._host_copy = checkpoint.HostCopy()
@@ -153,7 +153,7 @@ class ModelCheckpoint(Saver):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
 
-    # -- what users ask ------------------------------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------------------------------
 
     @property
     def monitor(self) -> str | None:
@@ -162,11 +162,11 @@ class ModelCheckpoint(Saver):
     @property
     def dirpath(self) -> str:
         """Absolute path or URL of the folder."""
-        return self._own.folder.location
+        return self._checkpoints.folder.location
 
     @property
     def last_path(self) -> str | None:
-        return self._own.newest if self._received is None else self._received[0]
+        return self._checkpoints.newest if self._received is None else self._received[0]
 
     @property
     def best_path(self) -> str | None:
@@ -178,7 +178,7 @@ class ModelCheckpoint(Saver):
 
     @property
     def _best(self) -> tuple[str | None, float | None]:
-        return self._own.best if self._received is None else self._received[1]
+        return self._checkpoints.best if self._received is None else self._received[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model.
@@ -215,22 +215,22 @@ class ModelCheckpoint(Saver):
             loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
         return state
 
-    # -- what the loop asks --------------------------------------------------------------------------------------------
+    # -- for the loop --------------------------------------------------------------------------------------------------
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
         """Return the state of the newest complete checkpoint in the folder, from any run; None if there is none yet."""
-        found = checkpoint.load_newest(self._own.folder, whole=whole)
+        found = checkpoint.load_newest(self._checkpoints.folder, whole=whole)
         return None if found is None else found[1]
 
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
         """Return the complete checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
-        return self._own.on_disk(runs)
+        return self._checkpoints.on_disk(runs)
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due. Called after the last hook of a step. Collective."""
         step = self.train_loop_obj.global_step
         if step == self._saved_step:
-            return  # AMP has skipped this step
+            return  # AMP skipped this step
         if self.every_n_steps is not None and step % self.every_n_steps == 0:
             self._save("steps")
         elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
@@ -239,11 +239,11 @@ class ModelCheckpoint(Saver):
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
 
-        Collective: all ranks call it, between two steps. No rank returns before the file is complete: the run ends
+        Collective: all ranks call it, between two steps. No rank returns before the file is complete. The run ends
         afterwards, and some launchers (torchrun, ``srun -K``) kill the other ranks soon after the first one exits.
         """
         self._finish_writing()
-        # Only rank 0 knows if its write succeeded.
+        # Only rank 0 knows whether the write succeeded.
         missing = self._saved_step != self.train_loop_obj.global_step or self._failed
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save(reason)
@@ -266,10 +266,10 @@ class ModelCheckpoint(Saver):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "run": self._own.run,
+            "run": self._checkpoints.run,
             "fit": self._fit,
             "step": self.train_loop_obj.global_step,
-            "saved_step": self._saved_step,  # differs in a checkpoint that another callback writes
+            "saved_step": self._saved_step,  # not always equal to "step": another callback may write this state
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
         }
@@ -277,11 +277,10 @@ class ModelCheckpoint(Saver):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restarted = bool(self._fit) and state.get("fit") == self._fit
         self._saved_step = state["saved_step"] if self._restarted else state["step"]
-        same_metric = state["monitor"] == self.monitor
+        same = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
-            step = None if self._restarted else state["step"]
-            self._own.take_over(state["run"], step, same_metric=same_metric)
-        if self._metric is not None and same_metric:
+            self._checkpoints.take_over(state["run"], None if self._restarted else state["step"], same_metric=same)
+        if self._metric is not None and same:
             self._metric.load_state_dict(state["metric"])
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -291,19 +290,19 @@ class ModelCheckpoint(Saver):
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         several = has_ranks(self.train_loop_obj.gpu_mode)
-        if not several or distributed.is_global_zero() or self._is_sharded():  # a rank that writes
-            self._own.folder.check_writable()
+        if not several or distributed.is_global_zero() or self._is_sharded():  # this rank writes files
+            self._checkpoints.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
         self._check_exclude()
 
     def on_train_begin(self) -> None:
-        self._fit = distributed.broadcast_object(self._fit)  # each of several hosts has created one
+        self._fit = distributed.broadcast_object(self._fit)  # each host has created its own ID
         self._saved_step, self._restarted = None, False
         self._failed, self._received = False, None
         self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
-            self._own.folder.remove_dead()
+            self._checkpoints.folder.remove_dead()
         self._restart_clock()
 
     def on_restart(self, failure: Any) -> None:
@@ -324,7 +323,7 @@ class ModelCheckpoint(Saver):
         improved = False
         if self._metric is not None:
             self._finish_writing()
-            # Only rank 0 knows which values have a checkpoint: one that could not be written is not the best.
+            # Only rank 0 knows which checkpoints were written. A value without a checkpoint can't be the best.
             best = self.best_value if loop.is_global_zero else None
             better = value is not None and self._metric.improves(value, best)
             improved = bool(distributed.exchange_ints([int(better)])[0][0])
@@ -340,15 +339,15 @@ class ModelCheckpoint(Saver):
         self.share_paths()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._finish_writing(_OTHERS_S)  # another rank may have ended
+        self._finish_writing(_OTHERS_S)  # not longer, because other ranks may have ended
         self._host_copy = checkpoint.HostCopy()
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the others continue once it has their part of the state."""
+        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until it has their state."""
         loop = self.train_loop_obj
-        self._finish_writing()  # before the state is copied, since only then the copy's memory is free again
+        self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
         self._saved_step = loop.global_step
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
         if state is not None and self.exclude:
@@ -360,18 +359,18 @@ class ModelCheckpoint(Saver):
                 )
             state = without(state, self._left_out)
         self._restart_clock()
-        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._own.run, 0, value, reason)
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
         copy = self._host_copy.copy if self.async_save and not final else None
         give_up: Callable[[], None] | None = None
         if self._is_sharded():
             if loop.is_global_zero:
-                self._own.remove_unfinished()
+                self._checkpoints.remove_unfinished()
             folder = FolderWriting(
                 self.dirpath,
                 checkpoint.checkpoint_name(info),
-                self._own.run,
+                self._checkpoints.run,
                 state,
-                partial(self._own.write_as, info, keep=self.keep, in_folder=True),
+                partial(self._checkpoints.write_as, info, keep=self.keep, in_folder=True),
                 copy=copy,
                 wait_s=loop.timeout,
             )
@@ -391,7 +390,7 @@ class ModelCheckpoint(Saver):
         return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
 
     def _check_exclude(self) -> None:
-        """Raise an error for parts that are not in the model, or that are trained."""
+        """Raise an error if ``exclude`` names a part that the model does not have, or that is trained."""
         if not self.exclude:
             return
         loop = self.train_loop_obj
@@ -417,15 +416,16 @@ class ModelCheckpoint(Saver):
 
     def _write(self, state: dict[str, Any], info: CheckpointInfo) -> None:
         def put(name: str, info: CheckpointInfo) -> None:
-            checkpoint.save(self._own.folder.path(name), state, info)
+            path = self._checkpoints.folder.path
+            checkpoint.save(path(name), state, info)
             if self.safetensors:
-                checkpoint.save_weights(self._own.folder.path(weights_name(name)), state["model"], run=self._own.run)
+                checkpoint.save_weights(path(weights_name(name)), state["model"], run=self._checkpoints.run)
 
-        self._own.remove_unfinished()
-        self._own.write_as(info, put, keep=self.keep, in_folder=False)
+        self._checkpoints.remove_unfinished()
+        self._checkpoints.write_as(info, put, keep=self.keep, in_folder=False)
 
     def _finish_writing(self, seconds: float | None = None) -> None:
-        """Wait for writing threads and warn of their errors; wait for those of other ranks with a limit."""
+        """Wait for the writing thread and report its error. After ``seconds``, stop waiting for other ranks' shards."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             error = writing.wait(seconds)
@@ -435,9 +435,9 @@ class ModelCheckpoint(Saver):
     def _report(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
         if isinstance(error, CheckpointError):
-            raise error  # a state that can't be saved now never can
+            raise error  # later checkpoints would fail too
         if error is not None:
-            newest = self._own.newest_known or "none yet"
+            newest = self._checkpoints.newest_known or "none yet"
             warn(
                 f"the checkpoint of step {step} could not be written to {self.dirpath} ({type(error).__name__}: "
                 f"{error}). Training continues. Newest complete checkpoint: {newest}. Free space, or change dirpath.",
@@ -452,10 +452,11 @@ class ModelCheckpoint(Saver):
         self._asked = (self._saved_time, self.train_loop_obj.global_step)
 
     def _time_is_up(self, interval_s: float) -> bool:
-        """Return True if a checkpoint is due by rank 0's clock; all ranks call it at each step.
+        """Return True if a checkpoint is due by rank 0's clock. All ranks call it at each step.
 
-        Reading the clock is an exchange between ranks. So rank 0 also sends, from the duration of steps, the step at
-        which to read it next: about twenty times per interval, and at its end.
+        Each reading of the clock needs an exchange between ranks, so the clock is read only about twenty times per
+        interval, and at the interval's end. Rank 0 estimates the next step at which to read it from the duration of
+        steps, and sends it to the other ranks.
         """
         step = self.train_loop_obj.global_step
         if step < self._ask_step:

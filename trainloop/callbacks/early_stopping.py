@@ -16,10 +16,10 @@ __all__ = ["EarlyStopping", "ThresholdEarlyStopping", "TimeLimit"]
 class _EndsByMetric(AbstractCallback):
     """Base of callbacks that end training after too many bad values of a metric in a row."""
 
-    counters: tuple[str, ...] = ()  # attributes in checkpoints
+    counters: tuple[str, ...] = ()  # names of the attributes that are saved in checkpoints
 
     def __init__(self, name: str, monitor: str, mode: Mode, patience: int) -> None:
-        # After callbacks that compute metrics at an epoch's end.
+        # Runs after callbacks that compute metrics at an epoch's end.
         super().__init__(name, execution_order=99)
         self._metric = Monitor(monitor, mode, owner=name)
         self.monitor = monitor
@@ -89,7 +89,7 @@ class EarlyStopping(_EndsByMetric):
         self.stopped_epoch: int | None = None
 
     def on_train_begin(self) -> None:
-        # Another call of fit requests more epochs. (Resuming restores the count after this.)
+        # A new call of fit starts a new count. (If the run is resumed, load_state_dict restores the count afterwards.)
         self.epochs_without_improvement = 0
         self.stopped_epoch = None
 

@@ -1,6 +1,6 @@
 """Record a step that fails, so that ``tl.replay(path)`` can repeat it in one process.
 
-Until a step fails, the recorder keeps only references and random states, in two calls from the training
+Until a step fails, the recorder keeps only references and random states. The training calls it twice per batch
 (:class:`~trainloop.train_loop.training.Watch`). The record is a checkpoint file, which can be read without running
 code. If a batch is not plain data, the file contains it as pickled bytes.
 """
@@ -39,10 +39,10 @@ from trainloop.parallel.shards import is_sharded
 
 __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
 
-# BatchNorm and similar layers write these in training without reading them, and do not change them in evaluation.
+# BatchNorm and similar layers only write these buffers in training, and do not change them in evaluation.
 _WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
-_MOST_BUFFER_BYTES = 1 << 20  # size of all buffers that are copied in each step
-_LOOK_SHARE = 1 / 400  # part of the training time that checks of gradients may take
+_MAX_BUFFER_BYTES = 1 << 20  # maximum total size of the buffers that are copied in each step
+_CHECK_SHARE = 1 / 400  # fraction of the training time that checks of gradients may take
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -110,32 +110,32 @@ class FailureRecorder(AbstractCallback):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], check_every_n_steps: int | None = None) -> None:
-        # Its on_exception is called first: other callbacks may replace the weights there.
+        # Runs before all other callbacks, because their on_exception may replace the weights.
         super().__init__("FailureRecorder", execution_order=-sys.maxsize)
         self.check_every_n_steps = count_of(
             "FailureRecorder", "check_every_n_steps", check_every_n_steps, optional=True
         )
         self.recorded: str | None = None
         self._folder = checkpoint.folder(dirpath)
-        self._fit = ""  # identifies a call of fit, across its restarts
+        self._fit = ""  # ID of the call of fit; the same after each restart
         self._found = False
         self._forget()
 
     def _forget(self) -> None:
-        self._step: Any = None  # the step that the next attributes describe
+        self._step: Any = None  # the step that the following attributes describe
         self._random = rng.Snapshots()
         self._states: list[Any] = []  # random states before each forward
-        self._ended = 0  # backward passes
+        self._ended = 0  # number of backward passes that have ended
         self._losses: dict[str, Tensor] = {}
         self._batches: list[Any] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._place: dict[str, Any] = {}
-        self._buffers: list[tuple[str, nn.Module, str]] = []  # those that a replay may have to restore
+        self._buffers: list[tuple[str, nn.Module, str]] = []  # buffers that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
         self._copies: dict[str, Tensor] = {}
         self._carriers: list[tuple[str, nn.Module, str]] | None = None
         self._carried: dict[str, Any] = {}
-        self._looks, self._next_look = 0, 0.0
+        self._num_checks, self._next_check = 0, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -170,7 +170,7 @@ class FailureRecorder(AbstractCallback):
         loop = self.train_loop_obj
         run: Any = loop.running
         self._step, self._states, self._ended, self._losses = run.step_in_work, [], 0, {}
-        # get_loss may take an entry out of a dict, or write into a tensor.
+        # get_loss may remove an entry from a dict, or write into a tensor.
         self._versions = []
         self._batches = [self._shell(batch) for batch in self._step.batches]
         self._place = {
@@ -192,7 +192,7 @@ class FailureRecorder(AbstractCallback):
             self._copy_buffers()
 
     def _shell(self, value: Any) -> Any:
-        """Return new containers with the same values."""
+        """Return a copy of nested containers with the same tensors, and store the tensors' versions."""
         if isinstance(value, Tensor):
             if not value.is_inference():
                 self._versions.append((value, value._version))
@@ -205,7 +205,7 @@ class FailureRecorder(AbstractCallback):
     def _copy_buffers(self) -> None:
         now = {path: module._buffers[name] for path, module, name in self._buffers}
         self._seen = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
-        self._copies, left = {}, _MOST_BUFFER_BYTES
+        self._copies, left = {}, _MAX_BUFFER_BYTES
         for path, (buffer, _) in sorted(self._seen.items(), key=lambda entry: entry[1][0].nbytes):
             left -= buffer.nbytes
             if left >= 0:
@@ -222,17 +222,17 @@ class FailureRecorder(AbstractCallback):
         on_cpu = run.place.device.type == "cpu"
         last = self._ended % max(len(self._batches), 1) == 0
         every, begun = self.check_every_n_steps, perf_counter()
-        due = begun >= self._next_look if every is None else self._place["step"] % every == 0
-        looks = due and last
-        bad_loss = (looks or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
+        due = begun >= self._next_check if every is None else self._place["step"] % every == 0
+        checks_all = due and last
+        bad_loss = (checks_all or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
         names: list[str] = []
-        if looks and not run.place.scaler.is_enabled():
+        if checks_all and not run.place.scaler.is_enabled():
             names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
-        if looks:
-            self._looks += 1
-            if self._looks > 1:  # the first check is slow, as any first call
+        if checks_all:
+            self._num_checks += 1
+            if self._num_checks > 1:  # the first check is slow, like any first call
                 now = perf_counter()
-                self._next_look = now + (now - begun) / _LOOK_SHARE
+                self._next_check = now + (now - begun) / _CHECK_SHARE
         if bad_loss or names:
             self._found = True
             self._record_values(describe_not_finite(loss=bad_loss, gradients=names))
@@ -256,7 +256,7 @@ class FailureRecorder(AbstractCallback):
         print(f"Rank {self.train_loop_obj.rank}: {where}. {line}", flush=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the failure. If the recorder itself fails, a note is added to the error."""
+        """Record the failure. If the recorder itself fails, add a note to the error."""
         if not isinstance(exception, Exception):  # signals, and ranks that are stopped
             return
         try:
@@ -265,7 +265,7 @@ class FailureRecorder(AbstractCallback):
             note = self._not_written(error)
         self._forget()
         if note and hasattr(exception, "add_note"):
-            # A rank's own error names the file in WorkerFailedError's message.
+            # For a rank started by launch, the message of WorkerFailedError names the file.
             if getattr(exception, RECORDED, None) is None or not started_by_launch():
                 exception.add_note(note)
         elif note:  # Python 3.10
@@ -281,12 +281,12 @@ class FailureRecorder(AbstractCallback):
             "text": failure.message,
             "traceback": "".join(traceback.format_exception(exception)),
         }
-        modules, stage = _way_of(exception)
+        modules, stage = _traced_modules(exception)
         if run.step_in_work is not None:
             refused = self._refused()
             if refused:
                 return refused
-            if self._step is not run.step_in_work:  # a hook before the first forward
+            if self._step is not run.step_in_work:  # a hook failed before the first forward
                 self.forward_begins(True)
             path = self._write("step", error["type"], error, stage)
         elif any(module.startswith("trainloop.data") for module in modules) and "feed" in vars(run):
@@ -297,25 +297,25 @@ class FailureRecorder(AbstractCallback):
             path = self._write("loader", error["type"], error, stage, checkpoint.plain(indices))
         else:
             return ""
-        with suppress(Exception):  # a class with __slots__
+        with suppress(Exception):  # a class with __slots__ may not allow it
             setattr(exception, RECORDED, path)
         return about_record(path)
 
     def _refused(self) -> str:
-        """Return the reason why there can be no record; empty if there can be one."""
+        """Return the reason why no record can be written; empty if one can."""
         sharded = [name for name, p in self.train_loop_obj.model.named_parameters() if is_sharded(p)]
         if not sharded:
             return ""
         return (
-            "FailureRecorder wrote no record: a record needs whole parameters, but some were sharded at that moment "
-            f"(for example {sharded[0]!r}). To get a record, resume from a checkpoint with gpu_mode='ddp'."
+            "FailureRecorder wrote no record: a record needs full parameters, but some were sharded when the step "
+            f"failed (for example {sharded[0]!r}). To get a record, resume from a checkpoint with gpu_mode='ddp'."
         )
 
     def _not_written(self, error: Exception) -> str:
         return f"FailureRecorder could not write to {self._folder.location}: {described(error)}"
 
     def _write(self, kind: str, reason: str, error: dict[str, str], stage: str, indices: Any = None) -> str:
-        """Write the record, unless this fit has written this failure before, and return its path."""
+        """Write the record and return its path. If this call of fit has recorded the same failure, return that path."""
         loop, step = self.train_loop_obj, self._place["step"]
         stem = f"failure-step={step:08d}-rank={loop.rank}"
         for version in count(1):
@@ -326,7 +326,7 @@ class FailureRecorder(AbstractCallback):
                 break
             except CheckpointError:
                 continue
-            if (info.run, info.reason) == (self._fit, reason):  # before a restart
+            if (info.run, info.reason) == (self._fit, reason):  # recorded before a restart
                 self.recorded = path
                 return path
         record = {
@@ -348,9 +348,9 @@ class FailureRecorder(AbstractCallback):
         run: Any = loop.running
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
-        # DDP has averaged gradients during a step's last backward, unless they are averaged afterwards.
-        own = loop.world_size == 1 or run.gradients.reduced_later or self._ended < len(step.batches)
-        compares = (stage == "backward" and own and self._ended == len(self._states)) or (
+        # DDP averages gradients during a step's last backward, unless the loop averages them afterwards.
+        local = loop.world_size == 1 or run.gradients.reduced_later or self._ended < len(step.batches)
+        compares = (stage == "backward" and local and self._ended == len(self._states)) or (
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
         )
         modules = recorded_modules(loop)
@@ -393,13 +393,13 @@ class FailureRecorder(AbstractCallback):
 
 
 def recorded_modules(loop: Any) -> dict[str, nn.Module]:
-    """Return the modules whose weights and buffers a record holds, by the first name of their paths there."""
+    """Return the modules whose weights and buffers are recorded, by the first part of their paths in the record."""
     parts = {"model": loop.model, "criterion": loop.criterion}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def named_losses(loss: Any) -> dict[str, Tensor]:
-    """Return a loss, detached, by the names of a ``MultiLoss``; a single one has the name ``''``."""
+    """Return the detached losses by the names in a ``MultiLoss``; a single loss has the name ``''``."""
     losses = {"": loss} if isinstance(loss, Tensor) else dict(loss)
     return {name: value.detach() for name, value in losses.items()}
 
@@ -409,7 +409,7 @@ def _are_finite(losses: Mapping[str, Tensor]) -> bool:
 
 
 def not_finite(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that contain NaN or infinity, nested ones too. Waits for the device once."""
+    """Return the names of the values, nested or not, that contain NaN or infinity. Waits for the device once."""
     tensors = [(name, tensor) for name, value in values.items() for tensor in _floating_point(value)]
     if not tensors:
         return []
@@ -418,7 +418,7 @@ def not_finite(values: Mapping[str, Any]) -> list[str]:
 
 
 def _floating_point(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested value that can contain NaN, except parts of sharded ones."""
+    """Yield the tensors of a nested value that can contain NaN, except sharded tensors."""
     if isinstance(value, Tensor):
         tensor = value.detach().coalesce().values() if value.is_sparse else value.detach()
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()) and not is_sharded(tensor):
@@ -461,8 +461,8 @@ _STAGES = {
 }
 
 
-def _way_of(exception: BaseException) -> tuple[list[str], str]:
-    """Return the modules between the loop and the exception's origin, and the stage of the step that failed."""
+def _traced_modules(exception: BaseException) -> tuple[list[str], str]:
+    """Return the names of the modules in the exception's traceback, and the stage of the step that failed."""
     modules, stage = [], "backward"
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
@@ -473,7 +473,7 @@ def _way_of(exception: BaseException) -> tuple[list[str], str]:
 
 
 def _indices_in(exception: BaseException) -> list[Any] | None:
-    """Return the indices of the samples that this process was loading."""
+    """Return the indices that this process was loading when the exception was raised; None if it was not loading."""
     for frame, _ in traceback.walk_tb(exception.__traceback__):
         module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
         if (module, function) == ("trainloop.data.sources", "load"):

@@ -52,8 +52,8 @@ class GradientCallbackBase(AbstractCallback):
 
     def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
         """Return ``(name, parameter)`` for each of the :meth:`parameters` that belongs to the model."""
-        own = {id(parameter) for parameter in self.parameters(optimizer_idx)}
-        return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in own]
+        chosen = {id(parameter) for parameter in self.parameters(optimizer_idx)}
+        return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in chosen]
 
 
 class GradientClipping(GradientCallbackBase):
@@ -157,10 +157,10 @@ def _stack(values: Iterable[Tensor]) -> Tensor:
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
-    """Return the norm of each tensor, on a GPU with a few kernels for all of them.
+    """Return the norm of each tensor. On a GPU, a few kernels compute all of them.
 
-    ``_foreach_norm`` is private to torch, whose ``get_total_norm`` and optimizers use it (read in 2.6 to 2.15). Without
-    it, each tensor needs its own kernel.
+    ``torch._foreach_norm`` is private, but torch's ``get_total_norm`` uses it (checked in the sources of 2.6 to 2.15).
+    Without it, each tensor needs its own kernel.
     """
     if any(map(is_sharded, tensors)):
         return norms_over_ranks(tensors, order)
@@ -172,7 +172,7 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
 
 
 def which_are_finite(values: Sequence[Tensor]) -> list[bool]:
-    """Return for each 0-d tensor whether it is finite. Waits for the device once."""
+    """Return a bool for each 0-d tensor: True if it is finite. Waits for the device once."""
     if len({(value.device, value.dtype) for value in values}) == 1:
         return cast("list[bool]", torch.stack(list(values)).isfinite().tolist())
     device = values[0].device
@@ -180,6 +180,6 @@ def which_are_finite(values: Sequence[Tensor]) -> list[bool]:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value; NaN if there is one. torch's norm takes 20 times as long on a CPU (2.13)."""
+    """Return the largest absolute value, or NaN if the tensor contains NaN. 20 times as fast as torch's norm (2.13)."""
     low, high = (tensor.abs() if tensor.is_complex() else tensor).aminmax()
     return torch.maximum(low.abs(), high.abs())

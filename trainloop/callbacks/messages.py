@@ -19,7 +19,7 @@ _SETTINGS = (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ, OVERWRITE)
 
 @dataclass
 class Message:
-    """A value, and how long to keep it."""
+    """A value with its key and the settings for its lifetime."""
 
     key: str
     value: Any
@@ -54,11 +54,11 @@ class MessageService:
         chosen = frozenset([settings] if isinstance(settings, str) else settings)
         unknown = sorted(chosen - set(_SETTINGS))
         if unknown or not chosen:
-            raise ConfigurationError(f"settings={settings!r}: must be some of {', '.join(map(repr, _SETTINGS))}.")
+            raise ConfigurationError(f"settings={settings!r}: choose from {', '.join(map(repr, _SETTINGS))}.")
         self.store(Message(key, value, chosen))
 
     def store(self, message: Message) -> None:
-        """Append a message to those of its key, or replace them."""
+        """Append a message to the messages with its key; with ``'overwrite'``, replace them."""
         if OVERWRITE in message.msg_handling_settings:
             self.message_store.pop(message.key, None)
         self.message_store.setdefault(message.key, []).append(message)

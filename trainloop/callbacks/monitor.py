@@ -1,4 +1,4 @@
-"""The metric by which a callback decides, read from the history, each value once."""
+"""Read a metric from the history, each value once, for callbacks that make decisions by it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
-_NEAR = 0.75  # similarity of a misspelt name to the right one
+_NEAR = 0.75  # minimum similarity of a name that an error suggests
 
-# Words in names of metrics. The first group wins, as in "accuracy_loss". A "score" should rise: scikit-learn's rule.
+# Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
+# "score" is better.
 _LOWER_WINS = frozenset("loss error err brier".split())
 _LOWER = frozenset(
     """mae mse rmse msle rmsle mape smape nll logloss perplexity ppl entropy bce ce kl divergence hinge hamming wer cer
@@ -78,13 +79,16 @@ class Monitor:
         )
 
     def check(self, loop: Any) -> None:
-        """At registration, raise an error for a metric that can't occur, or whose direction is unknown."""
+        """Raise ConfigurationError if the run can't produce the metric, or its direction is unknown.
+
+        Called at registration.
+        """
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher
         if self._minimize is None:
-            own = ["loss"] if loop.validation_loader is None else ["loss", "val_loss"]
-            known = list(dict.fromkeys([*own, *loop.history]))
+            losses = ["loss"] if loop.validation_loader is None else ["loss", "val_loss"]
+            known = list(dict.fromkeys([*losses, *loop.history]))
             names = ", ".join(repr(name) for name in known)
             raise self._undirected(
                 f" Or is the name misspelt? Metrics known before training: {names}. The model and callbacks may log "
@@ -97,12 +101,12 @@ class Monitor:
             )
 
     def new_value(self, loop: Any) -> float | None:
-        """Return the metric's newest value; ``None`` if it was read before, or there is none.
+        """Return the metric's newest value; ``None`` if that value was already read, or the metric has no value yet.
 
         Raises
         ------
         ConfigurationError
-            If there is no such metric, or if only rank 0 knows it.
+            If the history does not have the metric, or only rank 0 knows it.
         """
         if self.name in getattr(loop, "rank_zero_only_metrics", ()):
             raise ConfigurationError(
@@ -121,7 +125,7 @@ class Monitor:
                 f"has: {names}.{hint} Monitor one of these, or call self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
-            return None  # evaluated only every n epochs: an old value must not count twice
+            return None  # the metric is evaluated only every n epochs; an old value must not count twice
         self._seen = len(values)
         return float(values[-1])
 
@@ -143,14 +147,14 @@ class Monitor:
 
 
 def check_mode(mode: Any, owner: str) -> None:
-    """Raise ConfigurationError, naming the owner, for an invalid ``mode``."""
+    """Raise ConfigurationError if ``mode`` is invalid. The error begins with ``owner``."""
     if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
 
 
 def _lower_is_better(name: str) -> bool | None:
-    """Decide by the name's words; return ``None`` if it has no known word, or contradicting ones."""
-    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # mIoU, and valAccuracy
+    """Return True if the words of a name show that lower is better, False if higher is; ``None`` if it is unclear."""
+    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # also splits camel case
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
         return True
@@ -159,17 +163,17 @@ def _lower_is_better(name: str) -> bool | None:
 
 
 def _by_torchmetrics(name: str, loop: Any) -> bool | None:
-    """Return ``higher_is_better`` of the metric of that name; ``None`` if there is no such metric, or it has none."""
-    if "torchmetrics" not in sys.modules:  # not imported, so there can't be one
+    """Return ``higher_is_better`` of the torchmetrics metric of that name; ``None`` if it is unknown."""
+    if "torchmetrics" not in sys.modules:  # no metric can exist before the import
         return None
     stem = re.sub("^(train_end_)?(train_|val_|test_)", "", name).lower()
-    # Two metrics of one name that contradict each other decide nothing.
-    found = {higher for own, higher in _torchmetrics_of(loop) if own.lower() == stem and higher is not None}
+    # If two metrics of this name contradict each other, the direction is unknown.
+    found = {higher for known, higher in _torchmetrics_of(loop) if known.lower() == stem and higher is not None}
     return found.pop() if len(found) == 1 else None
 
 
 def _torchmetrics_of(loop: Any) -> Iterator[tuple[str, bool | None]]:
-    """Yield names under which metrics of the model, and those that callbacks evaluate, may be logged."""
+    """Yield ``(name, higher_is_better)`` for each name that a metric of the model or a callback may be logged under."""
     from torchmetrics import Metric, MetricCollection
 
     def named(name: str, value: Any) -> Iterator[tuple[str, bool | None]]:
@@ -181,8 +185,8 @@ def _torchmetrics_of(loop: Any) -> Iterator[tuple[str, bool | None]]:
                 yield from named("", item)
         elif isinstance(value, Metric):
             kind = type(value).__name__
-            for own in (name, kind, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind)):
-                yield own, value.higher_is_better
+            for known in (name, kind, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind)):
+                yield known, value.higher_is_better
 
     for path, module in loop.model.named_modules():
         yield from named(path.rpartition(".")[2], module)

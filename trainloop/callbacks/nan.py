@@ -36,7 +36,7 @@ class NonFinite:
     what: str
     """Description of what was not finite."""
     parameters: tuple[str, ...] = ()
-    """Names of the parameters whose gradients were not finite in that step, in the model's order."""
+    """Names of the parameters whose gradients were not finite in that step, in the order of the model's parameters."""
 
     def __str__(self) -> str:
         return f"{self.what} in step {self.step} (epoch {self.epoch + 1})"
@@ -78,15 +78,15 @@ class TerminateOnNaN(GradientCallbackBase):
         self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
         self.found: NonFinite | None = None
-        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # any mode: values are not compared
+        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # the mode is not used
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._values: list[Tensor] = []
-        self._sources: list[tuple[int, str | None]] = []  # step, parameter; None is the loss
-        self._gradients_from = 0  # where the running step's gradients begin in the two lists
+        self._sources: list[tuple[int, str | None]] = []  # step and parameter of each value; None for the loss
+        self._gradients_from = 0  # index at which the current step's gradients begin in both lists
         self._steps = 0
         self._step_done = False
 
@@ -111,13 +111,13 @@ class TerminateOnNaN(GradientCallbackBase):
             self._parameters[optimizer_idx] = self.named_parameters(optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
-            # Each rank checks its part of a sharded one; a finding on any rank ends the training for all.
-            part = None if gradient is None else local_shard(gradient)
-            if part is not None and part.numel():  # a small parameter has no part on some ranks
+            # Each rank checks its own shard of a sharded gradient. If a rank finds NaN, training ends on all ranks.
+            shard = None if gradient is None else local_shard(gradient)
+            if shard is not None and shard.numel():  # a rank's shard of a small parameter may be empty
                 names.append(name)
-                gradients.append(part._values() if part.is_sparse else part)
+                gradients.append(shard._values() if shard.is_sparse else shard)
         if gradients:
-            # The largest absolute value, unlike the sum of squares, overflows for no finite gradient.
+            # The largest absolute value of a finite gradient never overflows, unlike its sum of squares.
             self._values += norms_of(gradients, math.inf)
             self._sources += [(loop.global_step + 1, name) for name in names]
 
@@ -130,7 +130,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        # The step of this batch; global_step already counts it if the batch completed it.
+        # The step to which this batch belongs. global_step already includes it if this was the step's last batch.
         step = loop.global_step + (not self._step_done)
         for loss in _losses(loop.last_loss):
             self._values.append(loss)
@@ -138,27 +138,27 @@ class TerminateOnNaN(GradientCallbackBase):
         if self._step_done:
             self._step_done = False
             if self._steps >= self._every:
-                self._look()
+                self._check()
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        self._look()
+        self._check()
         value = self._metric.new_value(self.train_loop_obj)
         if value is not None and not math.isfinite(value) and self.found is None:
             loop = self.train_loop_obj
             self._stop(NonFinite(loop.epoch, loop.global_step, f"{self.monitor} is {value}"))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         values, sources = self._values, self._sources
         self._forget()
         if not values or self.found is not None:
             return
-        # The only wait for the device, once per `check_every_n_steps`.
+        # This is the only wait for the device, once per `check_every_n_steps`.
         bad = [source for source, ok in zip(sources, which_are_finite(values), strict=True) if not ok]
         if not bad:
             return
         step = min(step for step, _ in bad)
-        parameters = tuple(dict.fromkeys(name for at, name in bad if at == step and name is not None))
+        parameters = tuple(dict.fromkeys(name for its_step, name in bad if its_step == step and name is not None))
         what = describe_not_finite(loss=(step, None) in bad, gradients=parameters)
         self._stop(NonFinite(self.train_loop_obj.epoch, step, what, parameters))
 
@@ -166,7 +166,7 @@ class TerminateOnNaN(GradientCallbackBase):
         loop = self.train_loop_obj
         self.found = found
         loop.early_stop = True
-        # Gradients are equal, so rank 0 reports them; only its own rank knows a loss.
+        # Gradients are equal on all ranks, so rank 0 reports them. A loss is reported by the rank that computed it.
         if loop.is_main_process() or not found.parameters:
             where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"
             print(f"Training ends: {found}{where}.")
@@ -184,7 +184,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
 
 def describe_not_finite(*, loss: bool, gradients: Sequence[str]) -> str:
-    """Describe a loss that is not finite, and the gradients of parameters with these names; empty if there is none."""
+    """Return a text that names the loss and these parameters' gradients as not finite; empty if all are finite."""
     found = ["the loss is not finite"] if loss else []
     if gradients:
         more = f" (and of {len(gradients) - 1} more)" if len(gradients) > 1 else ""

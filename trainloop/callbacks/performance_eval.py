@@ -85,9 +85,9 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.args = self.args or {}
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
-        self._latest: tuple[Any, dict[str, float]] | None = None  # state of the weights, metrics
+        self._latest: tuple[Any, dict[str, float]] | None = None  # key of the weights, metrics
         if self.on_iteration_frequency:
-            # Set only if it is needed, as a hook in every step costs time.
+            # Set only if it is needed, because a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
@@ -122,11 +122,12 @@ class ModelPerformanceEvaluation(AbstractCallback):
             Prefix of each metric's name.
         """
         loop = self.train_loop_obj
-        # The same weights are evaluated once: at the end of training the last epoch's metrics still apply.
+        # The same weights are evaluated only once. At the end of training, the last epoch's metrics are usually reused.
         model = loop.model
         state = (loop.global_step, bit_sums([local_shard(t) for t in (*model.parameters(), *model.buffers())]))
         latest, metrics = self._latest or (None, {})
-        # Rank 0 decides for all: an evaluation gives the others its buffers, which looks like a change of theirs.
+        # Rank 0 decides for all ranks. An evaluation copies rank 0's buffers to the other ranks, whose state then
+        # looks changed.
         if distributed.exchange_ints([int(latest != state)])[0][0]:
             metrics = {}
             if self.on_train_data:
@@ -147,7 +148,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         return {prefix + name: value for name, value in metrics.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A bound method in the instance's dict would be pickled with the old instance.
+        # A bound method in the instance's dict refers to this instance, which would be pickled as well.
         return {name: value for name, value in self.__dict__.items() if name != "on_batch_end"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -220,13 +221,13 @@ class ConfusionMatrix(AbstractCallback):
 
     def on_epoch_end(self) -> None:
         if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
-            self._take(*self.train_loop_obj.predict_on_validation_set()[:2])
+            self._count(*self.train_loop_obj.predict_on_validation_set()[:2])
 
     def on_train_end(self) -> None:
         if self.dataset == "test":
-            self._take(*self.train_loop_obj.predict_on_test_set()[:2])
+            self._count(*self.train_loop_obj.predict_on_test_set()[:2])
 
-    def _take(self, y_pred: Any, y_true: Any) -> None:
+    def _count(self, y_pred: Any, y_true: Any) -> None:
         self.matrix = confusion_matrix(y_pred, y_true, 0 if self.class_names is None else len(self.class_names))
         if not self.train_loop_obj.is_global_zero:
             return
@@ -257,7 +258,7 @@ class ConfusionMatrix(AbstractCallback):
         axes = figure.add_subplot()
         axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
         axes.set(xlabel="predicted", ylabel="true", title=f"{self.dataset}, {int(counts.sum()):,} samples")
-        if number <= _MOST_NAMES:
+        if number <= _MAX_NAMES:
             axes.set_xticks(range(number), names, rotation=45, ha="right")
             axes.set_yticks(range(number), names)
             for i in range(number):
@@ -268,11 +269,11 @@ class ConfusionMatrix(AbstractCallback):
         return figure
 
 
-_MOST_NAMES = 30  # with more, names and numbers overlap
+_MAX_NAMES = 30  # with more classes, names and numbers would overlap
 
 
 def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
-    """Return counts by true (rows) and predicted (columns) class.
+    """Return the number of samples for each pair of a true class (row) and a predicted class (column).
 
     Parameters
     ----------
@@ -286,8 +287,8 @@ def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
         numbers = classes.dtype.kind in "biuf" and bool(np.isfinite(classes).all())
         if not numbers or (classes != np.floor(classes)).any() or (classes < 0).any():
             raise ConfigurationError(
-                f"ConfusionMatrix: the {name} that get_predictions returned are not classes. Return classes (whole "
-                "numbers from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
+                f"ConfusionMatrix: the {name} that get_predictions returned are not classes. Return classes (integers "
+                "from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
             )
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
     pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64))
@@ -328,7 +329,7 @@ class ModelPerformancePrintReport(AbstractCallback):
     list_tracked_metrics: bool = False
 
     def __post_init__(self) -> None:
-        # After callbacks that compute metrics.
+        # Runs after callbacks that compute metrics.
         super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
         if isinstance(self.metrics, str) or not self.metrics:
             raise ConfigurationError(f"ModelPerformancePrintReport: metrics={self.metrics!r}: must be a list of names.")
@@ -436,7 +437,7 @@ class TrainHistoryFormatter(AbstractCallback):
         self.train_loop_obj.insert_metric_result_into_history(name, value)
 
     def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Return True if the list has a value for each epoch so far; at the end of training, if it has one value.
+        """Return True if the list has one value for each epoch so far; at the end of training, if it has exactly one.
 
         Raises
         ------

@@ -42,7 +42,7 @@ class Profiler(AbstractCallback):
     traces : list of str
         Files that this rank has written (after ``fit`` in ``ddp``, the files of rank 0).
     table : str
-        The most expensive operators, as ``key_averages().table()`` prints them.
+        Table of the most expensive operators, formatted by ``key_averages().table()``.
 
     Examples
     --------
@@ -61,11 +61,11 @@ class Profiler(AbstractCallback):
     with_stack: bool = False
     with_flops: bool = False
     device_idx_execution: int | None = None
-    # Not part of the state: a process that loads a state keeps its own profiler.
+    # Not pickled: an unpickled copy has no running profiler.
     _running: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        # Last: a step ends after all hooks.
+        # Runs last, because a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=self.device_idx_execution)
         self.dirpath = os.path.expanduser(os.fspath(self.dirpath))
         check_counts(self, "skip", least=0)
@@ -137,7 +137,8 @@ class Profiler(AbstractCallback):
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
 
-# Dense 16-bit FLOPs per second from NVIDIA's data sheets, without sparsity; a GPU's name has one of these words.
+# Peak 16-bit FLOPs per second without sparsity, from NVIDIA's data sheets. The first key that a GPU's name contains
+# applies.
 _PEAKS = {
     "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "GH200": 989e12, "A100": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12,
@@ -146,7 +147,7 @@ _PEAKS = {
 
 
 class _Reading(NamedTuple):
-    """The loop's clock after a step of an epoch."""
+    """Totals of the loop's clock since the start of the epoch."""
 
     steps: int = 0
     samples: int = 0
@@ -156,7 +157,7 @@ class _Reading(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class ThroughputMonitor(AbstractCallback):
-    """Log samples per second over all ranks, the wait for data and, where known, tokens, FLOPs and MFU.
+    """Log samples per second over all ranks, the wait for data and, if known, tokens, FLOPs and MFU.
 
     These values are logged every ``every_n_steps`` steps and for each epoch, without waiting for the device within an
     epoch:
@@ -201,7 +202,7 @@ class ThroughputMonitor(AbstractCallback):
             raise ConfigurationError(f"ThroughputMonitor: peak_flops={self.peak_flops!r}: must be a number above 0.")
         check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
-        """FLOPs of this rank's first step; None if not counted."""
+        """FLOPs of this rank's first step; None if they are not counted."""
         self._counter: FlopCounterMode | None = None
         self._windows, self._last_step = 0, 0
         self._begin_window(_Reading())
@@ -222,7 +223,7 @@ class ThroughputMonitor(AbstractCallback):
     def on_epoch_begin(self) -> None:
         self._windows = 0
         self._last_step = self.train_loop_obj.global_step
-        self._begin_window(_Reading())  # the loop's clock starts with each epoch
+        self._begin_window(_Reading())  # the loop's clock is reset at each epoch
 
     def on_batch_begin(self) -> None:
         if self.flops and self.flops_per_step is None and self._counter is None:
@@ -231,7 +232,7 @@ class ThroughputMonitor(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        if loop.global_step == self._last_step:  # more micro-batches of the step follow
+        if loop.global_step == self._last_step:  # the step has more micro-batches
             return
         self._last_step = loop.global_step
         run: Any = loop.running
@@ -246,7 +247,7 @@ class ThroughputMonitor(AbstractCallback):
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
-            self._begin_window(now)  # counting FLOPs has distorted the timing
+            self._begin_window(now)  # the time so far includes the counting of FLOPs
         else:
             self._log(now)
             self._windows += 1
@@ -255,7 +256,7 @@ class ThroughputMonitor(AbstractCallback):
     def on_epoch_end(self) -> None:
         run: Any = self.train_loop_obj.running
         epoch = run.clock.epochs[-1]
-        if not self._windows and epoch.steps > self._begin.steps:  # shorter than a window
+        if not self._windows and epoch.steps > self._begin.steps:  # the epoch was shorter than a window
             self._log(_Reading(epoch.steps, epoch.samples, epoch.seconds, epoch.data))
 
     def _stop_counting(self) -> None:
@@ -277,7 +278,7 @@ class ThroughputMonitor(AbstractCallback):
             if self.peak_flops is not None:
                 values["mfu"] = speed / self.peak_flops
         for name, value in values.items():
-            # The mean over the epoch's windows and over ranks, with equal weights.
+            # An epoch's value is the mean over its windows and over ranks, with equal weights.
             self.log(f"throughput/{name}", value, batch_size=1)
 
     def on_exception(self, exception: BaseException) -> None:

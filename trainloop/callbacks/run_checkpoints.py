@@ -1,4 +1,4 @@
-"""Checkpoints of one run in a folder: names, the ones to keep, the best one, and writes in background threads."""
+"""Manage one run's checkpoints in a folder: names, the best one, deletion of old ones, writes in background threads."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class RunCheckpoints:
     metric : Monitor, optional
         Metric by which checkpoints are ranked.
     with_weights : bool
-        True if the run writes :func:`weights_name` beside each.
+        True if the run writes a file :func:`weights_name` beside each checkpoint.
     """
 
     def __init__(self, folder: Folder, metric: Monitor | None, *, with_weights: bool) -> None:
         self.folder, self._metric, self._with_weights = folder, metric, with_weights
         self.run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
-        """Name of the run that writes a file; a resumed run keeps it."""
+        """Name of the run, which is stored in each checkpoint. A resumed run keeps it."""
         self._files: list[Checkpoint] | None = None  # oldest first; None before the folder is read
         self._stamp = 0
         self._same_metric = True
@@ -41,26 +41,26 @@ class RunCheckpoints:
     @property
     def newest(self) -> str | None:
         """Path of the newest checkpoint."""
-        files = self._own()
+        files = self._run_files()
         return files[-1].path if files else None
 
     @property
     def newest_known(self) -> str | None:
-        """Path of the newest checkpoint, without reading the folder, which may not respond."""
+        """Path of the newest checkpoint that is known without reading the folder, which may not respond."""
         return self._files[-1].path if self._files else None
 
     @property
     def best(self) -> tuple[str | None, float | None]:
         """Path and value of the checkpoint with the best value of the metric."""
-        ranked = _best_first(self._own(), self._metric)
+        ranked = _best_first(self._run_files(), self._metric)
         return (ranked[0].path, ranked[0].info.value) if ranked and ranked[0].info else (None, None)
 
     def on_disk(self, runs: Collection[str] = ()) -> list[Checkpoint]:
-        """Read the folder again; return complete checkpoints of this and other runs, in the order of writing."""
+        """Read the folder again and return the complete checkpoints of this run and of ``runs``, oldest first."""
         return _of_runs([self.run, *runs], checkpoint.checkpoints(self.folder))
 
     def remove_unfinished(self) -> None:
-        """Remove, at the first checkpoint, unfinished files of this run; no other write is in progress now."""
+        """Remove unfinished files of this run before the first checkpoint, when no write can be in progress."""
         if self._files is None:
             self.folder.remove_unfinished(self.run)
 
@@ -74,17 +74,17 @@ class RunCheckpoints:
         info : CheckpointInfo
             Info without its stamp.
         put : callable
-            Function that writes; takes the name and the complete info.
+            Function that writes the checkpoint; takes its name and the complete info.
         keep : int or None
             Number of checkpoints to keep, including this one; None for all.
         in_folder : bool
             True if the checkpoint is a folder of shards rather than a file.
         """
-        files = self._own()
-        # Clocks can go backwards, and may be too coarse to distinguish two checkpoints.
+        files = self._run_files()
+        # Clocks can be set back, and may be too coarse to distinguish two checkpoints.
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        # The final checkpoint replaces the last epoch's, unless that was ranked: weights may have changed since.
+        # The final checkpoint replaces the last epoch's, unless that one has a metric: weights may have changed since.
         is_end = info.reason == "end"
         replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
         name = self._free_name(info, replaceable, in_folder=in_folder)
@@ -99,20 +99,20 @@ class RunCheckpoints:
         self._files = kept
 
     def take_over(self, run: str, step: int | None, *, same_metric: bool) -> None:
-        """Continue as ``run`` and own its files, if resumed from its newest checkpoint here; else start a branch.
+        """Continue ``run`` if training resumes from its newest checkpoint in this folder; otherwise start a new run.
 
-        ``step`` is the step of the checkpoint; ``None`` to continue in any case. ``same_metric`` is True if the values
-        of its files are of this metric.
+        A continued run owns the files of ``run``. ``step`` is the step of the checkpoint that training resumes from;
+        ``None`` always continues ``run``. If ``same_metric`` is False, values in earlier checkpoints are ignored.
         """
         found = _of_runs([run], checkpoint.checkpoints(self.folder)) if step is not None else []
         if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
             self.run = run
         self._files, self._same_metric = None, same_metric
 
-    def _own(self) -> list[Checkpoint]:
+    def _run_files(self) -> list[Checkpoint]:
         if self._files is None:
             found = checkpoint.checkpoints(self.folder)
-            # Higher than those of other runs: the newest in a folder is the one with the highest stamp.
+            # Stamps must be higher than those of other runs, because the highest stamp marks the newest checkpoint.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = _of_runs([self.run], found)
             if not self._same_metric:
@@ -121,9 +121,9 @@ class RunCheckpoints:
                 ]
         return self._files
 
-    def _free_name(self, info: CheckpointInfo, own: Sequence[str], *, in_folder: bool) -> str:
-        """Return an unused name, or that of this run's own file if the step is repeated."""
-        taken = {*self.folder.names(), *self.folder.folders()}.difference(own)
+    def _free_name(self, info: CheckpointInfo, replaceable: Sequence[str], *, in_folder: bool) -> str:
+        """Return the first name for the checkpoint that is unused or in ``replaceable``."""
+        taken = {*self.folder.names(), *self.folder.folders()}.difference(replaceable)
         name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
         version = 1
         while name_of(version) in taken:
@@ -149,19 +149,20 @@ def _of_runs(runs: Collection[str], files: Sequence[Checkpoint]) -> list[Checkpo
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
-    """Return the checkpoints with a metric, best first, the older of equal ones first. NaN is not a value."""
+    """Return the checkpoints with a metric that is not NaN, best first; of equal ones, the older first."""
     if metric is None:
         return []
-    judged = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
+    rated = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
     sign = 1.0 if metric.minimize else -1.0
-    ranked = sorted((pair for pair in judged if pair[0] == pair[0]), key=lambda pair: sign * pair[0])
+    ranked = sorted((pair for pair in rated if pair[0] == pair[0]), key=lambda pair: sign * pair[0])
     return [file for _, file in ranked]
 
 
 def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
     """Return the checkpoints of ``files`` (oldest first) to keep, oldest first.
 
-    The newest is always kept, for a killed run. Slots not filled by checkpoints with a metric go to the newest ones.
+    The newest is always kept, because a killed run resumes from it. If fewer than ``keep`` checkpoints have a metric,
+    the newest of the others are kept as well.
     """
     if keep is None:
         return list(files)
@@ -177,11 +178,11 @@ class BackgroundWrite:
     Parameters
     ----------
     write : callable
-        Returns its error, or None.
+        Function that writes, and returns its error or None.
     step : int
         Step of the state that is written.
     give_up : callable, optional
-        Makes it stop waiting for other ranks.
+        Function that makes ``write`` stop waiting for other ranks.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class BackgroundWrite:
         self.step = step
         self.give_up = give_up
         self._error: Exception | None = None
-        # A thread starts on GPU 0. Any use of CUDA would create a context there, in the memory of another rank.
+        # A thread starts on GPU 0. If it uses CUDA there, it creates a context in the memory of another rank's GPU.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
@@ -198,13 +199,13 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self, write: Callable[[], Exception | None]) -> None:
-        # Only the thread refers to the data, so that it is freed once it is written.
+        # ``write`` is not an attribute: only the thread refers to the data, so it is freed once it is written.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         self._error = write()
 
     def wait(self, seconds: float | None = None) -> Exception | None:
-        """Wait until it is done and return its error; after ``seconds`` make it stop waiting for other ranks."""
+        """Wait until the write ends, and return its error. After ``seconds``, it stops waiting for other ranks."""
         if seconds is not None:
             self._thread.join(seconds)
             if self.give_up is not None:
@@ -214,8 +215,8 @@ class BackgroundWrite:
 
 
 def error_of(write: Callable[[], None]) -> Exception | None:
-    """Return the error that a write raised, if any."""
-    # Not only OSError: fsspec file systems have other errors.
+    """Return the error that a write raised; None if it succeeded."""
+    # Not only OSError, because fsspec file systems raise other errors.
     try:
         write()
     except Exception as error:

@@ -36,7 +36,7 @@ class TensorBoard(Tracker):
     """Write logged values for TensorBoard. Rank 0 writes each value once, against the global step.
 
     Values are written under their names. If a metric has step values, its epoch values are written as
-    ``epoch/<name>``. Learning rates are under ``lr`` (see
+    ``epoch/<name>``. Learning rates are written as ``lr`` (see
     :class:`~trainloop.callbacks.train_schedule.LearningRateMonitor`).
 
     The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together. The
@@ -53,9 +53,10 @@ class TensorBoard(Tracker):
     histograms_every_n_epochs : int, optional
         Epochs between two histograms of all parameters. Default: no histograms.
     hyperparameters : mapping, optional
-        Shown in TensorBoard's table of runs, beside the epoch values and the loop's own settings (mode, effective
-        batch, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other values are written
-        as text. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or similar.
+        Entries for TensorBoard's table of runs, in addition to the epoch values and the loop's settings (mode,
+        effective batch size, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other
+        values are written as text. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or
+        similar.
     graph_input : Tensor or tuple, optional
         Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
 
@@ -109,7 +110,7 @@ class TensorBoard(Tracker):
             "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
         )
         self.graph_input = graph_input
-        self._chosen = log_dir is None  # this callback chooses the folder
+        self._chosen = log_dir is None  # True if this callback chooses the folder
         self._last_step: int | None = None  # newest step in the folder; None if other writers may have written there
         self._first_step: int | None = None  # first step of this run
         self._failed = False
@@ -119,7 +120,7 @@ class TensorBoard(Tracker):
         self._charted: set[str] = set()  # quantities that have a chart
         self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written last
 
-    # -- where to ----------------------------------------------------------------------------------------------------
+    # -- the folder --------------------------------------------------------------------------------------------------
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
@@ -149,7 +150,10 @@ class TensorBoard(Tracker):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Stop writing after a failed write, which may have left half a record; training continues."""
+        """Return a context in which an OSError ends all further writing, because the file may end in half a record.
+
+        Training continues.
+        """
         try:
             yield
         except OSError as error:
@@ -162,7 +166,7 @@ class TensorBoard(Tracker):
 
     @property
     def _events(self) -> EventFile:
-        """The file, created at the first write."""
+        """Event file, created at the first write."""
         if self._run is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
             self._run = EventFile(self.log_dir)
@@ -170,17 +174,17 @@ class TensorBoard(Tracker):
             if self._run.continues and (self._last_step is None or first <= self._last_step):
                 from tensorboard.compat.proto.event_pb2 import SessionLog
 
-                # Like SummaryWriter(purge_step=first): readers discard earlier files' values from this step on.
+                # As in SummaryWriter(purge_step=first), readers discard values of earlier files from this step on.
                 self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
-                if self._newest[0] == first:  # written before the resumed checkpoint
+                if self._newest[0] == first:  # written before the checkpoint, and now discarded
                     self._run.write_scalars([self._newest])
         return self._run
 
-    # -- what --------------------------------------------------------------------------------------------------------
+    # -- the values --------------------------------------------------------------------------------------------------
 
     def on_batch_begin(self) -> None:
-        # Before the optimizer and the schedulers step: the rate that the step uses. Not in a hook for gradients: with
-        # such a hook compile='step' compiles nothing.
+        # The rate is read before the optimizer and the schedulers step, so it is the step's rate. A hook for gradients
+        # would prevent compile='step' from compiling.
         step = self.train_loop_obj.global_step + 1
         if self._first_step is None:
             self._first_step = step
@@ -200,7 +204,7 @@ class TensorBoard(Tracker):
             self._last_step = rows[-1][0]
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        # LearningRateMonitor logs the same names: with it they have already been written.
+        # If LearningRateMonitor has logged the same names, its values are used.
         rows = [(step, {**_floats(self._rates.pop(step, {})), **scalars}) for step, scalars in rows]
         self._events.write_scalars(rows)
         for step, scalars in rows:
@@ -246,7 +250,7 @@ class TensorBoard(Tracker):
                 self._events.write(step=loop.global_step, summary=summary)
 
     def _write_layout(self) -> None:
-        """Write the layout again if there is a new quantity; TensorBoard uses the last one."""
+        """Write the layout again if there is a new quantity. TensorBoard uses the last layout."""
         names = [*self.train_loop_obj.history, *sorted(self._step_names)]
         if self.learning_rate and self.log_every_n_steps is not None:
             names += [name for name, _ in groups_with_rates(self.train_loop_obj.optimizer)]
@@ -325,12 +329,11 @@ class TensorBoard(Tracker):
         inputs = self.graph_input if isinstance(self.graph_input, tuple) else (self.graph_input,)
         inputs = tuple(x.to(model.device) if isinstance(x, Tensor) else x for x in inputs)
         modes = [(module, module.training) for module in model.modules()]
-        # Drawing the graph runs the model once, which must not affect the training: random numbers, running
-        # statistics and logs stay unchanged.
+        # Drawing the graph runs the model once. Random numbers, running statistics and logs must stay unchanged.
         sink = model.__dict__.pop("_log_sink", None)
         cuda = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tracing warns about code it can't follow; a drawing may omit that
+            warnings.simplefilter("ignore")  # tracing warns about code that it can't follow, which the graph may omit
             try:
                 model.eval()
                 graph_def, _ = graph(model, inputs)
@@ -341,18 +344,21 @@ class TensorBoard(Tracker):
                     model.__dict__["_log_sink"] = sink
         self._events.write(graph_def=graph_def.SerializeToString())
 
-    # -- the end, and again --------------------------------------------------------------------------------------------
+    # -- end of training, and restart ----------------------------------------------------------------------------------
 
     def _finish(self, exception: BaseException | None) -> None:
         if self._run is not None:
-            # Written values are flushed, and values that a full disk refused are given up.
+            # close() flushes. After a failed write, an error in it is ignored, and the buffered values are lost.
             with suppress(OSError) if self._failed else self._writing():
                 self._run.close()
             self._run = None
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
-        """Make TensorBoard ignore values that the failed process wrote after this step, even without a checkpoint."""
+        """Make TensorBoard ignore the values that the failed process wrote after this step.
+
+        ``load_state_dict`` does the same, but is not called if there was no checkpoint.
+        """
         self._last_step = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -380,28 +386,29 @@ class TensorBoard(Tracker):
 
 
 SUFFIX = ".trainloop"
-"""Suffix of files written here, so that a later run can distinguish them from other writers' files."""
+"""Suffix of event files from trainloop. It distinguishes them from files of other writers."""
 
 
 class EventFile:
-    """One event file: tensorboard's records in a file that is named and flushed here.
+    """An event file with tensorboard's records.
 
-    It replaces tensorboard's ``EventFileWriter``, which opens the file again for each record, writes in a thread that
-    prints a traceback if the disk is full, and may name files of the same second in the wrong order.
+    It replaces tensorboard's ``EventFileWriter``, which opens the file again for each record and writes in a thread.
+    If the disk is full, that thread prints a traceback. The names of files created in the same second may also be in
+    the wrong order.
 
     Parameters
     ----------
     log_dir : str
-        Folder that TensorBoard is started with; created if it is missing. A remote one, such as ``s3://...``, uses
-        tensorboard's own file system layer.
+        Folder of the file, created if it is missing. If it is a URL, such as ``s3://...``, tensorboard's own file
+        system layer writes the file.
 
     Attributes
     ----------
     path : str
-        Path of the file. Names sort in the order in which a folder's files were created, even within one second:
-        TensorBoard reads them in that order.
+        Path of the file. TensorBoard reads a folder's files in the order of their names, so names are in the order of
+        creation, even within one second.
     continues : bool
-        True if the folder has files of an earlier writer of this kind.
+        True if the folder already had files of this class. Always False for URLs.
     """
 
     def __init__(self, log_dir: str) -> None:
@@ -422,7 +429,7 @@ class EventFile:
             self._file: Any = tf.io.gfile.GFile(self.path, "wb")
         else:
             os.makedirs(log_dir, exist_ok=True)
-            self._file = open(self.path, "xb")  # noqa: SIM115  # open as long as the object
+            self._file = open(self.path, "xb")  # noqa: SIM115  # stays open until close()
         self._records = RecordWriter(self._file)
         self._last_wall_time = time.time()
         self.write(file_version="brain.Event:2")
@@ -435,9 +442,9 @@ class EventFile:
         self._records.flush()
 
     def write_scalars(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Write one event for each row, a step and its scalars, and flush.
+        """Write one event for each row (a step and its scalars), and flush.
 
-        The times of the steps are unknown; wall times are spread evenly since the previous call.
+        The time of each step is not known. Wall times are spread evenly over the time since the previous call.
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
@@ -472,25 +479,25 @@ def _new_folder(name: str) -> str:
 
 
 _DATASETS = "train|val|test"
-# Sections that are first, by a word in a quantity's name; other sections are named by the part before a slash.
+# Words in a quantity's name, and their sections, which are shown first. Other sections have the name before a slash.
 _SECTIONS = {"loss": "loss", "acc": "accuracy"}
 
 
 def quantity_of(name: str) -> str:
-    """Return the metric's name without the prefix of its data set."""
+    """Return the metric's name without the prefix of its dataset."""
     return re.sub(f"^({_DATASETS})_", "", name)
 
 
 def chart_layout(names: Iterable[str]) -> Any:
-    """Return the ``Summary`` of a layout for TensorBoard's page of custom scalars.
+    """Return a ``Summary`` with the layout of TensorBoard's page of custom scalars.
 
-    It has a chart for each quantity, with its values by step and by epoch, of all data sets; charts are in
-    sections: ``loss``, ``accuracy``, one for each name before a slash (``lr/group0``), and ``metrics``.
+    The layout has one chart for each quantity, with its step values and epoch values of all datasets. The sections are
+    ``loss``, ``accuracy``, one for each name before a slash (``lr`` for ``lr/group0``), and ``metrics``.
 
     Parameters
     ----------
     names : iterable of str
-        Names of metrics, without the prefixes that only the reader of this file adds.
+        Names of metrics in the history, without ``epoch/``.
     """
     from torch.utils.tensorboard.summary import custom_scalars
 
@@ -498,7 +505,7 @@ def chart_layout(names: Iterable[str]) -> Any:
     for quantity in dict.fromkeys(map(quantity_of, names)):
         tags = f"^(epoch/)?(({_DATASETS})_)?{re.escape(quantity)}$"
         sections.setdefault(_section(quantity), {})[quantity] = ["Multiline", [tags]]
-    sections["lr"] = sections.pop("lr", {})  # the last one
+    sections["lr"] = sections.pop("lr", {})  # moves it to the end
     return custom_scalars({section: charts for section, charts in sections.items() if charts})
 
 
@@ -511,7 +518,7 @@ def _section(quantity: str) -> str:
 
 
 def settings_of(loop: Any) -> dict[str, Any]:
-    """Return the settings that tables of runs usually compare, if known: mode, batch, optimizer, rates."""
+    """Return the known settings for tables that compare runs: mode, batch size, optimizer, rates."""
     optimizers = optimizers_of(loop.optimizer)
     device = loop.run_config.devices[0]
     settings = {
@@ -532,7 +539,7 @@ def settings_of(loop: Any) -> dict[str, Any]:
 
 
 def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
-    """Return a description of the run in Markdown: devices, settings, versions."""
+    """Return a Markdown table that describes the run: devices, settings, versions."""
     devices = [str(device) for device in loop.run_config.devices]
     if loop.device.type == "cuda":
         devices.append(torch.cuda.get_device_name(loop.device))

@@ -20,17 +20,17 @@ class EpochValues:
     """Values of the history that have not been sent yet."""
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}  # how many values of each metric have been sent
+        self._lengths: dict[str, int] = {}  # number of values of each metric that have been sent
         self._steps: dict[int, int] = {}  # the step at which each epoch ended
 
     def clear(self) -> None:
-        """Reset for another training."""
+        """Forget what has been sent, before a new training."""
         self._lengths, self._steps = {}, {}
 
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Return new values as (epoch, step, values), by epoch; for ``on_epoch_end`` and ``on_train_end``.
+        """Yield ``(epoch, step, values)`` for each epoch that has new values. Called at ends of epochs and of training.
 
-        Callbacks that run after the tracker may have logged values for an epoch that has already ended.
+        An earlier epoch can have new values, because callbacks that run after the tracker may log values for it.
         """
         self._steps[loop.epoch] = loop.global_step
         found: dict[int, dict[str, float]] = {}
@@ -52,17 +52,18 @@ class EpochValues:
 class Tracker(AbstractCallback):
     """Base of callbacks that send values to files or to a service, from rank 0.
 
-    Files or the service's run are opened when the first value is sent: by then, the run that a resumed ``fit``
-    continues is known. Epoch values have the prefix ``epoch/`` if the metric has step values as well.
+    The file, or the service's run, is opened when the first value is sent. At that time, a resumed ``fit`` has already
+    loaded the ID of the run that it continues. Epoch values have the prefix ``epoch/`` if the metric also has step
+    values.
     """
 
-    package = ""  # the service's package and extra
+    package = ""  # name of the service's package, and of the extra that installs it
     _run: Any = None  # the file, or the service's run or client, while it is open
 
     def __init__(
         self, name: str, frequency: tuple[str, int | None], hyperparams: Mapping[str, Any] | None = None
     ) -> None:
-        # After callbacks that log at an epoch's end, before those that write checkpoints.
+        # Runs after callbacks that log at an epoch's end, and before callbacks that write checkpoints.
         super().__init__(name, execution_order=997, device_idx_execution=0)
         self.log_every_n_steps: int | None = count_of(name, *frequency, optional=True)
         self.hyperparams = None if hyperparams is None else dict(hyperparams)
@@ -80,7 +81,7 @@ class Tracker(AbstractCallback):
         if self.hyperparams is None and isinstance(given, Mapping):
             self.hyperparams = dict(given)
         if loop.global_step == 0:
-            self.run_id = None  # another training, another run
+            self.run_id = None  # a new training starts a new run
 
     def on_train_begin(self) -> None:
         if self.train_loop_obj.global_step == 0:
@@ -241,7 +242,7 @@ class WandBTracking(Tracker):
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
         self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
-        self._newest: dict[str, float] = {}  # values of the epoch that ends
+        self._newest: dict[str, float] = {}  # new values at the current epoch's end
 
     def on_train_loop_registration(self) -> None:
         super().on_train_loop_registration()
@@ -281,7 +282,7 @@ class WandBTracking(Tracker):
             self.run_id = self._run.id
         for folder in self.source_dirs:
             self._run.log_code(folder)
-        # wandb's own step must increase with each call, but epoch values belong to a step that has been sent.
+        # wandb's own step must increase with each call, but epoch values have the same step as earlier step values.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
         return self._run
@@ -370,7 +371,7 @@ class MLflowTracking(Tracker):
             return self._run
         import mlflow
 
-        # The client instead of mlflow's global run, which may be the user's.
+        # Uses a client, not mlflow's global run, which may be the user's.
         self._run = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
             name = self.experiment_name or "Default"
@@ -389,7 +390,7 @@ class MLflowTracking(Tracker):
 
         client, now = self._active_client(), int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
-        for start in range(0, len(metrics), 1000):  # the maximum of one request
+        for start in range(0, len(metrics), 1000):  # MLflow's maximum per request
             client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
 
     def _finish(self, exception: BaseException | None) -> None:

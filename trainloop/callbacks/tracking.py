@@ -109,11 +109,11 @@ class Experiment:
 
     def _new_timestamp(self) -> str:
         stamp, taken = time.strftime(_STAMP), set(self.earlier_timestamps())
-        # A second run in the same second gets a number.
+        # If several runs start in the same second, a number is appended.
         return next(s for i in count(1) if (s := stamp if i == 1 else f"{stamp}-{i}") not in taken)
 
     def record(self) -> None:
-        """Write hyperparameters and source; existing files with other content are kept beside them."""
+        """Write hyperparameters and source code. If a file with different content exists, write a numbered one."""
         hyperparams = {**self.hyperparams, **({"experiment_file_path": self._script[1]} if self._script else {})}
         self._write_beside("hyperparams.json", _json(hyperparams).encode("utf-8"))
         if self._script is not None:
@@ -152,14 +152,14 @@ class ExperimentRecord(AbstractCallback):
         self.experiment.folder.check_writable()
 
     def on_train_begin(self) -> None:
-        # Ranks of a launcher may have started in different seconds.
+        # Ranks started by a launcher may have different time stamps.
         self.experiment.timestamp = distributed.broadcast_object(self.experiment.timestamp)
         if self.train_loop_obj.is_global_zero:
             self.experiment.record()
 
 
 class ExperimentCheckpoint(ModelCheckpoint):
-    """Checkpoints in the experiment's folder.
+    """Write checkpoints into the experiment's folder.
 
     ``fit(resume_from='last')`` continues in the folder of the experiment's newest earlier run that has a checkpoint.
 
@@ -206,13 +206,13 @@ class ExperimentCheckpoint(ModelCheckpoint):
 
     @property
     def place(self) -> str:
-        """Time stamp of the experiment's run in whose folder the checkpoints are."""
+        """Time stamp of the run whose folder the checkpoints are in."""
         return self.experiment.timestamp
 
     @place.setter
     def place(self, timestamp: str) -> None:
         self.experiment.timestamp = timestamp
-        self._own.folder = self.experiment.folder / "checkpoints"
+        self._checkpoints.folder = self.experiment.folder / "checkpoints"
 
     def on_train_begin(self) -> None:
         self.place = distributed.broadcast_object(self.place)
@@ -222,8 +222,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
 class ExperimentEndSave(AbstractCallback):
     """Evaluate result packages at the end of training, and save the model and a report.
 
-    An error in evaluating or writing becomes a warning and an entry of the report, so that the trained model is not
-    lost.
+    If evaluating or writing fails, a warning is issued and the report mentions the error, so that the trained model is
+    not lost.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ class ExperimentEndSave(AbstractCallback):
     """
 
     def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
-        # After ModelCheckpoint, whose file is then already on disk.
+        # Runs after ModelCheckpoint, so that its file is already on disk.
         super().__init__("ExperimentEndSave", execution_order=1001)
         self.experiment = experiment
         self.val_result_package = val_result_package
@@ -274,7 +274,7 @@ class ExperimentEndSave(AbstractCallback):
         ):
             if package is None:
                 continue
-            # All ranks predict together; one gets the rows, and scores.
+            # All ranks predict together. Rank 0 receives the rows and evaluates them.
             y_pred, y_true, metadata = loop.predict_with_model(loader, dataset_info={"type": part}, rows_to="main")
             if getattr(package, "requires_loss", False):
                 metadata = {**(metadata or {}), "loss": loss()}
@@ -339,7 +339,10 @@ class ExperimentEndSave(AbstractCallback):
 
 
 def _read_script(path: Any) -> tuple[str, str, bytes] | None:
-    """Return name, path and content of the script: the named one, or the file that called into trainloop."""
+    """Return name, path and content of the script: ``path``, or if None the file that called trainloop.
+
+    In a notebook without a file, the content is the cells that have been run. None if there is no script.
+    """
     path = user_place().file if path is None else path
     try:
         return os.path.basename(path), os.path.abspath(path), Path(path).expanduser().read_bytes()
@@ -351,7 +354,7 @@ def _read_script(path: Any) -> tuple[str, str, bytes] | None:
 
 
 def _notebook_cells() -> str | None:
-    """Return the cells that have been run so far, in a notebook."""
+    """Return the cells that have been run so far in this notebook; None outside of notebooks."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -360,7 +363,7 @@ def _notebook_cells() -> str | None:
 
 
 def _zipped(folders: Sequence[Path]) -> bytes:
-    """Return a zip of the folders' files, without compiled ones; the same bytes for the same content."""
+    """Return a zip archive of the folders' files without ``__pycache__``. Equal files give equal bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for folder in folders:
@@ -384,7 +387,7 @@ def _json(value: Any) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Convert to JSON's types: arrays become lists; NaN, infinity and other objects become text."""
+    """Convert a value to JSON types: arrays become lists; NaN, infinity and other objects become text."""
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

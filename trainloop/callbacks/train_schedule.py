@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-# Attributes with the number of steps after which one of torch's schedules ends, or begins to rise again.
+# Schedules of torch that end after a number of steps, and the attribute that contains this number.
 _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
@@ -110,7 +110,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         frequency: int = 1,
         **kwargs: Any,
     ) -> None:
-        # After callbacks that compute metrics at an epoch's end, before those that write checkpoints.
+        # Runs after callbacks that compute metrics at an epoch's end, and before callbacks that write checkpoints.
         AbstractCallback.__init__(self, "LRScheduler", execution_order=90)
         if interval not in ("step", "epoch"):
             raise ConfigurationError(f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'.")
@@ -150,16 +150,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     "the loop's. Make the scheduler for the loop's optimizer, or pass the scheduler's class and "
                     "arguments."
                 )
-            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # registered with another loop
+            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # it was created for another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # torch's scheduler uses its own mode; Monitor's is not used.
+            # Monitor's mode is not used, because torch's scheduler has its own.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
 
     def _planned_steps(self) -> int | None:
-        """Return the schedule's steps at the end of ``fit``, including earlier ones; ``None`` if unknown."""
+        """Return the number of scheduler steps by the end of ``fit``, including earlier ones; ``None`` if unknown."""
         loop = self.train_loop_obj
         if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
             return None
@@ -167,17 +167,17 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return None if of_fit is None else (self._count + of_fit) // self.frequency
 
     def _length(self) -> int | None:
-        """Return the number of steps for which the schedule is made; ``None`` if it is for any number."""
+        """Return the number of steps after which the schedule ends; ``None`` if it has no end."""
         length = getattr(self.scheduler, _LENGTHS.get(type(self.scheduler).__name__, ""), None)
         return length if isinstance(length, int) else None
 
     def _check_length(self) -> None:
         length = self._length()
         planned = None if length is None or self.train_loop_obj.train_loader is None else self._planned_steps()
-        # People may count one step more or less; in a resumed run, checkpoints restore the schedule's position.
+        # A difference of one step is accepted, because conventions of counting differ.
         if length is None or planned is None or abs(length - planned) <= 1 or not self.train_loop_obj.is_global_zero:
             return
-        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # others may be longer on purpose
+        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # a longer schedule may be intended
             return
         unit = "optimizer step" if self.interval == "step" else "epoch"
         warn(
@@ -199,7 +199,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if not optimizers:
             raise ConfigurationError("LRScheduler: the loop has no optimizer. Pass one to TrainLoop.")
         if chosen is None and self.scheduler is not None and self.factory is None:
-            chosen = self.scheduler.optimizer  # for which the given scheduler was made
+            chosen = self.scheduler.optimizer
         if isinstance(chosen, Optimizer):
             if all(optimizer is not chosen for optimizer in optimizers):
                 raise ConfigurationError(
@@ -221,12 +221,12 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def on_train_begin(self) -> None:
         if started_by_launch():
-            # Torch's schedulers mark the optimizer's step, to warn about calls in the wrong order. The mark is lost on
-            # the way to a rank, where they would warn that it is missing. The loop's order of calls is right.
+            # Torch's schedulers wrap the optimizer's step, to warn about calls in the wrong order. The wrapper is lost
+            # when the optimizer is sent to a rank, and the warning would be wrong: the loop's order is correct.
             warnings.filterwarnings("ignore", r".*(lr_scheduler|optimizer)\.step\(\)`")
 
     def on_after_optimizer_step(self) -> None:
-        # As in a hand-written loop that follows torch's advice: the schedule counts the steps taken.
+        # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
         if self.interval == "step" and not self.train_loop_obj.step_skipped:
             self._step()
 
@@ -280,7 +280,7 @@ class LearningRateMonitor(AbstractCallback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set a rate for the batch
+        super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set the batch's rate
         self.every_n_steps = count_of("LearningRateMonitor", "every_n_steps", every_n_steps)
         self._last_step = 0
 
@@ -288,22 +288,22 @@ class LearningRateMonitor(AbstractCallback):
         self._last_step = 0
 
     def on_batch_begin(self) -> None:
-        # Not in a hook for gradients: with such a hook compile='step' compiles nothing.
+        # A hook for gradients would prevent compile='step' from compiling.
         loop = self.train_loop_obj
         step = loop.global_step + 1
-        if step == self._last_step:  # a later micro-batch of the step
+        if step == self._last_step:  # not the first micro-batch of the step
             return
         self._last_step = step
         if step % self.every_n_steps == 0 or step == 1:
             for name, group in groups_with_rates(loop.optimizer):
-                # Equal on all ranks: no average is needed.
+                # The rate is equal on all ranks, so no average is needed.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
 
 
 def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, dict[str, Any]]]:
-    """Yield parameter groups with a name for their learning rate, in the order of ``optimizer.param_groups``.
+    """Return ``(name of the rate, group)`` for each parameter group, in the order of ``optimizer.param_groups``.
 
-    Groups without ``'lr'``, or with ``None`` as in optimizers that choose their own, are left out.
+    Groups without ``'lr'`` are left out, and groups whose ``'lr'`` is None because the optimizer chooses its own rate.
     """
     optimizers = optimizers_of(optimizer)
     found = []
@@ -317,7 +317,7 @@ def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, 
 
 
 def _is_scheduler(scheduler: Any) -> bool:
-    # Duck typing: not all schedulers derive from torch's base class.
+    # Duck typing, because not all schedulers derive from torch's base class.
     return not isinstance(scheduler, type) and hasattr(scheduler, "optimizer") and hasattr(scheduler, "step")
 
 
@@ -327,7 +327,7 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 def _restore_counters(scheduler: Any) -> None:
-    """Make ``MultiStepLR``'s milestones a Counter again: checkpoints hold plain dicts."""
+    """Convert ``MultiStepLR``'s milestones to a Counter again, because a checkpoint contains a plain dict."""
     if isinstance(scheduler, lr_scheduler.MultiStepLR):
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler

@@ -43,7 +43,7 @@ class WeightAverage(AbstractCallback):
     """
 
     def __init__(self, apply_on_train_end: bool) -> None:
-        # Before callbacks that read the weights or metrics.
+        # Runs before callbacks that read the weights or metrics.
         super().__init__(type(self).__name__, execution_order=-50)
         self.apply_on_train_end = apply_on_train_end
         self.average: dict[str, Tensor] = {}
@@ -55,10 +55,10 @@ class WeightAverage(AbstractCallback):
         weights = self._weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:
-            # A second fit. If the model still has the average, training continues from the trained weights.
-            # The user may have loaded other weights since then; training then starts from these.
+            # This is a second fit. If the model still has the average, training continues from the trained weights.
+            # Otherwise the user has loaded other weights, and training starts from these.
             same = all(_equal(weights[name], value) for name, value in self.average.items())
-            if all(theirs for (theirs,) in distributed.exchange_ints([int(same)])):  # each rank may have only a part
+            if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank may compare only shards
                 _copy(weights, self._trained)
             self._trained = None
         if not self.average:
@@ -66,7 +66,7 @@ class WeightAverage(AbstractCallback):
         self._pair(weights)
 
     def _weights(self) -> dict[str, Tensor]:
-        # Tied parameters once; integer ones can't be averaged.
+        # named_parameters() yields tied parameters once. Integer parameters can't be averaged.
         named = self.train_loop_obj.model.named_parameters()
         return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
 
@@ -97,12 +97,12 @@ class WeightAverage(AbstractCallback):
         self._pairs = ([], [])
 
     def __getstate__(self) -> dict[str, Any]:
-        # On the CPU: the caller's process, which may receive this, may not have the device.
+        # Tensors are moved to the CPU, because the process that receives them may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
         return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
 
     def state_dict(self) -> dict[str, Any]:
-        # A checkpoint of the end of training has the average as the model's weights.
+        # In a checkpoint from the end of training, the model's weights are the average.
         return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,8 +117,8 @@ class WeightAverage(AbstractCallback):
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
-            _copy(weights, state["trained"])  # from which training continues
-            if self.train_loop_obj.scaler is None:  # training has already ended, with its average
+            _copy(weights, state["trained"])  # training continues from these
+            if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair(weights)
 
@@ -181,7 +181,7 @@ class ExponentialMovingAverage(WeightAverage):
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
-        # A skipped step did not change the weights, which would be counted twice.
+        # A skipped step did not change the weights; averaging would count them twice.
         if loop.step_skipped or loop.global_step % self.every_n_steps:
             return
         averages, weights = self._pairs
@@ -211,7 +211,7 @@ def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
 
 
 def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's part of a whole average if the weights are sharded."""
+    """Return the average, sharded in the same way as the weights."""
     return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
 
 
@@ -275,7 +275,7 @@ class StochasticWeightAveraging(WeightAverage):
             raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
         check_counts(self, "anneal_epochs", least=0)
         self.first_rates: list[float] = []
-        """Learning rates when averaging started."""
+        """Learning rate of each parameter group when averaging started; empty before that."""
         self._pass: _StatisticsPass | None = None
 
     def on_train_loop_registration(self) -> None:
@@ -295,7 +295,7 @@ class StochasticWeightAveraging(WeightAverage):
 
     @property
     def start_epoch(self) -> int:
-        """Return the epoch, counted from 0, at whose start the learning rate begins to change."""
+        """Index of the epoch at whose start the learning rate begins to change."""
         if isinstance(self.start, int):
             return self.start
         return int(self.start * self.train_loop_obj.num_epochs)
@@ -343,7 +343,7 @@ class StochasticWeightAveraging(WeightAverage):
             return
         self._pass = _StatisticsPass(norms)
         loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; its result is not recorded
-        self._pass.take_over()
+        self._pass.finish()
         self._pass = None
 
     @logs_nothing
@@ -365,7 +365,7 @@ class StochasticWeightAveraging(WeightAverage):
 
 
 class _StatisticsPass:
-    """Recompute running statistics from each rank's batches in one pass over a dataset."""
+    """Recompute BatchNorm's running statistics in one pass over a dataset, and average them over ranks."""
 
     def __init__(self, norms: list[Any]) -> None:
         self.norms = norms
@@ -376,18 +376,18 @@ class _StatisticsPass:
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
-            norm.momentum = None  # in torch, None means an equal mean over batches
+            norm.momentum = None  # None makes torch average all batches with equal weights
             norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
 
     def end(self) -> None:
-        # Now, since the ranks' own buffers are restored after the pass.
+        # The sums are taken now, because each rank's buffers are restored after the pass.
         self.batches = int(self.norms[0].num_batches_tracked)
         for norm, (momentum, training) in zip(self.norms, self.before, strict=True):
             self.sums.append([norm.running_mean * self.batches, norm.running_var * self.batches])
             norm.momentum, norm.training = momentum, training
 
-    def take_over(self) -> None:
-        """Average the statistics over all ranks' batches. Collective."""
+    def finish(self) -> None:
+        """Average the statistics over the batches of all ranks. Collective."""
         batches = distributed.all_reduce(self.batches, "sum")
         for norm, (mean, var) in zip(self.norms, distributed.all_reduce(self.sums, "sum"), strict=True):
             norm.running_mean.copy_(mean / batches)

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written atomically, verified when they are read, and unable to run code.
+"""Write and read checkpoints on disk. They are written atomically, verified when they are read, and can't run code.
 
 A checkpoint is one file::
 
@@ -6,12 +6,12 @@ A checkpoint is one file::
     info      JSON: the step, the run and the order of writing (CheckpointInfo)
     end mark  lengths and checksums of body and info, a checksum of itself, 8 bytes that name the format
 
-The end mark comes last, so a truncated file has none. The end of a zip may be followed by other bytes, so
-``torch.load(path, weights_only=True)`` opens the file even if trainloop is not installed.
+A truncated file has no end mark. A zip may be followed by other bytes, so ``torch.load(path, weights_only=True)`` reads
+the file even if trainloop is not installed.
 
 The checksum is CRC-32, which only detects damage. (It is computed at 3.3 GB/s while writing; hardware SHA-256 reaches
-1.4 GB/s and BLAKE2b 0.7.) The defence against attackers is ``weights_only=True``: a file that names any code is refused
-before that code is imported.
+1.4 GB/s and BLAKE2b 0.7.) The protection against attackers is ``weights_only=True``: a file that names any code is
+rejected before that code is imported.
 
 This module does not depend on the loop: it takes and returns dicts.
 

@@ -33,14 +33,14 @@ _DTYPES = {
 
 
 def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write the weights in a checkpoint to a file in the safetensors format. This needs no other package.
+    """Write the weights in a checkpoint to a file in the safetensors format. The package safetensors is not needed.
 
     Parameters
     ----------
     checkpoint : str or path
-        A checkpoint: a file, or the folder of a sharded one. A folder of checkpoints means the newest one in it.
+        A checkpoint: a file, or the folder of a sharded checkpoint. In a folder of checkpoints, the newest one is used.
     path : str or path
-        File to write; an existing file is replaced when the new one is complete.
+        File to write. An existing file is replaced when the new one is complete.
 
     Returns
     -------
@@ -62,8 +62,8 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
             raise CheckpointError(
                 f"{name} has dtype {value.dtype}, which safetensors does not support. Use torch.save instead."
             )
-    # Write the header first: it has every tensor's place, so only a part of one tensor is in memory at a time. The
-    # largest elements come first, so that all are aligned.
+    # The header with the offsets of all tensors is written first. So only a part of one tensor is in memory at a time.
+    # Tensors with the largest elements are first, so that all tensors are aligned.
     header: dict[str, Any] = {}
     end = 0
     model = dict(sorted(model.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -71,7 +71,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         begin, end = end, end + value.shape.numel() * value.dtype.itemsize
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    # The format allows spaces there; tensors must start at a multiple of 8 bytes.
+    # Tensors must start at a multiple of 8 bytes, and the format allows spaces at the end of the header.
     text += b" " * (-len(text) % 8)
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     temporary = os.path.join(os.path.dirname(target), temporary_name(os.path.basename(target), "export"))
@@ -90,13 +90,13 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
 
 
 def _write(path: str, start: int, size: int, model: dict[str, Any]) -> None:
-    """Write the tensors, part by part, into a file that has room for ``size`` bytes of them from ``start`` on."""
+    """Write the tensors, part by part, into the last ``size`` bytes of a file, which begin at ``start``."""
     room = torch.from_file(path, shared=True, size=start + size, dtype=torch.uint8)[start:]
     for value in model.values():
         length = value.shape.numel() * value.dtype.itemsize
-        own, room = room[:length].view(value.dtype).view(value.shape), room[length:]
+        target, room = room[:length].view(value.dtype).view(value.shape), room[length:]
         if isinstance(value, StoredTensor):
             for (offsets, sizes), part in parts_of(value):
-                narrowed(own, offsets, sizes).copy_(part)
+                narrowed(target, offsets, sizes).copy_(part)
         else:
-            own.copy_(value)
+            target.copy_(value)

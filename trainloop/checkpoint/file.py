@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 _SUFFIX = ".pt"
-_NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # a folder's has no suffix
-# A file that names the newest checkpoint, to detect its loss. Reading a checkpoint never needs it.
+_NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # the name of a folder has no suffix
+# A file with the name of the newest checkpoint, to detect its loss. Reading a checkpoint does not need it.
 _NEWEST = ".newest"
-_END = struct.Struct("<QIII8s")  # body's length and CRC-32, info's length, CRC-32 of info and of these three, magic
+_END = struct.Struct("<QIII8s")  # length and CRC-32 of body, length of info, CRC-32 of info and these, magic
 _MAGIC = b"TRLOOP\x00\x01"
 _ZIP = b"PK\x03\x04"
 _CHUNK = 4 << 20
@@ -55,10 +55,10 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Description of a checkpoint; can be read without the checkpoint's body."""
+    """Description of a checkpoint, which can be read without its body."""
 
     epoch: int = 0
-    """Index of the epoch in which the checkpoint was made, counted from 0."""
+    """Index of the epoch in which the checkpoint was written, counted from 0."""
 
     step: int = 0
     """Number of optimizer steps."""
@@ -67,18 +67,18 @@ class CheckpointInfo:
     """Identifier of the run. It stays the same when the run is resumed, and is different for every other run."""
 
     stamp: int = 0
-    """Nanoseconds since 1970; increased if necessary, to exceed the stamps of all older checkpoints in the folder."""
+    """Nanoseconds since 1970, increased if necessary to exceed the stamps of all older checkpoints in the folder."""
 
     value: float | None = None
-    """Value of the monitored metric; None if there was none."""
+    """Value of the monitored metric; None if there is no value."""
 
     reason: str = ""
-    """Cause: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal."""
+    """Reason: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal's name."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint file in a folder, described by its name and its end; its body has not been read."""
+    """A checkpoint in a folder, with its name and info. Its body has not been read."""
 
     path: str
     """Path or URL."""
@@ -87,16 +87,17 @@ class Checkpoint:
     """Name in the folder."""
 
     info: CheckpointInfo | None
-    """None if the end mark is missing or damaged; the checkpoint then can't be loaded."""
+    """Info of the checkpoint; None if the end mark is missing or damaged, so that the checkpoint can't be loaded."""
 
     problem: str = ""
-    """Reason why ``info`` is None."""
+    """Reason why ``info`` is None; empty otherwise."""
 
 
 def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = False) -> str:
-    """Return ``checkpoint-epoch=0003-step=00000120.pt``: epochs from 1; ``version`` distinguishes equal ones.
+    """Return a name such as ``checkpoint-epoch=0003-step=00000120.pt``, in which epochs are counted from 1.
 
-    A sharded checkpoint is a folder, whose name has no suffix.
+    A ``version`` above 1 is appended, to distinguish checkpoints of the same step. A sharded checkpoint is a folder,
+    whose name has no suffix.
     """
     again = f"_{version}" if version > 1 else ""
     return f"checkpoint-epoch={info.epoch + 1:04d}-step={info.step:08d}{again}{'' if sharded else _SUFFIX}"
@@ -119,7 +120,7 @@ def save(
     info : CheckpointInfo, optional
         Description stored at the file's end.
     durable : bool
-        If True, wait until the file would survive a power failure.
+        If True, return only when the file would survive a power failure.
 
     Raises
     ------
@@ -131,7 +132,7 @@ def save(
 
     Notes
     -----
-    CPU tensors are not copied: they must not change while the checkpoint is written.
+    CPU tensors are not copied, so they must not change while the checkpoint is written.
     """
     info = info or CheckpointInfo()
     body = plain(state, tensor=lambda t: t.cpu())
@@ -141,7 +142,7 @@ def save(
 
 def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
     out = _Checksummed(file)
-    torch.save(body, cast(BinaryIO, out))  # torch.save uses write() and flush() only
+    torch.save(body, cast(BinaryIO, out))  # torch.save uses only write() and flush()
     if out.error is not None:
         raise out.error
     described = json.dumps(asdict(info)).encode("utf-8")
@@ -151,10 +152,10 @@ def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
 
 
 class _Checksummed:
-    """File that ``torch.save`` writes to; it counts bytes, computes the checksum, and stores an error for later.
+    """A file for ``torch.save``, which counts bytes, computes the checksum, and stores an error in ``error``.
 
-    After an exception in ``write``, torch's zip writer raises its own ("unexpected pos") and tries to write the zip's
-    end as well; so errors are hidden from it and raised afterwards.
+    After an exception in ``write``, torch's zip writer raises its own exception ("unexpected pos"), and also tries to
+    write the end of the zip. So errors are stored, and raised by the caller afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -167,8 +168,8 @@ class _Checksummed:
         view = memoryview(data).cast("B")
         if self.error is None:
             try:
-                # In chunks, so that the data is still in the CPU's cache when it is written after the checksum.
-                # Both release the interpreter's lock: a training loop in another thread continues.
+                # Written in chunks, so that the data is still in the CPU's cache after the checksum is computed. Both
+                # operations release the GIL, so a training loop in another thread continues.
                 for start in range(0, len(view), _CHUNK):
                     chunk = view[start : start + _CHUNK]
                     self.crc = zlib.crc32(chunk, self.crc)
@@ -183,19 +184,19 @@ class _Checksummed:
 
 
 def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
-    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` detects its loss.
+    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` can detect its loss.
 
-    ``run`` is the run that wrote it, which may remove its own unfinished files.
+    ``run`` identifies the run that wrote the checkpoint. That run may remove unfinished files with its identifier.
     """
     try:
-        # Not durable: losing it costs a warning only.
+        # Not durable, because only a warning depends on it.
         where.write_text(_NEWEST, name + "\n", writer=run, durable=False)
         if "://" not in where.location:
-            # Older than the checkpoint, so that a folder's latest file (`ls -t`) is a checkpoint.
+            # Its time is before the checkpoint's, so that the latest file of the folder (`ls -t`) is a checkpoint.
             when = os.stat(where.path(name)).st_mtime_ns - 1
             os.utime(where.path(_NEWEST), ns=(when, when))
     except OSError:
-        where.remove(_NEWEST)  # no file is better than one that names another checkpoint
+        where.remove(_NEWEST)  # an old file would name another checkpoint
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *, run: str = "") -> None:
@@ -263,15 +264,15 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     shown = where.path(name)
     try:
         with where.open(name) as file:
-            # A remote file is fetched once: torch.load seeks in it, and each seek would be a request.
+            # A remote file is downloaded once, because each seek by torch.load would be a request.
             local = io.BytesIO(file.read()) if "://" in shown else file
             _verify(local, shown)
             local.seek(0)
-            # weights_only=True would also read these, by older code of torch; trainloop never wrote one.
+            # torch.load would also read the older format without a zip, which trainloop has never written.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
-                    f"{shown} is a pickle in an old format, which trainloop never writes. It was refused, and no code "
-                    "was run."
+                    f"{shown} is a pickle in an old format, which trainloop never writes. It was rejected, and no code "
+                    "was run. Use a checkpoint that trainloop wrote."
                 )
             local.seek(0)
             state = torch.load(local, map_location="cpu", weights_only=True)
@@ -283,7 +284,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         reason = str(error).strip().splitlines()
         named = next((f"{line.strip()} " for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
         raise CheckpointError(
-            f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was refused, and "
+            f"{shown} names code (classes or functions), which trainloop's checkpoints never do. It was rejected, and "
             f"no code in it was run. {named}If you trust its author, read it with torch.load(path, "
             "weights_only=False) and load the weights yourself."
         ) from error
@@ -314,8 +315,8 @@ def read_info(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 def _read_end(file: BinaryIO, shown: str) -> tuple[CheckpointInfo, int, int]:
-    """Return the info, and the body's length and checksum."""
-    problem = f"{shown} is not a complete checkpoint: %s. Use another one."
+    """Return the info, and the length and the checksum of the body."""
+    problem = f"{shown} is not a complete checkpoint: %s. Use another checkpoint."
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END.size))
     mark = file.read(_END.size)
@@ -342,14 +343,14 @@ def _verify(file: BinaryIO, shown: str) -> None:
         crc, left = zlib.crc32(chunk, crc), left - len(chunk)
     if crc != expected:
         raise CheckpointError(
-            f"{shown} is damaged: its checksum is {crc:08x}, but should be {expected:08x}. Use another one."
+            f"{shown} is damaged: its checksum is {crc:08x}, but should be {expected:08x}. Use another checkpoint."
         )
 
 
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
-    """Return a folder's checkpoints: first those with a damaged end, sorted by name, then the others, oldest first.
+    """Return a folder's checkpoints: first the ones with a damaged end, sorted by name, then the others, oldest first.
 
-    Reads only the last bytes of each file. Unfinished files have other names and are not listed.
+    Only the last bytes of each file are read. Unfinished files have other names and are not listed.
     """
     where = location if isinstance(location, Folder) else folder(location)
     found = []
@@ -363,7 +364,7 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
         try:
             with inside.open(file_name) as file:
                 found.append(Checkpoint(path, name, _read_end(file, path)[0]))
-        except FileNotFoundError:  # deleted since it was listed
+        except FileNotFoundError:  # deleted since the folder was listed
             continue
         except (CheckpointError, OSError) as error:
             found.append(Checkpoint(path, name, None, str(error)))
@@ -378,7 +379,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     Raises
     ------
     CheckpointError
-        If there are checkpoints but none can be loaded. (A fresh start would lose them.)
+        If there are checkpoints, but none can be loaded. (If training started from scratch, they would be lost.)
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)
@@ -391,7 +392,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        # By name, since a damaged end has no time.
+        # Compared by name, because the stamp of a damaged checkpoint is unknown.
         newer = [c.problem for c in listed if c.info is None and c.name > candidate.name]
         missing = _missing_newest(where, [c.name for c in listed])
         _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")
@@ -423,29 +424,29 @@ def _warn_of(problems: list[str], instead: str) -> None:
 
 # -- parts that checkpoints leave out ----------------------------------------------------------------------------------
 
-# Frozen parts of a model, which the script creates again with the same values.
+# The excluded parts of a model are frozen. The script creates them again with the same values.
 Bits = dict[str, Any]
-"""Shape and bit sum of each tensor that is left out; None in place of the sum if it is sharded."""
+"""Shape and bit sum of each tensor that is left out. The bit sum of a sharded tensor is None."""
 
 
 def names_under(names: Iterable[str], parts: Sequence[str]) -> list[str]:
-    """Return the names that equal one of the parts, or are within one: ``teacher`` includes ``teacher.fc.weight``."""
+    """Return the names that are equal to one of the parts or inside it: ``teacher`` includes ``teacher.fc.weight``."""
     return [name for name in names if any(name == part or name.startswith(f"{part}.") for part in parts)]
 
 
 def bits_of(model: Mapping[str, Any], names: Sequence[str]) -> Bits:
-    """Return shapes and bit sums of tensors of a model's ``state_dict()``, to compare them later. Reads each once."""
+    """Return shapes and bit sums of tensors of a model's ``state_dict()``, to compare them later."""
     plain = [name for name in names if isinstance(model[name], Tensor) and not is_sharded(model[name])]
     sums = dict(zip(plain, bit_sums([model[name] for name in plain]) if plain else []))
     return {name: [list(getattr(model[name], "shape", ())), sums.get(name)] for name in names}
 
 
-def changed(noted: Bits, now: Bits) -> list[str]:
-    """Return the names whose values differ, as far as both are known."""
-    return [n for n, (_, bits) in noted.items() if n in now and None not in (bits, now[n][1]) and bits != now[n][1]]
+def changed(before: Bits, now: Bits) -> list[str]:
+    """Return the names of tensors whose bit sums are both known and differ."""
+    return [n for n, (_, bits) in before.items() if n in now and None not in (bits, now[n][1]) and bits != now[n][1]]
 
 
 def without(state: dict[str, Any], left_out: Bits) -> dict[str, Any]:
-    """Return a checkpoint's state without these tensors of its model, but with their names."""
+    """Return a checkpoint's state without some of the model's tensors. The state's ``left_out`` describes them."""
     model = {name: value for name, value in state["model"].items() if name not in left_out}
     return {**state, "model": with_items(state["model"], model), "left_out": left_out}

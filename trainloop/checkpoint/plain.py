@@ -16,7 +16,7 @@ from trainloop.errors import CheckpointError
 
 __all__ = ["HostCopy", "plain"]
 
-_AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_UNCHANGED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 _BASES: Any = (int, float, complex, bytes)
 
@@ -26,16 +26,16 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor] = _same) -> Any:
-    """Return ``value`` in the types that a checkpoint may contain, so that reading it needs no code.
+    """Convert a value to the types that a checkpoint may contain, so that reading it runs no code.
 
     ==============================================  ==================================================================
-    None, numbers, str, bytes, dtype, device, Size  unchanged; a subclass (such as IntEnum) becomes its base
+    None, numbers, str, bytes, dtype, device, Size  unchanged; a subclass (such as IntEnum) becomes its base class
     numpy scalars                                   Python numbers
     numpy arrays                                    tensors (their data copied)
     tensors, parameters                             tensors without gradient; a view is copied from its storage
     tensors made of others (such as torchao's)      unchanged, if their class is one of torch's safe globals
     dicts of any kind                               dict; an OrderedDict stays one, with a state dict's ``_metadata``
-    lists, deques; tuples; sets                     list; tuple, of a namedtuple too; set
+    lists, deques; tuples, namedtuples; sets        list; tuple; set
     ==============================================  ==================================================================
 
     Parameters
@@ -44,7 +44,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     where : str
         Name of ``value`` in errors.
     tensor : callable
-        Called with each tensor; the result replaces the tensor.
+        Function that is called with each tensor. Its result replaces the tensor.
 
     Returns
     -------
@@ -54,11 +54,11 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     Raises
     ------
     CheckpointError
-        For anything else; the message gives the path to it and its type.
+        If ``value`` contains any other type. The message has the path to the object, and its type.
     """
-    # Not by ``nested``, which keeps types of containers: here they become the few that can be read without code.
+    # ``nested`` is not used, because it keeps the types of containers. Here they become the types of the table.
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _UNCHANGED:
         return value
     if isinstance(value, Tensor):
         return tensor(_plain_tensor(value, where))
@@ -76,7 +76,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     if isinstance(value, (set, frozenset)):
         return {plain(item, f"an element of {where}") for item in value}
     if isinstance(value, str):
-        return str.__str__(value)  # str() of an Enum's member would be its name
+        return str.__str__(value)  # str() of an Enum member would return its name
     for base in _BASES:
         if isinstance(value, base):
             return base(value)
@@ -91,23 +91,24 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
     if type(value) is not OrderedDict:
         return dict(pairs)
     ordered = OrderedDict(pairs)
-    # Module.state_dict() keeps the modules' versions in an attribute; load_state_dict() recognises old weights by it.
+    # Module.state_dict() stores the modules' versions in an attribute, which load_state_dict() reads to convert old
+    # weights.
     ordered.__dict__.update({name: plain(item, f"{where}.{name}") for name, item in value.__dict__.items()})
     return ordered
 
 
 def _plain_tensor(value: Tensor, where: str) -> Tensor:
     found = value.detach()
-    if found.is_meta:  # no data here
+    if found.is_meta:  # it has no data
         return _refuse(value, where)
     if is_traceable_wrapper_subclass(found):
-        # Its library allows it for weights_only by add_safe_globals. A DTensor is only a part of a tensor.
+        # A library allows its classes with add_safe_globals. A DTensor is rejected, because it is only a shard.
         safe = type(found) in get_safe_globals() and not hasattr(found, "device_mesh")
         return found if safe else _refuse(value, where)
     if type(found) is not Tensor:
         found = found.as_subclass(Tensor)
     if _has_storage(found) and found.untyped_storage().nbytes() != found.nbytes:
-        found = found.clone()  # otherwise the whole storage would be written: a whole table for one row
+        found = found.clone()  # otherwise the complete storage would be written
     return found
 
 
@@ -133,18 +134,18 @@ def _refuse(value: Any, where: str) -> NoReturn:
 
 
 class HostCopy:
-    """Copy states into host memory, each time into the same tensors.
+    """Copy states into host memory, and reuse the memory of the previous copy.
 
-    Allocating memory costs more than copying: 200 MB take 14 ms to copy, and 100 to 450 ms into fresh pages. So the
-    memory of a copy is kept for the next one. With a GPU it is pinned, so that copies run at the bus's speed and wait
-    for the device once, at their end.
+    Allocating memory takes longer than copying: 200 MB take 14 ms to copy into reused pages, and 100 to 450 ms into new
+    pages. For tensors on a GPU, the memory is pinned. Copies then run at the speed of the bus, and wait for the device
+    only once, at the end.
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[Any, list[Tensor]] = {}  # by device type, shape, strides and dtype
+        self._buffers: dict[Any, list[Tensor]] = {}  # by device type, shape, strides and dtype
 
     def copy(self, state: Any) -> Any:
-        """Return ``plain(state)`` with every tensor copied; valid until the next call.
+        """Return ``plain(state)`` with a copy of every tensor. The result is valid until the next call.
 
         Parameters
         ----------
@@ -154,7 +155,7 @@ class HostCopy:
         Raises
         ------
         CheckpointError
-            Like :func:`plain`.
+            As in :func:`plain`.
         """
         tensors, state = _tensors(state)
         distinct = {_identity(tensor): tensor for tensor in tensors}
@@ -166,12 +167,12 @@ class HostCopy:
                 copied[key] = tensor.cpu().clone()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # the copies above were only queued
-        in_order = iter(tensors)  # plain() walks in the same order each time
+        in_order = iter(tensors)  # plain() visits tensors in the same order each time
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
     def _reserved(self, tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Return host memory for each tensor with a storage: that of an earlier copy, if one had its form."""
-        free, self._rooms = self._rooms, {}
+        """Return host memory for each tensor with a storage. Memory of the previous copy is reused if its form fits."""
+        free, self._buffers = self._buffers, {}
         reserved = {}
         for key, tensor in tensors.items():
             if not _has_storage(tensor):
@@ -181,12 +182,12 @@ class HostCopy:
                 reserved[key] = free[form].pop()
             else:
                 reserved[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._rooms.setdefault(form, []).append(reserved[key])
+            self._buffers.setdefault(form, []).append(reserved[key])
         return reserved
 
 
 def _tensors(state: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of ``plain(state)`` in the order of its walk, and that state, which refers to them."""
+    """Return the tensors of ``plain(state)`` in the order in which it visits them, and ``plain(state)`` itself."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

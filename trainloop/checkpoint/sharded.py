@@ -3,13 +3,13 @@
 ::
 
     checkpoint-epoch=0003-step=00000120/
-        __0_0.distcp, __1_0.distcp    written by torch.distributed.checkpoint, one file per rank
-        .metadata                     its table of them, for torch's own readers; a pickle, so never read here
-        state.pt                      a checkpoint as of one process, with references in place of these tensors; and a
-                                      table of each part's file and bytes, with the files' checksums
+        __0_0.distcp, __1_0.distcp    shards in the format of torch.distributed.checkpoint, one file per rank
+        .metadata                     torch's table of these files, for its own readers; a pickle, so never read here
+        state.pt                      a single-file checkpoint, with references in place of the sharded tensors; and a
+                                      table with the file and bytes of each part, and the files' checksums
 
-``state.pt`` is written last, into a folder with a temporary name that is then renamed: a folder with the final name is
-complete. Reading needs no process group, and reads only the requested tensors.
+``state.pt`` is written last. The folder has a temporary name until then, so a folder with the final name is complete.
+Reading needs no process group, and reads only the requested tensors.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ __all__ = [
 
 STATE = "state.pt"
 MARK = "trainloop.shard"
-"""The key of a reference."""
-_OWN = re.compile(r"__\d+_\d+\.distcp")
+"""Key of a reference in ``state.pt``; its value is the tensor's name."""
+_SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
 _CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a checkpoint."""
+    """A tensor in the files of a sharded checkpoint, which has not been read."""
 
     folder: str
     shape: torch.Size
     dtype: torch.dtype
     parts: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """File, place and length of each part; its offsets and sizes in the tensor."""
+    """File, position in the file and length of each part, and its offsets and sizes in the tensor."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ def stored_tensors(state: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _stored(entry: dict[str, Any], path: str) -> StoredTensor:
-    parts = tuple((name, at, n, tuple(offsets), tuple(sizes)) for name, at, n, offsets, sizes in entry["parts"])
+    parts = tuple((name, begin, n, tuple(offsets), tuple(sizes)) for name, begin, n, offsets, sizes in entry["parts"])
     return StoredTensor(path, torch.Size(entry["shape"]), entry["dtype"], parts)
 
 
 def verify_files(path: str, state: dict[str, Any]) -> None:
-    """Check that all files exist and are complete, with the checksums recorded at writing.
+    """Check that all files exist and have the sizes and checksums with which they were written.
 
     Raises
     ------
     CheckpointError
-        If a file is missing or damaged; the error names it.
+        If a file is missing or damaged. The error names the file.
     """
     for name, (size, crc) in state["shards"]["files"].items():
         full = os.path.join(path, name)
@@ -117,26 +117,26 @@ def whole_of(value: Any) -> Any:
 
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
-    """Read this rank's part of a stored tensor, as a tensor sharded like ``like``. No exchange."""
+    """Read this rank's shard of a stored tensor, and return a tensor sharded like ``like``. Ranks exchange nothing."""
     offsets, sizes = slice_of(like)
-    mine = torch.empty(sizes, dtype=stored.dtype)
-    if mine.numel():
+    shard = torch.empty(sizes, dtype=stored.dtype)
+    if shard.numel():
         wanted = (offsets, sizes)
         for (begin, length), part in parts_of(stored, wanted):
             common = _overlap(wanted, (begin, length))
             assert common is not None
             source = narrowed(part, [c - b for c, b in zip(common[0], begin)], common[1])
-            narrowed(mine, [c - o for c, o in zip(common[0], offsets)], common[1]).copy_(source)
-    return spread_like(mine.to(like.to_local().device), like, stored.shape)
+            narrowed(shard, [c - o for c, o in zip(common[0], offsets)], common[1]).copy_(source)
+    return spread_like(shard.to(like.to_local().device), like, stored.shape)
 
 
 def parts_of(stored: StoredTensor, wanted: ShardSlice | None = None) -> Iterator[tuple[ShardSlice, Tensor]]:
-    """Yield the parts of a tensor that overlap the wanted slice, with their offsets and sizes."""
-    for name, at, length, offsets, sizes in stored.parts:
+    """Yield the parts of a tensor that overlap the wanted slice (default: all), with their offsets and sizes."""
+    for name, position, length, offsets, sizes in stored.parts:
         if wanted is not None and _overlap(wanted, (offsets, sizes)) is None:
             continue
         with open(os.path.join(stored.folder, name), "rb") as file:
-            file.seek(at)
+            file.seek(position)
             data = io.BytesIO(file.read(length))
         yield (offsets, sizes), torch.load(data, map_location="cpu", weights_only=True)
 
@@ -160,22 +160,22 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Te
 
 
 def fitted(value: Any, like: Any) -> Any:
-    """Read a checkpoint's tensor with the sharding of ``like``: this rank's shard, or all of it."""
+    """Return a checkpoint's tensor with the sharding of ``like``: this rank's shard, or the full tensor."""
     if isinstance(value, StoredTensor):
         return part_of(value, like) if is_sharded(like) else whole_of(value)
     return shard_like(value, like) if isinstance(value, Tensor) and is_sharded(like) else value
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model, whose parameters may be sharded. Missing ones are left unchanged."""
-    own, saved = model.state_dict(), state["model"]
-    left_out = {name: own[name] for name in state.get("left_out", {}) if name in own}
-    loaded = {name: fitted(value, own.get(name)) for name, value in saved.items()}
+    """Load a checkpoint's weights into a model, which may be sharded. Excluded weights are left unchanged."""
+    current, saved = model.state_dict(), state["model"]
+    left_out = {name: current[name] for name in state.get("left_out", {}) if name in current}
+    loaded = {name: fitted(value, current.get(name)) for name, value in saved.items()}
     model.load_state_dict(with_items(saved, {**left_out, **loaded}))
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:
-    """Return size and checksum of a file."""
+    """Return the size and the CRC-32 checksum of a file."""
     size = crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -187,7 +187,7 @@ def size_and_checksum(path: str) -> tuple[int, int]:
 
 
 def new_folder(where: str, name: str, run: str) -> str:
-    """Create a folder with a temporary name; if this process is killed, a resumed ``run`` removes it."""
+    """Create a folder with a temporary name. If this process is killed, the resumed ``run`` removes the folder."""
     os.makedirs(where, exist_ok=True)
     path = os.path.join(where, temporary_name(name, run))
     os.mkdir(path)
@@ -195,8 +195,8 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 
 def publish(temporary: str, path: str) -> None:
-    """Rename a complete folder to its final name, replacing an existing one."""
-    # Its content must be on the disk before the rename.
+    """Rename a complete folder to its final name, and replace an existing one."""
+    # The content must be on the disk before the rename.
     sync_directory(temporary)
     if os.path.isdir(path):
         remove_folder(path)
@@ -205,10 +205,10 @@ def publish(temporary: str, path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Delete a checkpoint's files, the index first so that it is invalid at once; leave other files alone."""
-    # state.pt first: without it the rest is not a checkpoint.
+    """Delete a checkpoint's files. Other files are left alone."""
+    # state.pt is deleted first: without it, the rest is not a checkpoint.
     for name in sorted(os.listdir(path), key=lambda name: name != STATE):
-        if name in (STATE, ".metadata") or _OWN.fullmatch(name):
+        if name in (STATE, ".metadata") or _SHARD_FILE.fullmatch(name):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(path, name))
     with contextlib.suppress(OSError):

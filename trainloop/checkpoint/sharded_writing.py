@@ -1,8 +1,8 @@
 """Write a checkpoint whose tensors are sharded over ranks: each rank writes its part, in parallel, without exchanges.
 
-The folder's layout is in :mod:`~trainloop.checkpoint.sharded`. Ranks communicate through the folder itself: a rank that
-has written its part leaves a report there, which rank 0 collects. So threads can write during a training without
-interfering with its exchanges.
+The folder's layout is in :mod:`~trainloop.checkpoint.sharded`. Ranks communicate through the folder itself: each rank
+writes a report when its part is written, and rank 0 reads the reports. So threads can write checkpoints during a
+training without interfering with its exchanges.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, 
 __all__ = ["FolderWriting", "check_offered"]
 
 _REPORTED = ".reported-by-{}"
-_FAILED = ".failed-by-{}-"  # and the reason: a full disk has room for names, not for content
-_LONGEST_REASON = 180  # bytes; a name has 255
+_FAILED = ".failed-by-{}-"  # followed by the reason, because a full disk has room for names, but not for content
+_MAX_REASON = 180  # bytes; a name may have 255
 
 
 def check_offered(location: str, *, safetensors: bool) -> None:
-    """Raise an error for options that sharded checkpoints don't support.
+    """Raise an error if sharded checkpoints don't support an option or the folder.
 
     Raises
     ------
     ConfigurationError
-        If one is given; the error names an alternative.
+        If that is the case. The error names an alternative.
     """
     if safetensors:
         raise ConfigurationError(
@@ -57,21 +57,22 @@ def check_offered(location: str, *, safetensors: bool) -> None:
 class FolderWriting:
     """Write a state with sharded tensors into a folder, which is renamed when it is complete.
 
-    Constructed on all ranks together; then each calls :meth:`write`, which communicates only through the folder, so it
-    can run in a thread during a training.
+    All ranks construct the object together, and then each calls :meth:`write`. That method communicates only through
+    the folder, so it can run in a thread during a training.
 
     Parameters
     ----------
     where, name, run : str
         As in :func:`new_folder`.
     state : dict
-        State of rank 0; from other ranks only the shards are used.
+        State to write. On ranks other than 0, only its shards are used.
     write_as : callable
-        Called on rank 0 with a function that takes the folder's name and a ``CheckpointInfo``.
+        Function that rank 0 calls once all parts are written. Its argument is a function of the folder's final name and
+        a ``CheckpointInfo``, which completes the folder.
     copy : callable, optional
-        Needed if the state may change before :meth:`write` ends: copies nested tensors and plain values.
+        Function that copies nested tensors and plain values. Needed if the state may change before :meth:`write` ends.
     wait_s : float
-        Seconds that rank 0 waits for another rank's part.
+        Seconds that rank 0 waits for the part of another rank.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class FolderWriting:
         self._given_up = threading.Event()
         self._problem: Exception | None = None
         self._state, self._shards = _take_shards(state)
-        own = {name: local_shard(shard) for name, shard in self._shards.items() if is_first_replica(shard)}
-        self._own = {name: part for name, part in own.items() if part.numel()}
+        parts = {name: local_shard(shard) for name, shard in self._shards.items() if is_first_replica(shard)}
+        self._parts = {name: part for name, part in parts.items() if part.numel()}
         folder = ""
         if distributed.is_global_zero():
             try:
@@ -99,7 +100,7 @@ class FolderWriting:
             except OSError as error:
                 self._problem = error
         self._folder = distributed.broadcast_object(folder)
-        seen = distributed.exchange_ints([int(bool(self._folder) and _is_there(self._folder))])
+        seen = distributed.exchange_ints([int(bool(self._folder) and _folder_exists(self._folder))])
         blind = [rank for rank, (sees,) in enumerate(seen) if not sees]
         if blind and self._folder:
             self._problem = OSError(
@@ -110,26 +111,26 @@ class FolderWriting:
             self._folder = ""
         if copy is not None and self._folder:
             try:
-                self._state, self._own = copy([self._state if self._rank == 0 else None, self._own])
-            except BaseException:  # a state that can't be written
+                self._state, self._parts = copy([self._state if self._rank == 0 else None, self._parts])
+            except BaseException:  # such as a state that can't be written
                 self._remove()
                 raise
 
     def write(self) -> Exception | None:
-        """Write this rank's part to the disk; rank 0 waits for all parts, and then renames the folder.
+        """Write this rank's part to the disk. Rank 0 then waits for all parts and renames the folder.
 
         Returns
         -------
         Exception or None
-            On rank 0 the error, if any; the folder is then removed.
+            On rank 0, the error of any rank; None if all parts were written. After an error, the folder is removed.
         """
         if not self._folder:
             return self._problem
         error: Exception | None = None
         report: dict[str, Any] = {}
         try:
-            slices = {name: slice_of(self._shards[name]) for name in self._own}
-            report = _write_own(self._folder, self._own, slices, self._rank)
+            slices = {name: slice_of(self._shards[name]) for name in self._parts}
+            report = _write_parts(self._folder, self._parts, slices, self._rank)
         except Exception as problem:  # such as a full disk
             error = problem
         if self._rank:
@@ -139,13 +140,13 @@ class FolderWriting:
             if error is not None:
                 raise error
             self._publish(report)
-        except Exception as problem:  # or a state that can't be written
+        except Exception as problem:  # such as a state that can't be written
             self._remove()
             return problem
         return None
 
     def give_up(self) -> None:
-        """Stop waiting on rank 0 for ranks that may have ended."""
+        """Make rank 0 stop waiting for ranks that may have ended."""
         self._given_up.set()
 
     def _remove(self) -> None:
@@ -164,7 +165,7 @@ class FolderWriting:
 
         def put(name: str, info: Any) -> None:
             missing = set(table["files"]).difference(os.listdir(self._folder))
-            if missing:  # another process has deleted files
+            if missing:  # for example, another process has deleted files
                 raise OSError(
                     f"rank 0 can't see {', '.join(sorted(missing))} in {self._folder}, although other ranks wrote them"
                 )
@@ -192,7 +193,7 @@ class FolderWriting:
 
 
 def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | None) -> None:
-    """Write an atomic report for rank 0."""
+    """Write this rank's report or error for rank 0, atomically."""
     path = os.path.join(folder, _REPORTED.format(rank))
     if error is None:
         try:
@@ -203,32 +204,33 @@ def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | N
         except OSError as problem:
             error = problem
     with contextlib.suppress(OSError):  # rank 0 may have given up and removed the folder
-        reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_LONGEST_REASON]
+        reason = quote(f"{type(error).__name__}: {error}", safe=" :'")[:_MAX_REASON]
         with open(os.path.join(folder, _FAILED.format(rank) + reason), "w"):
             pass
 
 
-def _is_there(folder: str) -> bool:
+def _folder_exists(folder: str) -> bool:
     with contextlib.suppress(OSError):
-        os.listdir(os.path.dirname(folder))  # makes a network disk look again
+        os.listdir(os.path.dirname(folder))  # makes a network file system refresh its cache
     return os.path.isdir(folder)
 
 
-def _write_own(folder: str, own: dict[str, Tensor], slices: dict[str, ShardSlice], rank: int) -> dict[str, Any]:
-    """Write this rank's parts into one file, in the format of torch's distributed checkpoint; no exchange.
+def _write_parts(folder: str, tensors: dict[str, Tensor], slices: dict[str, ShardSlice], rank: int) -> dict[str, Any]:
+    """Write this rank's parts of tensors into one file, in the format of torch's distributed checkpoint.
 
     Returns
     -------
     dict
-        Plain: the file with size and checksum; the parts by tensors' names.
+        Report for rank 0, in JSON types: size and checksum of the file, and the location of each part by its tensor's
+        name.
     """
-    if not own:
+    if not tensors:
         return {"files": {}, "parts": {}}
     name = f"__{rank}_0.distcp"
     path = os.path.join(folder, name)
     parts = {}
     with open(path, "wb") as file:
-        for tensor_name, part in own.items():
+        for tensor_name, part in tensors.items():
             begin = file.tell()
             torch.save(plain(part.cpu()), file)
             parts[tensor_name] = [name, begin, file.tell() - begin, *map(list, slices[tensor_name])]
@@ -239,7 +241,7 @@ def _write_own(folder: str, own: dict[str, Tensor], slices: dict[str, ShardSlice
 
 def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
     """Write the table that torch's own readers need."""
-    # The contents of a table have no public name in any version to 2.13.
+    # The classes of the table's entries are private in all versions up to 2.13.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -254,10 +256,10 @@ def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
     results = []
     for name, entry in tensors.items():
         chunks = []
-        for path, at, length, offsets, sizes in entry["parts"]:
+        for path, position, length, offsets, sizes in entry["parts"]:
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = MetadataIndex(name, torch.Size(offsets))
-            results.append(WriteResult(index, length, _StorageInfo(path, at, length)))
+            results.append(WriteResult(index, length, _StorageInfo(path, position, length)))
         properties = TensorProperties(dtype=entry["dtype"])
         described[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
     names = {name: (name,) for name in tensors}
@@ -266,7 +268,7 @@ def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
 
 
 def _take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Replace the sharded tensors in a state by references; return it, and the tensors by the references' names."""
+    """Replace the sharded tensors in a state with references. Return the state, and the tensors by name."""
     shards: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:

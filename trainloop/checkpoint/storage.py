@@ -5,7 +5,7 @@
     folder("checkpoints")        a folder on a disk: temporary name, fsync, rename, fsync of the folder
     folder("s3://bucket/run")    any file system of fsspec (extra ``cloud``): visible once the upload is complete
 
-A reader sees a complete file or none, whenever the writer is killed.
+A reader sees the complete file or no file, even if the writer is killed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
 
 _TEMPORARY = ".tmp"
-# Stores where a file opened with autocommit=False appears at its commit(): a rename needs no copy.
+# Protocols whose files become visible at commit() if they are opened with autocommit=False. So no rename is needed,
+# which would copy the file.
 _COMMITTING = ("s3", "s3a", "gs", "gcs")
 
 
 def folder(location: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a path or URL. It may not exist: the first write creates it.
+    """Return the folder at a path or URL. If it does not exist, the first write creates it.
 
     Parameters
     ----------
     location : str or path
-        A path (``~`` is expanded; relative to the current folder), a ``file://`` URL, or any URL of an
-        fsspec file system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``.
+        A path (relative to the current folder, ``~`` is expanded), a ``file://`` URL, or a URL of any fsspec file
+        system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``.
 
     Raises
     ------
     ConfigurationError
-        If ``location`` is neither, or the file system of a URL is not installed.
+        If ``location`` is neither a path nor a URL, or the file system of a URL is not installed.
     """
     if not isinstance(location, (str, os.PathLike)) or not os.fspath(location):
         raise ConfigurationError(f"{location!r} is not a folder. Pass a path or a URL such as 's3://bucket/run'.")
@@ -58,7 +59,7 @@ def folder(location: str | os.PathLike[str]) -> Folder:
 
 
 def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
-    """Return a file's folder, and its name there."""
+    """Return the folder of a file, and the file's name in it."""
     text = os.fspath(path).rstrip("/")
     if "://" in text:
         parent, _, name = text.rpartition("/")
@@ -68,7 +69,7 @@ def split_file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
 
 
 class Folder:
-    """A folder on a disk, without open files, so that it can be pickled."""
+    """A folder on a disk. It has no open files, so it can be pickled."""
 
     location: str
     """Path or URL, as shown to the user."""
@@ -84,19 +85,19 @@ class Folder:
         return folder(self.path(name))
 
     def path(self, name: str) -> str:
-        """Return path or URL of the file ``name``."""
+        """Return the path or URL of the file ``name``."""
         return f"{self.location.rstrip('/')}/{name}"
 
     def names(self) -> list[str]:
-        """Return its complete files, sorted. Empty if there is no such folder."""
+        """Return the names of the folder's complete files, sorted; empty if the folder does not exist."""
         return [n for n, kind in self._entries().items() if kind == "file" and not n.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
-        """Return the folders in it, sorted; empty if there is no such folder."""
+        """Return the names of the folders in this one, sorted; empty if this folder does not exist."""
         return [name for name, kind in self._entries().items() if kind == "directory"]
 
     def _entries(self) -> dict[str, str]:
-        """Return the kind of each entry by name, sorted: ``file``, ``directory`` or another; empty without a folder."""
+        """Return the kind of each entry (``file``, ``directory`` or another) by name, sorted; empty for no folder."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
             return {
                 entry.name: "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
@@ -105,13 +106,13 @@ class Folder:
         return {}
 
     def open(self, name: str) -> BinaryIO:
-        """Open the file ``name`` for reading; it is seekable. Raises FileNotFoundError."""
+        """Open the file ``name`` for reading and seeking. Raise FileNotFoundError if it does not exist."""
         return open(self.path(name), "rb")
 
     def write(self, name: str, write: Callable[[BinaryIO], object], *, writer: str = "", durable: bool = True) -> None:
-        """Create or replace the file ``name``: ``write`` is called with a file and fills it.
+        """Create or replace the file ``name``. ``write`` is called with an open file to write to.
 
-        If it raises, or the disk is full, nothing is left and an existing file stays complete.
+        If ``write`` raises, or the disk is full, no partial file is left, and an existing file stays complete.
 
         Parameters
         ----------
@@ -120,19 +121,19 @@ class Folder:
         writer : str
             Name of the writer, for :meth:`remove_unfinished`.
         durable : bool
-            Wait until the file would survive a power failure.
+            If True, return only when the file would survive a power failure.
         """
         self._make(Path(self.location))
         temporary = self.path(temporary_name(name, writer, _kernel()))
         try:
-            # open(), not tempfile: the file gets the permissions that the user's umask gives all others.
+            # Uses open() instead of tempfile, so that the file gets permissions according to the umask.
             with _new_locked(temporary) as file:
                 write(file)
                 file.flush()
                 if durable:
-                    os.fsync(file.fileno())  # before the rename: otherwise a power failure may leave an empty file
-            # Atomic within a file system, and the temporary name is in the same folder.
-            _patiently(os.replace, temporary, self.path(name))
+                    os.fsync(file.fileno())  # before the rename; otherwise a power failure may leave an empty file
+            # Renaming is atomic within a file system. The temporary file is in the same folder.
+            _retried(os.replace, temporary, self.path(name))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -143,10 +144,10 @@ class Folder:
     def remove(self, name: str) -> None:
         """Delete the file ``name``; no error if it does not exist."""
         with contextlib.suppress(FileNotFoundError):
-            _patiently(os.unlink, self.path(name))
+            _retried(os.unlink, self.path(name))
 
     def remove_unfinished(self, writer: str) -> None:
-        """Delete unfinished files of a killed ``writer``, and no others."""
+        """Delete unfinished files of a killed ``writer``, and no other files."""
         for name, kind in self._entries().items():
             if not _is_temporary_of(writer, name):
                 continue
@@ -156,12 +157,12 @@ class Folder:
                 self.remove(name)
 
     def remove_dead(self) -> None:
-        """Delete unfinished files of any killed process, on local disks, if it is certainly dead."""
+        """Delete unfinished files of processes on this system that have certainly ended."""
         if not _kernel():
             return
         mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
         names: list[str] = []
-        with contextlib.suppress(OSError):  # a folder that can't be listed
+        with contextlib.suppress(OSError):  # the folder can't be listed
             names = [name for name, kind in self._entries().items() if kind == "file" and mark.fullmatch(name)]
         for name in names:
             with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class Folder:
                     os.close(file)
 
     def check_writable(self) -> None:
-        """Raise ConfigurationError if certainly no file can be created here. Leaves nothing behind."""
+        """Raise ConfigurationError if no file can be created in this folder. No file is left."""
         why = why_not_writable(self.location)
         if why:
             raise ConfigurationError(f"{self.location!r} can't be written to: {why}. Choose another folder.")
@@ -188,26 +189,26 @@ class Folder:
         self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
     def _make(self, path: Path) -> None:
-        """Create the folder and its parents; each new name is synced in its parent folder."""
+        """Create the folder and its missing parents, and sync each one's parent."""
         missing = []
         while not path.exists():
             missing.append(path)
             path = path.parent
-        # Otherwise a power failure might remove the new folder, with the checkpoint in it.
+        # Without the sync, a power failure could remove the new folder with the checkpoint in it.
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             sync_directory(str(new.parent))
 
 
 def why_not_writable(location: str) -> str:
-    """Return why no file can be created in a local folder, or the folder itself; empty if it can, or lacks only space.
+    """Return the reason why no file can be created in a local folder; empty if one can, or if only space is missing.
 
-    This tries to create and delete a file: permissions allow root to write to any folder, even in ``/proc`` or on a
-    read-only disk, where it cannot.
+    The function creates and deletes a file or folder. Permissions are not enough to decide: they allow root to write to
+    any folder, even in ``/proc`` or on a read-only disk.
     """
     nearest = location
     try:
-        while not _is_there(nearest):
+        while not _exists(nearest):
             nearest = os.path.dirname(nearest)
         if not os.path.isdir(nearest):
             return f"{nearest} is a file" if os.path.exists(nearest) else f"{nearest} is a broken link"
@@ -218,24 +219,24 @@ def why_not_writable(location: str) -> str:
         else:
             os.mkdir(probe)
             os.rmdir(probe)
-    except ValueError as error:  # a null character
+    except ValueError as error:  # the path contains a null character
         return str(error)
     except OSError as error:
-        # Files may be deleted during the training.
+        # Space may become free during the training.
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ""
-        # Its text would name the probe file.
+        # The error's own text would name the probe file.
         why = "no permission to write" if isinstance(error, PermissionError) else error.strerror or type(error).__name__
         return f"{why} in {nearest}"
     return ""
 
 
-_OPEN_ELSEWHERE_S = 5.0
+_RETRY_S = 5.0
 
 
-def _patiently(change: Callable[..., None], *paths: str) -> None:
-    """Rename or delete a file. Windows refuses while another process (a reader, a virus scanner) has it open."""
-    deadline = time.monotonic() + _OPEN_ELSEWHERE_S
+def _retried(change: Callable[..., None], *paths: str) -> None:
+    """Rename or delete a file. On Windows, retry for a few seconds if another process has the file open."""
+    deadline = time.monotonic() + _RETRY_S
     while True:
         try:
             return change(*paths)
@@ -245,8 +246,8 @@ def _patiently(change: Callable[..., None], *paths: str) -> None:
         time.sleep(0.02)
 
 
-def _is_there(path: str) -> bool:
-    """Return True if the name exists, even as a broken link; raises for a name that no file can have."""
+def _exists(path: str) -> bool:
+    """Return True if the path exists, even as a broken link. Raise an error if no file can have this path."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -255,12 +256,12 @@ def _is_there(path: str) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until the names in a folder would survive a power failure."""
-    if sys.platform == "win32":  # folders can't be opened there: the file system keeps names by other means
+    """Sync a folder, so that the names in it would survive a power failure."""
+    if sys.platform == "win32":  # folders can't be opened on Windows, whose file system protects names by itself
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Some network file systems can't sync a folder; they keep names by other means.
+        # Some network file systems can't sync a folder, but protect names by themselves.
         with contextlib.suppress(OSError):
             os.fsync(descriptor)
     finally:
@@ -268,11 +269,11 @@ def sync_directory(path: str) -> None:
 
 
 class _RemoteFolder(Folder):
-    """A folder behind an fsspec URL. It holds no connection: fsspec caches and shares them."""
+    """A folder behind an fsspec URL. It has no connection of its own: fsspec caches and shares connections."""
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self._connect()  # here, so that a missing package is found when arguments are checked
+        self._connect()  # raises an error about a missing package when arguments are checked
 
     def _connect(self) -> tuple[Any, str]:
         """Return the file system, and this folder's path in it."""
@@ -290,7 +291,7 @@ class _RemoteFolder(Folder):
 
     def _entries(self) -> dict[str, str]:
         system, path = self._connect()
-        # A cached listing would not show files that other processes have written or deleted since.
+        # A cached listing would not show recent changes by other processes.
         system.invalidate_cache(path)
         try:
             entries = system.ls(path, detail=True)
@@ -307,7 +308,7 @@ class _RemoteFolder(Folder):
         protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
         commits = not set(protocols).isdisjoint(_COMMITTING)
         if not commits:
-            system.makedirs(path, exist_ok=True)  # s3fs would create a bucket, also for a misspelt one
+            system.makedirs(path, exist_ok=True)  # not for s3fs, which would create even a misspelt bucket
         target, temporary = f"{path}/{name}", f"{path}/{temporary_name(name, writer)}"
         file = system.open(target, "wb", autocommit=False) if commits else system.open(temporary, "wb")
         try:
@@ -318,7 +319,7 @@ class _RemoteFolder(Folder):
             else:
                 system.mv(temporary, target)
         except BaseException:
-            # If anything fails here, the first error is the one to raise.
+            # Errors in cleaning up are suppressed, so that the first error is raised.
             with contextlib.suppress(Exception):
                 file.close()
             with contextlib.suppress(Exception):
@@ -334,34 +335,34 @@ class _RemoteFolder(Folder):
         pass  # objects have no locks
 
     def check_writable(self) -> None:
-        pass  # the upload will show it; querying permissions may itself need a permission
+        pass  # the first upload shows it; querying permissions may need further permissions
 
 
 def temporary_name(name: str, writer: str, kernel: str = "") -> str:
-    """Return a temporary name for writing; by the writer's name, remains of a killed process are found."""
+    """Return a temporary file name. The writer's name in it identifies unfinished files of a killed process."""
     return f".{name}.{writer or 'write'}.{kernel}{uuid4().hex[:8]}{_TEMPORARY}"
 
 
 def _kernel() -> str:
-    """Digits of the running system, for the names of files; empty where unknown.
+    """Return an identifier of the running system for file names; empty if it is unknown.
 
-    Files from the same system are locked while their writer lives, in any container. For files of another host, on a
-    network disk, a missing lock proves nothing.
+    A temporary file of this system is locked while its writer runs, in any container. If a file of another host is not
+    locked here, its writer may still be running.
     """
     return running_system()[:12]
 
 
 def _new_locked(path: str) -> BinaryIO:
-    """Return a new file that is locked until this process ends."""
+    """Create and open a file that stays locked until it is closed."""
     while True:
         file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # the caller closes it
         if _lock(file.fileno()) or os.path.exists(path):  # or the file system has no locks
             return file
-        file.close()  # a search for dead files was faster than the lock
+        file.close()  # remove_dead of another process has deleted the file before it was locked
 
 
 def _lock(file: int) -> bool:
-    """Return True if this process got the file's lock; also ``False`` if the file system has no locks."""
+    """Lock a file. Return False if another process has locked it, or the file system has no locks."""
     if fcntl is None:
         return False
     try:
@@ -372,5 +373,5 @@ def _lock(file: int) -> bool:
 
 
 def _is_temporary_of(writer: str, name: str) -> bool:
-    parts = name.split(".")  # '', the name's own parts, writer, digits, 'tmp'
+    parts = name.split(".")  # '', the parts of the file's final name, writer, digits, 'tmp'
     return len(parts) >= 5 and not parts[0] and parts[-3] == writer and name.endswith(_TEMPORARY)

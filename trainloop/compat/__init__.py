@@ -1,4 +1,4 @@
-"""Names and behaviour of other libraries, for scripts that were written for those.
+"""Names and behaviour of other libraries, for scripts that were written for them.
 
-No other module of this package imports them.
+No other part of trainloop imports this package.
 """

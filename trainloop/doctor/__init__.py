@@ -1,7 +1,7 @@
 """Check the machine and the installation before you train: ``python -m trainloop doctor``.
 
-:func:`examine` runs all checks and returns a :class:`Report` that prints as a table of ``ok``,
-``attention`` and ``problem``. It also works if torch can't be imported.
+:func:`examine` runs all checks and returns a :class:`Report`. ``print`` shows it as a table of lines with the status
+``ok``, ``attention`` or ``problem``. It also works if torch can't be imported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Check", "Report", "examine"]
 
 @dataclass(frozen=True)
 class Report:
-    """Results of all checks; ``print`` shows them as a table."""
+    """Results of all checks. ``print`` shows them as a table."""
 
     checks: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
-        """True if no check found a problem; ``attention`` is not a problem."""
+        """True if no check has the status ``problem``. The status ``attention`` is allowed."""
         return all(check.status != "problem" for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
@@ -53,7 +53,7 @@ def examine(readings: probe.Readings | None = None) -> Report:
     Parameters
     ----------
     readings : Readings, optional
-        Readings to check. Default: the readings of this machine.
+        Values to check. Default: values read from this machine.
     """
     readings = probe.read() if readings is None else readings
     return Report(tuple(found for check in checks.CHECKS for found in check(readings)))

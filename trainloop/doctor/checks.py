@@ -1,4 +1,4 @@
-"""The checks. Each takes the readings and yields one or more lines; it reads nothing from the machine itself."""
+"""The checks of the doctor. Each is a function of :class:`Readings` that yields lines of the report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["CHECKS", "Check"]
 
 GIB = 2**30
 LEAST_SHM = 1 * GIB
-"""Least size of ``/dev/shm``: users report that loader workers filled smaller ones (Docker's default is 64 MiB)."""
+"""Minimum free space in ``/dev/shm``, in bytes. Loader workers can fill smaller ones (Docker's default is 64 MiB)."""
 LEAST_TEMPORARY = 1 * GIB
 LEAST_DESCRIPTORS = 1024
 _LISTENERS = {"linux": "ss -ltnp", "darwin": "lsof -iTCP -sTCP:LISTEN", "win32": "netstat -ano"}
 
-# NVIDIA's packages that are not named like the library in them, after "nvidia-" and "lib".
+# Library names (without "lib") and NVIDIA's packages for them (without "nvidia-"), if the two names are different.
 _PACKAGES = {"cudart": "cuda-runtime", "cublaslt": "cublas", "cupti": "cuda-cupti"}
 _PACKAGES |= {"nvrtc": "cuda-nvrtc", "nvtoolsext": "nvtx"}
 
@@ -36,11 +36,11 @@ class Check:
     status: Status
     found: str
     remedy: str = ""
-    """What to do; empty if nothing is needed."""
+    """Advice to the user; empty if nothing is wrong."""
 
 
-def _judged(name: str, found: str, wrong: bool, remedy: str, status: Status = "attention") -> Check:
-    """Return a line with this status and remedy if something is wrong, else one that is ok."""
+def _check(name: str, found: str, wrong: bool, remedy: str, status: Status = "attention") -> Check:
+    """Return a line with this status and remedy if ``wrong`` is True, otherwise a line with the status ``ok``."""
     return Check(name, status, found, remedy) if wrong else Check(name, "ok", found)
 
 
@@ -52,15 +52,15 @@ def check_distribution(r: Readings) -> Iterator[Check]:
 def check_requirements(r: Readings) -> Iterator[Check]:
     found = _line("; ".join(r.conflicts)) or "python -m pip check finds no conflict"
     remedy = "install the packages that are named here; python -m pip check shows the full list."
-    yield _judged("requirements", found, bool(r.conflicts), remedy, "problem")
+    yield _check("requirements", found, bool(r.conflicts), remedy, "problem")
 
 
 def check_extras(r: Readings) -> Iterator[Check]:
     if r.extras:
-        there = ", ".join(extra for extra, missing in r.extras.items() if not missing) or "no extra"
+        installed = ", ".join(extra for extra, missing in r.extras.items() if not missing) or "no extra"
         absent = [extra for extra, missing in r.extras.items() if missing]
-        how = f"; without {', '.join(absent)} ({pip_install(absent[0])})" if absent else ""
-        yield Check("extras", "ok", f"installed: {there}{how}")
+        hint = f"; without {', '.join(absent)} ({pip_install(absent[0])})" if absent else ""
+        yield Check("extras", "ok", f"installed: {installed}{hint}")
 
 
 def check_torch(r: Readings) -> Iterator[Check]:
@@ -74,7 +74,7 @@ def check_torch(r: Readings) -> Iterator[Check]:
         yield Check("import torch", "problem", _line(r.torch.error), remedy)
         return
     yield Check("torch", "ok", f"{torch['version']} with {torch['gpus'] or 'no'} GPU{'s' * (torch['gpus'] != 1)}")
-    if torch["warnings"]:  # an old driver, for instance
+    if torch["warnings"]:  # for example, about an old driver
         remedy = "python -m torch.utils.collect_env shows the driver, the GPUs and the build of torch."
         yield Check("gpus", "problem", _line(torch["warnings"][0]), remedy)
     if not torch["gloo"]:
@@ -98,18 +98,18 @@ def check_cpus(r: Readings) -> Iterator[Check]:
         yield Check("threads", "attention", f"{threads} threads on {cpus} CPUs", remedy)
     found = f"{memory / GIB:.1f} GiB of the host's {memory_limits[0].value / GIB:.1f}{_limited_by(memory_limits)}"
     remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks."
-    yield _judged("memory", found, memory < 2 * GIB, remedy)
+    yield _check("memory", found, memory < 2 * GIB, remedy)
 
 
 def _limited_by(limits: Sequence[Limit]) -> str:
-    """Return the source of the lowest limit as text; empty if it is the first one, the host's own."""
+    """Return a text with the source of the lowest limit; empty if that is the first limit, which is the host's."""
     least = min(limits, key=lambda limit: limit.value)
     return f", limited by {least.source}" if least.value < limits[0].value else ""
 
 
 def check_places(r: Readings) -> Iterator[Check]:
     if r.platform != "linux":
-        pass  # only Linux has this folder
+        pass  # only Linux has /dev/shm
     elif r.shm is None:
         remedy = "data is shared through files in the temporary folder instead."
         yield Check("/dev/shm", "attention", "does not exist", remedy)
@@ -120,16 +120,16 @@ def check_places(r: Readings) -> Iterator[Check]:
             "full: use docker run --shm-size=8g, or num_workers=0."
         )
         found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
-        yield _judged("/dev/shm", found, free < LEAST_SHM, remedy)
+        yield _check("/dev/shm", found, free < LEAST_SHM, remedy)
     folder, free = r.temporary
     remedy = "data for ranks may be stored there: set TMPDIR to a larger disk."
-    yield _judged("temporary files", f"{folder}: {free / GIB:.1f} GiB free", free < LEAST_TEMPORARY, remedy)
+    yield _check("temporary files", f"{folder}: {free / GIB:.1f} GiB free", free < LEAST_TEMPORARY, remedy)
     if r.descriptors is not None:
         soft, hard = r.descriptors
         most = min(65536, hard) if hard > 0 else 65536
         remedy = f"loaders with many workers may fail with 'Too many open files': run ulimit -n {most}."
         few = 0 <= soft < LEAST_DESCRIPTORS
-        yield _judged("file descriptors", f"{soft} (at most {hard})", few, remedy)
+        yield _check("file descriptors", f"{soft} (at most {hard})", few, remedy)
 
 
 def check_network(r: Readings) -> Iterator[Check]:
@@ -138,7 +138,7 @@ def check_network(r: Readings) -> Iterator[Check]:
         "firewall blocks it."
     )
     found = r.loopback_error or "127.0.0.1 answers"
-    yield _judged("loopback", found, bool(r.loopback_error), remedy, "problem")
+    yield _check("loopback", found, bool(r.loopback_error), remedy, "problem")
     if r.hostname_error:
         remedy = (
             "runs on several hosts need an address: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME and "
@@ -159,7 +159,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
         rank, world = r.environ["RANK"], r.environ["WORLD_SIZE"]
         wrong = not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world))
         remedy = "RANK must be less than WORLD_SIZE: fix the launcher's settings, or unset both."
-        yield _judged("torchrun", shown + ": fit joins as this rank" * (not wrong), wrong, remedy, "problem")
+        yield _check("torchrun", shown + ": fit joins as this rank" * (not wrong), wrong, remedy, "problem")
     elif "RANK" in given or "WORLD_SIZE" in given:
         missing = ", ".join(name for name in wanted if name not in given)
         remedy = "fit starts its own ranks: set all four variables to join as a rank, or unset them."
@@ -172,15 +172,15 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             found += f": fit joins as rank {r.environ['SLURM_PROCID']}"
         few = not cpus and tasks.isdecimal() and int(tasks) >= 1
         remedy = "without --cpus-per-task, each rank shares one CPU with its loaders' workers."
-        yield _judged("slurm", found, few, remedy)
+        yield _check("slurm", found, few, remedy)
 
 
 def missing_library(message: str) -> str | None:
-    """Return the file that a loader's message names, such as ``libcudnn.so.9``; ``None`` for other messages."""
+    """Return the file in a message of the dynamic loader, such as ``libcudnn.so.9``; ``None`` for other messages."""
     found = re.search(
         r"(lib[\w+.-]*?\.so(?:\.\d+)*): (?:cannot open shared object|undefined symbol|version `)", message
     )
-    if found is None:  # torch's own message, when it preloads NVIDIA's packages
+    if found is None:  # torch has its own message about NVIDIA's packages, which it preloads
         found = re.search(r"(lib[\w+-]+\.so[\w.*\[\]-]*) not found in the system path", message)
     return None if found is None else found[1]
 
@@ -193,9 +193,9 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     library : str
         Name of the file, such as ``libcudnn.so.9``.
     requirements : sequence of str
-        Requirements of the installed torch, which name NVIDIA's packages.
+        Requirements of the installed torch, which include NVIDIA's packages.
     """
-    # libcudnn_ops.so.9 and others are parts of one package.
+    # The suffix of a name such as libcudnn_ops.so.9 is removed, because one package contains all of them.
     stem = library.partition(".so")[0].removeprefix("lib").partition("_")[0].lower()
     if stem in ("cuda", "nvidia-ml"):
         return (
@@ -205,7 +205,7 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
     package = rf"nvidia-{re.escape(_PACKAGES.get(stem, stem))}(-cu\d+)?(?![\w-])"
     needed = next((requirement for requirement in requirements if re.match(package, requirement)), None)
     if needed is None:
-        return f"find the package that contains {library} (apt-file search {library}), or reinstall what needs it."
+        return f"find the package that contains {library} (apt-file search {library}), or reinstall torch."
     wanted = re.sub(r"[\s()]|;.*", "", needed)
     return (
         f"pip install '{wanted}', which contains {library}. If it is installed, another copy may be found first: check "
@@ -214,7 +214,7 @@ def remedy_for(library: str, requirements: Sequence[str] = ()) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the text in one line, cut if it is long."""
+    """Return the text in one line, shortened to 200 characters."""
     return textwrap.shorten(text, 200, placeholder="...")
 
 

@@ -1,4 +1,4 @@
-"""Read the machine for the checks. Imports run in separate processes, because they may fail, hang or crash."""
+"""Read the values that the doctor checks. Imports run in separate processes, because they may fail, hang or crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Imported", "Readings", "missing_of_extras", "other_distribution", "r
 
 IMPORT_TIMEOUT_S = 120.0
 OF_THE_PROJECT = ("test", "test-all", "test-ecosystem", "test-ecosystem-part", "lint", "docs", "bench")
-"""Extras for developing the project itself."""
+"""Extras that are only for developing this project."""
 _NAME = re.compile(r"[\s;=<>!~(\[]")
 
 _TORCH = """
@@ -45,44 +45,44 @@ class Imported:
     """Result of an import in a separate process."""
 
     found: dict[str, Any] | None
-    """Output of the process; ``None`` if it failed."""
+    """Output of the process, parsed as JSON; ``None`` if the process failed."""
     error: str = ""
-    """Error of the process; empty if it succeeded."""
+    """Error of the process; empty if the process succeeded."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """All input of the checks; tests pass their own."""
+    """Values that the checks need. Tests pass other values than those of this machine."""
 
     torch: Imported
     conflicts: tuple[str, ...] = ()
     """Lines of ``pip check``; empty if it finds no conflict."""
     other_distribution: str = ""
-    """Name, version and folder of another distribution that is imported as ``trainloop``."""
+    """Name, version and folder of another distribution that is imported as ``trainloop``; empty if there is none."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Missing distributions of each extra of this package."""
+    """Distributions that are not installed, by extra of this package."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)
     shm: tuple[int, int] | None = None
-    """Total and free bytes of ``/dev/shm``."""
+    """Total and free bytes of ``/dev/shm``; ``None`` if it does not exist."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
-    """Folder for temporary files, and its free bytes."""
+    """Folder for temporary files, and the free bytes on its disk."""
     descriptors: tuple[int, int] | None = (1024, 1024)
-    """Soft and hard limit of open files; ``None`` on a system without these limits (Windows)."""
+    """Soft and hard limit of open files; ``None`` on Windows, which has no such limits."""
     platform: str = "linux"
     """``sys.platform``."""
     resources: Resources | None = None
     loopback_error: str = ""
-    """Reason why a connection over 127.0.0.1 failed; empty if it did not."""
+    """Reason why a connection over 127.0.0.1 failed; empty if it succeeded."""
     hostname_error: str = ""
-    """Reason why this host's own name has no address; empty if it has one."""
+    """Reason why this host's name can't be resolved; empty if it can."""
     port_taken: bool = False
     """True if ``MASTER_ADDR`` is this host and ``MASTER_PORT`` is already in use."""
 
 
 def read() -> Readings:
-    """Read this machine."""
+    """Read the values of this machine."""
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     folder = tempfile.gettempdir()
     return Readings(
@@ -104,7 +104,7 @@ def read() -> Readings:
 
 
 def in_process(code: str) -> Imported:
-    """Run ``code`` in another Python process; return the last line of its output, parsed as JSON."""
+    """Run ``code`` in another Python process. Its last line of output is parsed as JSON."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
@@ -121,7 +121,7 @@ def in_process(code: str) -> Imported:
 
 
 def _conflicts() -> tuple[str, ...]:
-    """Return the lines of ``pip check``; empty without pip."""
+    """Return the conflicts that ``pip check`` reports; empty if there are none, or if pip is missing or slow."""
     command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
@@ -137,7 +137,7 @@ def other_distribution() -> str:
 
 
 def missing_of_extras(requirements: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each of the extras for users, its distributions that are not installed."""
+    """Return the distributions that are not installed, for each extra that is intended for users."""
     needs: dict[str, list[str]] = {}
     for requirement in requirements:
         extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)

@@ -22,12 +22,12 @@ __all__ = ["PictureFiles", "PictureModel", "TextModel", "find_picture_model", "f
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 _HINTS = {
     "timm": ", with a torchvision of the same build as torch. Pictures need no timm if 'model' is a folder of a "
-    "transformers model, or a function that makes a module"
+    "transformers model, or a function that returns a module"
 }
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: to find a folder takes no torch.
+    # Imported on first use, because finding a folder does not need torch.
     if name in __all__:
         return getattr(importlib.import_module("trainloop.pretrained.models"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -42,7 +42,7 @@ def find_text_model(model: str, *, wanted_by: str = "find_text_model") -> str:
         A folder, or a name on the Hugging Face hub. A name is searched for in ``$TRAINLOOP_MODEL_DIR`` (by default
         ``~/.cache/trainloop/models``), where ``--`` may replace ``/``, and then on the hub.
     wanted_by : str
-        Beginning of the error message.
+        Text at the beginning of the error message.
 
     Returns
     -------
@@ -66,7 +66,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
         A folder, or a timm name (``timm.list_models(pretrained=True)``). A name is searched for as in
         :func:`find_text_model`.
     wanted_by : str
-        Beginning of the error message.
+        Text at the beginning of the error message.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
     timm = import_library("timm", wanted_by)
     try:
         on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
-    except (RuntimeError, AttributeError) as error:  # it depends on timm's version
+    except (RuntimeError, AttributeError) as error:  # which one depends on timm's version
         raise ConfigurationError(
             f"{wanted_by}: {model!r} is neither a folder nor a timm name. timm.list_models(pretrained=True) "
             "lists the names."
@@ -87,10 +87,10 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
 
 
 def import_library(name: str, wanted_by: str) -> Any:
-    """Import transformers, timm or PIL; if that fails, the error says why."""
+    """Import transformers, timm or PIL. If the import fails, the error contains the cause."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a torchvision that doesn't suit torch raises RuntimeError
+    except Exception as error:  # for example, an incompatible torchvision raises RuntimeError
         raise ConfigurationError(
             f"{wanted_by} needs {name}, which can't be imported here ({type(error).__name__}: {error}): "
             f"{pip_install('multimodal')}{_HINTS.get(name, '')}."
@@ -102,8 +102,8 @@ def _models_folder() -> Path:
 
 
 def _local(model: str) -> str | None:
-    here = _models_folder()
-    folders = (Path(model).expanduser(), here / model, here / model.replace("/", "--"))
+    models = _models_folder()
+    folders = (Path(model).expanduser(), models / model, models / model.replace("/", "--"))
     return next((str(folder.absolute()) for folder in folders if (folder / "config.json").exists()), None)
 
 

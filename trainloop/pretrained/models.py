@@ -23,7 +23,7 @@ __all__ = ["PictureFiles", "PictureModel", "TextModel"]
 class TextModel(TTBasicModel):
     """A transformers model that predicts a score for each class, or numbers, from texts.
 
-    Its batches are ``(input_ids, attention_mask, target)``; :meth:`tokens` makes the first two.
+    Its batches are ``(input_ids, attention_mask, target)``. :meth:`tokens` returns the first two.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class TextModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         """
-        transformers = import_library("transformers", "TextModel.load")  # or the error would be about its files
+        transformers = import_library("transformers", "TextModel.load")  # first, for a clear error if it is missing
         folder = find_text_model(model, wanted_by="TextModel.load")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)
@@ -80,9 +80,11 @@ class PictureModel(TTBasicModel):
     Parameters
     ----------
     module : nn.Module
-        Maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to an object with ``logits``.
+        Module that maps pictures of shape (n, 3, size, size) to logits of shape (n, num_outputs), or to an object with
+        ``logits``.
     size : int
-        Width and height of the pictures. If it is a shape or a mapping, as in model configurations, one side is used.
+        Width and height of the pictures. If it is a shape or a mapping, as in model configurations, its last value is
+        used.
     mean, std : sequence of float
         Mean and standard deviation of each channel, for values from 0 to 1. Defaults: the values of ImageNet.
 
@@ -118,10 +120,10 @@ class PictureModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         **settings
-            ``size``, ``mean`` and ``std``, if you want to replace the model's own values.
+            ``size``, ``mean`` and ``std``. Default: the values in the model's configuration.
         """
         folder = find_picture_model(model, wanted_by="PictureModel.load")
-        known = _known(Path(folder))
+        known = _configuration(Path(folder))
         if "model_type" in known:
             module = _of_transformers("AutoModelForImageClassification", folder, num_outputs)
         else:
@@ -132,8 +134,8 @@ class PictureModel(TTBasicModel):
             "mean": ("mean", "image_mean"),
             "std": ("std", "image_std"),
         }
-        for name, theirs in names.items():
-            settings.setdefault(name, next((known[key] for key in theirs if known.get(key)), None))
+        for name, keys in names.items():
+            settings.setdefault(name, next((known[key] for key in keys if known.get(key)), None))
         return cls(module, **{name: value for name, value in settings.items() if value is not None})
 
     def forward(self, pictures: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class PictureModel(TTBasicModel):
 
 
 class PictureFiles(Dataset[Tensor]):
-    """A dataset of picture files, which are read on access. An empty path stands for a black picture.
+    """A dataset of picture files, which are read on access. An empty path yields a black picture.
 
     Parameters
     ----------
@@ -189,8 +191,8 @@ class PictureFiles(Dataset[Tensor]):
         return torch.from_numpy(picture).permute(2, 0, 1)
 
 
-def _known(folder: Path) -> dict[str, Any]:
-    """Configuration in a model's folder."""
+def _configuration(folder: Path) -> dict[str, Any]:
+    """Return the configuration in a model's folder."""
     known: dict[str, Any] = {}
     for file in (folder / name for name in ("preprocessor_config.json", "config.json")):
         known = {**(json.loads(file.read_text()) if file.exists() else {}), **known}

@@ -1,7 +1,7 @@
-"""Enforce a quota on CPUs, threads, GPU memory and main memory of this process and its children, and undo it.
+"""Enforce a quota on CPUs, threads, GPU memory and main memory of this process and its children.
 
-Only :func:`applied` changes the process; it undoes every change, however its block ends. The functions above it decide
-what to apply, and only return values.
+Only :func:`applied` changes the process. It undoes all changes at the end of its block, even after an exception. The
+functions above it only compute the limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-# -- the meaning of a quota here ------------------------------------------------------------------------------------
+# -- limits that follow from a quota --------------------------------------------------------------------------------
 
 
 def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | None = None) -> None:
@@ -50,7 +50,7 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     ranks : int
         Number of processes that train on this node.
     machine : Resources, optional
-        Replacement for :func:`~trainloop.resources.available`.
+        Replacement for the result of :func:`~trainloop.resources.available`.
 
     Raises
     ------
@@ -63,18 +63,18 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
             f"resources={quota!r}: must be a ResourceQuota, e.g. resources=ResourceQuota(num_cpus=2, num_gpus=0.5)."
         )
     machine = available() if machine is None else machine
-    for name, what, limits in (
+    for name, what, sources in (
         ("num_cpus", "number of CPUs", machine.cpu_limits),
         ("num_gpus", "number of visible GPUs", machine.gpu_limits),
         ("memory", "memory", machine.memory_limits),
     ):
-        asked, most = getattr(quota, name), getattr(machine, name)
-        if asked != "auto" and exact(asked) > most:
+        requested, limit = getattr(quota, name), getattr(machine, name)
+        if requested != "auto" and exact(requested) > limit:
             show = format_bytes if name == "memory" else str
-            decisive = min(limits, default=(0, "what is available"))[1]
+            decisive = min(sources, default=(0, "what is available"))[1]
             raise ResourceError(
-                f"{name}={show(asked)} exceeds the {what} that this process may use ({show(most)}, limited by "
-                f"{decisive}). Request at most {show(most)}, or 'auto'. print(trainloop.resources.available()) shows "
+                f"{name}={show(requested)} exceeds the {what} that this process may use ({show(limit)}, limited by "
+                f"{decisive}). Request at most {show(limit)}, or 'auto'. print(trainloop.resources.available()) shows "
                 "all limits."
             )
     if quota.num_cpus != "auto" and quota.num_cpus < ranks:
@@ -95,12 +95,12 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     devices : list of torch.device
         The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
-        The user's ``devices``: ``'auto'`` follows the quota, an explicit request must fit into it.
+        The user's ``devices``. ``'auto'`` is adapted to the quota; an explicit request must not exceed it.
 
     Returns
     -------
     list of torch.device
-        At most the quota's number of GPUs (a fraction counts as one); the CPU if the quota has none.
+        At most the quota's number of GPUs (a fraction counts as one GPU); the CPU if the quota has no GPU.
 
     Raises
     ------
@@ -123,12 +123,12 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
 
 
 def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | None = None) -> list[list[int]]:
-    """Return disjoint CPUs for each rank, divided as equally as possible; the first ranks may have one more.
+    """Return disjoint lists of CPUs, one for each rank. The first ranks may have one CPU more than the others.
 
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node; without one the machine is divided.
+        Quota of the run on this node. Without a quota, all CPUs are divided.
     ranks : int
         Number of processes that train on this node.
     cpus : sequence of int, optional
@@ -139,14 +139,14 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     list of list of int
         One list for each rank. If there are fewer CPUs than ranks, every rank gets all of them.
     """
-    own = list(_affinity() if cpus is None else cpus)
+    usable = list(_affinity() if cpus is None else cpus)
     if quota is not None and quota.num_cpus != "auto":
-        own = own[: quota.num_cpus]
-    if len(own) < ranks:
-        return [own] * ranks
-    share, rest = divmod(len(own), ranks)
+        usable = usable[: quota.num_cpus]
+    if len(usable) < ranks:
+        return [usable] * ranks
+    share, rest = divmod(len(usable), ranks)
     starts = [rank * share + min(rank, rest) for rank in range(ranks + 1)]
-    return [own[starts[rank] : starts[rank + 1]] for rank in range(ranks)]
+    return [usable[starts[rank] : starts[rank + 1]] for rank in range(ranks)]
 
 
 def _affinity() -> list[int]:
@@ -154,7 +154,7 @@ def _affinity() -> list[int]:
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
-    """Return the number of CPUs of one rank: a container's CPU time may be less than its affinity mask."""
+    """Return the number of CPUs of one rank. In a container, it may be lower than the affinity mask allows."""
     cpus = available().num_cpus if quota is None or quota.num_cpus == "auto" else quota.num_cpus
     return max(1, cpus // ranks)
 
@@ -162,17 +162,19 @@ def _threads(quota: ResourceQuota | None, ranks: int) -> int:
 def child_environment(
     quota: ResourceQuota | None, ranks: int = 1, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return thread variables for children of a run, set before their interpreter starts: OpenMP reads them once.
+    """Return environment variables with the number of threads, for child processes of a run.
+
+    They must be set before a child's interpreter starts, because OpenMP reads them once.
 
     Parameters
     ----------
     quota : ResourceQuota or None
-        Quota of the run on this node; without one the machine is divided, and a lower number of threads set with
-        ``torch.set_num_threads`` is kept.
+        Quota of the run on this node. Without a quota, all CPUs are divided, and a lower number of threads that was
+        set with ``torch.set_num_threads`` is kept.
     ranks : int
         Number of processes that train on this node.
     environ : mapping, optional
-        Replacement for ``os.environ``; a lower value set there is kept.
+        Replacement for ``os.environ``. If it has a lower value, that value is kept.
 
     Returns
     -------
@@ -186,8 +188,8 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or a similar variable; ``None`` without one."""
-    # OpenMP takes a list, one number for each level of nesting.
+    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or a similar variable; ``None`` if it has none."""
+    # OpenMP accepts a list, with one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])
 
@@ -195,27 +197,27 @@ def threads_in(variable: str) -> int | None:
 def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
     values = {}
     for name in THREAD_VARIABLES:
-        own = threads_in(environ.get(name, ""))
-        values[name] = environ[name] if own is not None and own <= threads else str(threads)
+        current = threads_in(environ.get(name, ""))
+        values[name] = environ[name] if current is not None and current <= threads else str(threads)
     return values
 
 
 def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
-    """Return how many workers a ``DataLoader`` may have so that they and the main process fit into the quota's CPUs.
+    """Return the number of workers of a ``DataLoader``, lowered so that each worker and the main process has a CPU.
 
     Parameters
     ----------
     num_workers : int or 'auto'
         The loader's number of workers; ``'auto'`` for one worker per CPU, except the main process's CPU.
     quota : ResourceQuota or None
-        Quota of the run on this node; without one, or with ``num_cpus='auto'``, a number is unchanged.
+        Quota of the run on this node. Without a quota, or with ``num_cpus='auto'``, a number is returned unchanged.
     ranks : int
         Number of processes that train on this node, each with its own workers.
 
     Returns
     -------
     int
-        Number of workers; 0 with one CPU, so that the main process loads.
+        Number of workers. With one CPU it is 0, so the main process loads the data.
 
     Warns
     -----
@@ -236,7 +238,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     return most
 
 
-# -- in force --------------------------------------------------------------------------------------------------------
+# -- applying a quota ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -248,7 +250,7 @@ def applied(
     device: torch.device | None = None,
     loader_workers: int = 0,
 ) -> Iterator[None]:
-    """Limit this process to its share of the quota inside the block; undo all changes at its end.
+    """Return a context that limits this process to its share of the quota, and undoes all changes at its end.
 
     Parameters
     ----------
@@ -256,14 +258,14 @@ def applied(
         Quota of the run on this node. Without one, ranks of ``ddp`` divide the machine; a single process changes
         nothing.
     local_rank : int or None
-        Rank whose share to apply. None for a process that starts ``ranks`` others and only waits; it gets the CPUs of
-        all ranks, which inherit and divide them.
+        Rank whose share is applied. None for a process that starts ``ranks`` other processes and only waits: it gets
+        the CPUs of all ranks, which inherit and divide them.
     ranks : int
         Number of processes that train on this node.
     device : torch.device, optional
         Device that this process trains on. A quota of a fraction of a GPU limits torch's allocator on this device.
     loader_workers : int
-        Number of ``DataLoader`` workers. This process uses that many threads fewer.
+        Number of ``DataLoader`` workers. The number of threads of this process is lowered by it.
 
     Raises
     ------
@@ -272,34 +274,32 @@ def applied(
 
     Notes
     -----
-    Affinity: CPUs that no other trainloop run has leased are chosen first, and leased during the block; if too few are
-    free, others are shared. The memory fraction limits torch's caching allocator, but not the CUDA context or other
-    libraries; only MIG and MPS isolate strictly. The memory limit is on this process's private memory (``RLIMIT_DATA``,
-    Linux): allocations beyond it fail. Each child has the same limit.
+    CPUs that no other trainloop run has leased are chosen first, and leased during the block. If too few are free,
+    other CPUs are shared. The fraction of a GPU limits torch's caching allocator, but not the CUDA context or other
+    libraries; only MIG and MPS isolate processes completely. The memory limit applies to this process's private memory
+    (``RLIMIT_DATA``, Linux): allocations beyond it fail. Each child has the same limit.
     """
     if quota is None and ranks == 1:
         yield
         return
     if quota is not None:
         check_quota(quota, ranks=ranks)
-    threads = _threads(quota, ranks)  # before the affinity reduces the available CPUs
+    threads = _threads(quota, ranks)  # computed before the affinity reduces the available CPUs
     with contextlib.ExitStack() as undo:
-        share = _narrow_affinity(quota, local_rank, ranks, undo)
+        share = _set_affinity(quota, local_rank, ranks, undo)
         if local_rank is not None:
             if quota is None or quota.num_cpus == "auto":
                 _set_threads(threads, undo, at_most=True)
             else:
                 _set_threads(max(1, share - loader_workers), undo)
             if quota is not None:
-                _bound_gpu_memory(quota, device, undo)
-                _bound_memory(quota, ranks, undo)
+                _limit_gpu_memory(quota, device, undo)
+                _limit_memory(quota, ranks, undo)
         yield
 
 
-def _narrow_affinity(
-    quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack
-) -> int:
-    """Set the affinity; return its number of CPUs."""
+def _set_affinity(quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack) -> int:
+    """Bind this process to its CPUs, and return their number."""
     before = _affinity()
     cpus = before
     if local_rank is not None and ranks > 1:
@@ -310,36 +310,39 @@ def _narrow_affinity(
         if not platform.affinity():
             warn(f"num_cpus={quota.num_cpus} limits only threads, because this system can't bind processes to CPUs.")
     if cpus != before:
-        undo.callback(_widen_affinity, before, cpus, _own_threads())
+        undo.callback(_restore_affinity, before, cpus, _thread_ids())
         platform.set_affinity(cpus)
     return len(cpus)
 
 
-def _own_threads() -> set[int]:
+def _thread_ids() -> set[int]:
     """Return the IDs of this process's threads."""
-    with contextlib.suppress(OSError):  # no /proc
+    with contextlib.suppress(OSError):  # the system has no /proc
         return {int(name) for name in os.listdir("/proc/self/task")}
     return set()
 
 
-def _widen_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
-    """Restore the CPUs of this thread, and of threads that were started meanwhile and still run.
+def _restore_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
+    """Restore the affinity of this thread, and of threads that were started since it was changed.
 
-    These are threads of OpenMP and autograd: the system gave them the affinity of the thread that started them.
+    Threads of OpenMP and autograd inherit the affinity of the thread that starts them.
     """
     platform.set_affinity(before)
-    for thread in _own_threads() - threads_before:
+    for thread in _thread_ids() - threads_before:
         with contextlib.suppress(OSError):  # the thread has ended
             if platform.affinity(thread) == sorted(narrow):
                 platform.set_affinity(before, thread)
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """Lease ``number`` CPUs until ``undo`` runs; if too few are free, share others, beginning with the last."""
+    """Return ``number`` CPUs, and lease those that are free until ``undo`` runs.
+
+    If too few are free, other CPUs are shared, beginning with the last ones.
+    """
     free: list[int] = []
     if not lease.inherited():
         pool = [f"cpu-{cpu}" for cpu in allowed]
-        # ResourceError: all are leased. OSError: there is no folder for locks, but training is still possible.
+        # ResourceError if all are leased, OSError if there is no folder for locks. Training is possible in both cases.
         with contextlib.suppress(ResourceError, OSError):
             held = undo.enter_context(lease.acquire({"cpu": lease.Request(number, pool, least=1)}, timeout_s=0))
             free = [allowed[pool.index(name)] for name in held.names["cpu"]]
@@ -348,13 +351,13 @@ def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> li
 
 
 def _set_threads(threads: int, undo: contextlib.ExitStack, *, at_most: bool = False) -> None:
-    # If torch is imported later, it reads the environment; a scikit-learn fold may never import it.
+    # torch is not imported here: it reads the environment when it is imported, and a scikit-learn fold may not need it.
     torch = sys.modules.get("torch")
-    if at_most and torch is not None:  # Without a requested number, keep a lower one that is set.
+    if at_most and torch is not None:  # If no number was requested, a lower current one is kept.
         threads = min(threads, torch.get_num_threads())
     before = 0 if torch is None else torch.get_num_threads()
     values = _thread_variables(threads, os.environ)
-    # threadpoolctl sets the last variable when it is imported.
+    # threadpoolctl sets KMP_DUPLICATE_LIB_OK when it is imported.
     for name in (*values, "KMP_DUPLICATE_LIB_OK"):
         undo.callback(set_variable, name, os.environ.get(name))
     os.environ.update(values)
@@ -377,11 +380,11 @@ def set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: contextlib.ExitStack) -> None:
+def _limit_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: contextlib.ExitStack) -> None:
     if device is None or device.type != "cuda" or quota.num_gpus == "auto":
         return
     fraction = exact(quota.num_gpus)
-    # Whole GPUs belong to the run alone.
+    # Whole GPUs have no limit, because no other run shares them.
     if not 0 < fraction < 1:
         return
     import torch
@@ -393,11 +396,11 @@ def _bound_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
     undo.callback(torch.cuda.set_per_process_memory_fraction, before, device)
 
 
-def _bound_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
-    """Limit this process's memory to the quota, counted from its present use.
+def _limit_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
+    """Limit this process's memory to its share of the quota.
 
-    RLIMIT_DATA also counts reserved pages, of which an idle interpreter has many. So the limit is the present
-    reservation plus the unused part of the quota.
+    RLIMIT_DATA also counts reserved pages, and an idle interpreter has reserved many. So the limit is the current
+    reservation plus the unused part of the share.
     """
     resource = platform.resource
     if quota.memory == "auto":

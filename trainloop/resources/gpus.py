@@ -1,6 +1,7 @@
-"""GPUs: masks of visible ones, names that are the same in every process, a choice of free ones, or the CPU.
+"""Masks of visible GPUs, names of GPUs that are the same in all processes, a choice of free GPUs, and a CPU fallback.
 
-An index counts within a process's own mask, and NVML's order differs from CUDA's; only the UUID is the same everywhere.
+The index of a GPU depends on the process's mask, and NVML's order differs from CUDA's. Only UUIDs are the same in all
+processes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ __all__ = ["child_mask", "gpu_or_cpu", "lease_usable", "names", "other_processes
 
 T = TypeVar("T")
 
-# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled only
-# when needed: compiling it at import took a tenth of `import trainloop`.
+# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled when
+# it is needed, because compiling it took a tenth of the time of `import trainloop`.
 _NO_GPU = r"""
       (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
     | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
@@ -46,9 +47,9 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
     Returns
     -------
     list of str or None
-        Ordinals or UUIDs in their order; an empty list if all devices are hidden; None if no device is hidden. As in
-        CUDA, the list ends before a negative entry and before the first entry of a different kind. If an entry is
-        repeated, the list is empty.
+        Indices or UUIDs in the order of the variable; an empty list if all devices are hidden; None if no device is
+        hidden. As in CUDA, the list ends before a negative entry and before the first entry of a different kind. If an
+        entry is repeated, the list is empty.
     """
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:
@@ -66,9 +67,9 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
 
 def _mask_entry(entry: str, text: str) -> str | None:
     for prefix in ("GPU-", "MIG-"):
-        if text.startswith(prefix):  # The first entry sets the kind of all.
+        if text.startswith(prefix):  # The first entry determines the kind of all.
             return entry if entry.startswith(prefix) else None
-    # The driver reads ordinals like C's strtoul: '1gpu2' is 1.
+    # The driver parses indices like C's strtoul: '1gpu2' is 1.
     number = re.match(r"[+-]?[0-9]+", entry.strip())
     if number is None or int(number[0]) < 0:
         return None
@@ -76,7 +77,7 @@ def _mask_entry(entry: str, text: str) -> str | None:
 
 
 def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
-    """Return the ``CUDA_VISIBLE_DEVICES`` of a child that gets some of this process's devices.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` for a child process that gets some of this process's devices.
 
     Parameters
     ----------
@@ -88,15 +89,14 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
     Returns
     -------
     str
-        The child's mask, composed with the parent's: under ``4,5,7``, device 1 is ``5``. Empty if the child gets no
-        device.
+        Mask of the child. If the parent's mask is ``4,5,7``, its device 1 is ``5``. Empty if the child gets no device.
 
     Raises
     ------
     DeviceError
         If the parent can't see a device.
     ResourceError
-        If the child would get two MIG instances: a process can use only one.
+        If the child would get two MIG instances, because a process can use only one.
     """
     if visible is None:
         return ",".join(str(index) for index in indices)
@@ -104,7 +104,7 @@ def child_mask(indices: Sequence[int], visible: Sequence[str] | None) -> str:
         if not 0 <= index < len(visible):
             raise DeviceError(
                 f"device {index} was chosen for a child process, but CUDA_VISIBLE_DEVICES={','.join(visible)} has no "
-                f"such position. Choose positions from 0 to {len(visible) - 1} in this list."
+                f"such device. Choose indices from 0 to {len(visible) - 1} in this list."
             )
     names = [visible[index] for index in indices]
     if len(names) > 1 and any(name.startswith("MIG-") for name in names):
@@ -163,32 +163,32 @@ def other_processes(names: Sequence[str]) -> dict[str, int]:
     return found
 
 
-_own_leases: dict[str, lease.Lease] = {}  # leases on GPUs by name, until this process ends
+_own_leases: dict[str, lease.Lease] = {}  # this process's leases, by the GPU's name; they last until the process ends
 
 
 def lease_usable(num_devices: int, count: int) -> list[int]:
-    """Do the work of :func:`trainloop.devices.find_usable_cuda_devices`, after its argument was checked."""
+    """Return the result of :func:`trainloop.devices.find_usable_cuda_devices`, which has checked the arguments."""
     uuids = names(count)
     others = other_processes(uuids)
     wanted = count if num_devices == -1 else num_devices
     usable: list[int] = []
     leases: dict[str, lease.Lease] = {}
-    # One run chooses at a time: two runs that each hold some GPUs and need more could both fail.
+    # Only one run chooses at a time. Otherwise two runs that each hold some GPUs and need more could both fail.
     with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
-        # GPUs that other processes use come last: unusable in exclusive mode, and slow in any other mode.
+        # GPUs that other processes use are tried last. They are unusable in exclusive mode, and slow in other modes.
         for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
             if len(usable) == wanted:
                 break
-            own = _own_leases.get(uuids[index])
-            held = own or _leased(uuids[index])
+            earlier = _own_leases.get(uuids[index])
+            held = earlier or _leased(uuids[index])
             if held is None:
                 continue
-            if own is None:
+            if earlier is None:
                 unless_enough.callback(held.release)
-            if _takes_a_tensor(index):
+            if _accepts_a_tensor(index):
                 usable.append(index)
                 leases[uuids[index]] = held
-            elif own is None:
+            elif earlier is None:
                 held.release()
         if not usable or (num_devices != -1 and len(usable) < wanted):
             occupied = sorted({*range(count)} - {*usable})
@@ -202,7 +202,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
 
 
 def _leased(name: str) -> lease.Lease | None:
-    """Lease the GPU; return None if another run has leased it, and an empty lease if there is no folder for locks."""
+    """Lease the GPU. Return None if another run has leased it, and an empty lease if there is no folder for locks."""
     if lease.inherited():  # The GPUs that this process sees belong to its parent's lease.
         return lease.Lease({}, [])
     try:
@@ -215,7 +215,7 @@ def _leased(name: str) -> lease.Lease | None:
         return lease.Lease({}, [])
 
 
-def _takes_a_tensor(index: int) -> bool:
+def _accepts_a_tensor(index: int) -> bool:
     import torch
 
     try:
@@ -247,7 +247,7 @@ def gpu_or_cpu(fit_on_gpu: Callable[[], T], fit_on_cpu: Callable[[], T]) -> T:
     Warns
     -----
     UserWarning
-        Once, with the cause and the remedy, if the CPU is used.
+        If the CPU is used. The warning contains the cause and the remedy.
 
     Examples
     --------

@@ -1,17 +1,17 @@
-"""Lease CPUs and GPUs of one machine by locked files, so that no two runs hold the same device.
+"""Lease CPUs and GPUs of one machine by locked files, so that no two runs use the same device.
 
-The operating system releases a file lock when its process ends, whatever the cause; a file with a process ID would
-outlive a SIGKILL. A lease therefore ends with its owner, and nothing has to be cleaned up.
+The operating system releases a file lock when its process ends for any reason, even by SIGKILL. So a lease ends with
+its process, and nothing has to be cleaned up.
 
-* A request is granted completely or not at all: two partly served runs could wait for each other.
+* A request is granted completely or not at all. Two runs with a part of their devices could wait for each other.
 * All decisions of a user are made under one short lock on the user's folder. No process waits for a device while
-  it holds this lock. Waiting runs try again at random intervals; whichever finds its devices free first gets them.
-* A locked file contains a line about the process that holds it, for error messages.
-* Each user has a private folder, whose owner and mode are checked: nobody else can put links there. Runs of different
-  users see each other's leases, since they can see which files are locked. A run first locks a device, then looks for
-  locks of other users: two runs that want it at the same moment may both release it, but never both keep it.
+  it holds this lock. Waiting runs try again at random intervals; the first one that finds its devices free gets them.
+* A locked file contains a line about the process that holds the lock, for error messages.
+* Each user has a private folder. Its owner and mode are checked, so that no other user can put links there. Runs of
+  different users see each other's leases, because they can see which files are locked. A run first locks a device, then
+  looks for locks of other users. Two runs that want it at the same time may both release it, but never both keep it.
 
-Children of a run use their parent's lease: after :func:`inherit`, a process leases nothing itself.
+Children of a run use their parent's lease. After :func:`inherit`, a process leases nothing itself.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Lease", "Request", "UnsafeFolderError", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
 
-_POLL_S = (0.02, 0.25)  # first and longest interval between two checks of a waiting run
+_POLL_S = (0.02, 0.25)  # first and longest interval between two attempts of a waiting run
 _DAY_S = 86400.0
-_DESK_S = 60.0  # longest wait for the folder's lock, which is normally held for moments only
+_LOCK_TIMEOUT_S = 60.0  # longest wait for the folder's lock, which is normally held for milliseconds
 
 _FOLDER = "trainloop-leases-"  # followed by the user ID
 _UNKNOWN = "an unknown process"
@@ -47,7 +47,7 @@ _inherited = False
 
 
 class UnsafeFolderError(ResourceError):
-    """Another user can write to this user's folder of leases."""
+    """This user's lease folder is not a folder, or another user owns it."""
 
 
 class Request(NamedTuple):
@@ -56,22 +56,22 @@ class Request(NamedTuple):
     number: int
     """Number of devices, 0 or more."""
     pool: Sequence[str]
-    """Names to choose from, best first: ``cpu-3``, ``GPU-<uuid>``. The same device has one name in all runs."""
+    """Names of devices to choose from, best first: ``cpu-3``, ``GPU-<uuid>``. A device has one name in all runs."""
     least: int | None = None
-    """Smallest number that is enough, if fewer than ``number`` are free; None: ``number`` itself."""
+    """Smallest number of devices that is enough if fewer than ``number`` are free; None for ``number``."""
 
     @property
     def enough(self) -> int:
-        """The number of devices that satisfies the request."""
+        """Smallest number of devices that satisfies the request."""
         return self.number if self.least is None else self.least
 
 
 class Lease:
-    """Devices held until :meth:`release`, the end of a ``with`` block, or the end of the process."""
+    """Leased devices, until :meth:`release`, the end of a ``with`` block, or the end of the process."""
 
     def __init__(self, names: dict[str, list[str]], locks: list[filelock.BaseFileLock]) -> None:
         self.names = names
-        """Names of the devices held, by kind."""
+        """Names of the leased devices, by kind."""
         self._locks = locks
 
     def release(self) -> None:
@@ -91,7 +91,7 @@ def folder() -> Path:
     named = os.environ.get("TRAINLOOP_LEASE_DIR")
     if named:
         return Path(named)
-    # Not gettempdir(): TMPDIR differs between two jobs on one node.
+    # Not tempfile.gettempdir(), because TMPDIR can differ between two jobs on one node.
     return Path("/tmp")
 
 
@@ -105,16 +105,16 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     timeout_s : float, optional
         Seconds to wait; with 0 the devices must be free now. Default: a day.
     where : Path, optional
-        The folder to use in place of :func:`folder`.
+        Folder to use instead of :func:`folder`.
 
     Raises
     ------
     ResourceError
-        At once if a pool is smaller than its request, or if another user created this user's folder; otherwise after
+        Immediately if a pool is smaller than its request, or if another user owns this user's folder; otherwise after
         the time-out. The error names the processes that hold the devices.
     """
     for kind, request in requests.items():
-        # At once: waiting would not help.
+        # Raised immediately, because waiting would not help.
         if request.enough > len(request.pool):
             raise ResourceError(
                 f"{request.enough} {kind}s cannot be granted: this process may use only "
@@ -134,7 +134,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
             return lease
         if time.monotonic() >= deadline:
             raise _refusal(requests, timeout_s, taken)
-        # A random delay: processes that wake at the same time would collide again.
+        # The delay is random, because processes that wake at the same time would collide again.
         wait = pause * random.uniform(0.8, 1.2)
         time.sleep(max(0.0, min(wait, deadline - time.monotonic())))
         pause = min(2 * pause, _POLL_S[1])
@@ -153,7 +153,7 @@ def _refusal(
 
 
 class _LeaseFolder:
-    """This user's folder of locked files."""
+    """This user's folder of lock files."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
@@ -168,27 +168,27 @@ class _LeaseFolder:
                 f"leases can't be stored in {str(self._where)!r}: it is a {what} of {_user(found.st_uid)}, but must be "
                 "your own folder, so that nobody else can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR."
             )
-        if stat.S_IMODE(found.st_mode) != 0o755:  # made by mkdir under the umask; others may read it, not write
+        if stat.S_IMODE(found.st_mode) != 0o755:  # mkdir applies the umask; others may read, but not write
             self._where.chmod(0o755)
 
     @contextlib.contextmanager
     def locked(self, name: str = "desk") -> Iterator[None]:
-        """Let one process of this user at a time run the block."""
-        lock = self._lock(f"{name}.lock", mode=0o600, timeout_s=_DESK_S)
+        """Return a context that only one process of this user can be in at a time."""
+        lock = self._lock(f"{name}.lock", mode=0o600, timeout_s=_LOCK_TIMEOUT_S)
         if lock is None:
             raise ResourceError(
-                f"the leases in {str(self._where)!r} were locked for {_DESK_S:g} s by "
+                f"the leases in {str(self._where)!r} were locked for {_LOCK_TIMEOUT_S:g} s by "
                 f"{_holder(self._where / f'{name}.lock') or _UNKNOWN}. A lock is normally held only for a moment. End "
                 "that process, or set TRAINLOOP_LEASE_DIR to another folder."
             )
         try:
-            self._sign(f"{name}.lock")
+            self._write_holder(f"{name}.lock")
             yield
         finally:
             lock.release()
 
     def take(self, requests: Mapping[str, Request]) -> tuple[Lease | None, dict[str, dict[str, str]]]:
-        """Lease all requested devices or none; return also the names and the holders of those that others hold."""
+        """Lease all requested devices or none. Also return the holder of each unavailable device, by kind and name."""
         locks: list[filelock.BaseFileLock] = []
         names: dict[str, list[str]] = {}
         taken: dict[str, dict[str, str]] = {}
@@ -197,9 +197,9 @@ class _LeaseFolder:
             for name in request.pool:
                 if len(names[kind]) == request.number:
                     break
-                lock = self._lock(_held(name))
+                lock = self._lock(_lock_name(name))
                 if lock is None:
-                    taken[kind][name] = _holder(self._where / _held(name)) or _UNKNOWN
+                    taken[kind][name] = _holder(self._where / _lock_name(name)) or _UNKNOWN
                 elif holder := next(filter(None, map(_holder, self._of_others(name))), None):
                     lock.release()
                     taken[kind][name] = holder
@@ -209,45 +209,48 @@ class _LeaseFolder:
         lease = Lease(names, locks)
         if all(len(names[kind]) >= request.enough for kind, request in requests.items()):
             for name in (name for of_kind in names.values() for name in of_kind):
-                self._sign(_held(name))
+                self._write_holder(_lock_name(name))
             return lease, taken
         lease.release()
         return None, taken
 
     def _lock(self, name: str, *, mode: int = 0o644, timeout_s: float = 0) -> filelock.BaseFileLock | None:
-        """Return the lock of a file, or None if it was not free in time. Other users may only read the file."""
+        """Lock a file and return the lock; None if it was not free in time. Other users may only read the file."""
         import filelock
 
-        lock = filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)  # may end in another thread
+        lock = filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)  # any thread may release it
         try:
             lock.acquire(timeout=timeout_s, poll_interval=0.005)
         except filelock.Timeout:
             return None
         return lock
 
-    def _sign(self, name: str) -> None:
-        """Write a line about this process into a file that it has locked."""
+    def _write_holder(self, name: str) -> None:
+        """Write a line about this process into a file that the process has locked."""
         command = " ".join(sys.orig_argv)
         short = command if len(command) <= 80 else f"{command[:77]}..."
-        with contextlib.suppress(OSError):  # a full disk: errors do not name the holder
+        with contextlib.suppress(OSError):  # on a full disk, errors do not name the holder
             (self._where / name).write_text(f"process {os.getpid()} of {_user(user_id())} ({short})", encoding="utf-8")
 
     def _of_others(self, device: str) -> Iterator[Path]:
-        """Yield a device's file in the folder of each other user, if that user really owns the folder."""
+        """Yield the path of a device's lock in the folder of each other user, if that user owns the folder."""
         for path in self._base.glob(f"{_FOLDER}*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(path)
-                own = path == self._where or path.name != f"{_FOLDER}{found.st_uid}"
-                if not own and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o022:
-                    yield path / _held(device)
+                skip = path == self._where or path.name != f"{_FOLDER}{found.st_uid}"
+                if not skip and stat.S_ISDIR(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o022:
+                    yield path / _lock_name(device)
 
 
-def _held(device: str) -> str:
+def _lock_name(device: str) -> str:
     return f"held-{re.sub(r'[^A-Za-z0-9_.-]', '_', device)}.lock"
 
 
 def _holder(path: Path) -> str | None:
-    """Return a line about the process that has locked a file, None if no process has. Follow no link, write nothing."""
+    """Return a line about the process that has locked a file; None if it is not locked.
+
+    Links are not followed, and nothing is written.
+    """
     if fcntl is None:
         return None
     try:
@@ -255,11 +258,11 @@ def _holder(path: Path) -> str | None:
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a shared lock, so that two processes may look at once
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two processes can check at once
     except OSError:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return None
-        # Another user may have written it: nothing that a terminal obeys.
+        # Another user may have written the text, so control characters are removed.
         text = os.read(fd, 200).decode(errors="replace")
         return "".join(c if c.isprintable() else "?" for c in text) or _UNKNOWN
     finally:
@@ -273,9 +276,9 @@ def _user(uid: int | None) -> str:
 
 @contextlib.contextmanager
 def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
-    """Let only one process of this user run the block at a time, for a choice that takes several steps.
+    """Return a context that only one process of this user can be in at a time, for a choice that takes several steps.
 
-    If there is no folder for locks, or after waiting for a minute, the block runs anyway.
+    If there is no folder for locks, or the lock is not free within a minute, the block runs without the lock.
     """
     if fcntl is None:
         yield

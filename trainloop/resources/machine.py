@@ -1,7 +1,7 @@
-"""Read which part of the machine this process may use: affinity, cgroups, Slurm, memory, visible GPUs.
+"""Determine the resources that this process may use, from the affinity, cgroups, Slurm, memory and visible GPUs.
 
-Inside a container ``os.cpu_count`` returns the CPUs of the host, and inside a job step those of the node. Therefore all
-limits are read, and the lowest applies. The limit of a cgroup applies to its descendants, so every ancestor is read.
+Inside a container, ``os.cpu_count`` returns the CPUs of the host, and inside a job step those of the node. Therefore
+all limits are read, and the lowest applies. A cgroup's limit applies to its descendants, so every ancestor is read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def available(
     Returns
     -------
     Resources
-        The lowest of all limits, at least 1 CPU; ``print`` it to see which limit applies.
+        For each resource, the lowest of all limits, and at least 1 CPU. ``print`` it to see which limits apply.
 
     Notes
     -----
@@ -63,11 +63,11 @@ def available(
     cpus: list[Limit] = []
     if cpu_count is not None:
         cpus.append(Limit(cpu_count, "the machine (cpu_count)"))
-    # Given figures replace the machine, in tests and plans, so nothing else is read.
+    # If cpu_count or affinity is passed, it replaces the machine's values.
     elif affinity is None:
         cpus.append(Limit(os.cpu_count() or 1, "the machine (os.cpu_count)"))
-        if own := platform.affinity():
-            cpus.append(Limit(len(own), "the affinity mask"))
+        if mask := platform.affinity():
+            cpus.append(Limit(len(mask), "the affinity mask"))
     if affinity is not None:
         allowed = affinity if isinstance(affinity, int) else len(set(affinity))
         cpus.append(Limit(allowed, "the affinity mask (affinity)"))
@@ -95,7 +95,7 @@ def available(
 
 
 def _positive(text: str | None) -> int | None:
-    """Return ``text`` as a positive int; None for anything else, which counts as not set."""
+    """Return ``text`` as a positive int; None for any other text, which is ignored."""
     if text is None or re.fullmatch(r"[0-9]{1,18}", text.strip()) is None:
         return None
     return int(text) or None
@@ -108,16 +108,16 @@ def _physical_memory() -> int:
 
 
 def _visible_gpus() -> int:
-    # torch takes seconds to import, and would give the same result.
-    if visible_devices() == [] or ("torch" not in sys.modules and not _driver_is_there()):
+    # If there is no driver, torch is not imported: the import takes seconds, and the result would be 0.
+    if visible_devices() == [] or ("torch" not in sys.modules and not _may_have_gpu()):
         return 0
     import torch
 
     return torch.cuda.device_count()
 
 
-def _driver_is_there() -> bool:
-    """Return True if torch could find a GPU: CUDA calls this library of the driver, ROCm opens this device."""
+def _may_have_gpu() -> bool:
+    """Return False if torch can't find a GPU, because the driver's library (CUDA) or device (ROCm) is missing."""
     if not sys.platform.startswith("linux") or os.path.exists("/dev/kfd"):
         return True
     try:
@@ -133,13 +133,13 @@ def _gpu_source(environ: Mapping[str, str]) -> str:
 
 
 class _Cgroups:
-    """Limits of the process's own cgroup and all its ancestors, of both cgroup versions."""
+    """Limits of the process's cgroup and of all its ancestors, in both versions of cgroups."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        # Controllers of version 1 by name, and '' for version 2: the path of the process's group.
+        # Path of the process's group, by controller (version 1) or '' (version 2).
         self._groups: dict[str, PurePosixPath] = {}
-        # If it can't be read, only the mounts are known.
+        # If the file can't be read, the process's group is assumed to be the root.
         listing = _read(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
         for line in listing.splitlines():
             _, _, rest = line.partition(":")
@@ -152,7 +152,7 @@ class _Cgroups:
             yield from _limit(folder / "cpu.max", _cpus_of_quota)
             yield from _limit(folder / "cpuset.cpus.effective", _cpus_of_set)
         for folder in self._folders("cpu"):
-            # Version 1 splits over two files what version 2 writes in one.
+            # Version 1 has two files for the two numbers that version 2 has in one.
             period = _read(folder / "cpu.cfs_period_us") or ""
             yield from _limit(folder / "cpu.cfs_quota_us", _cpus_of_quota, after=f" {period}")
         for folder in self._folders("cpuset"):
@@ -165,14 +165,14 @@ class _Cgroups:
             yield from _limit(folder / "memory.limit_in_bytes", _bytes_of_v1)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """Yield the group's folder, its parent's, and so on up to the mount; ``controller`` is '' in version 2."""
+        """Yield the folder of the group and of each ancestor up to the mount. ``controller`` is '' in version 2."""
         if controller not in self._groups:
             return
         path = self._groups[controller].parts[1:]
-        if ".." in path:  # The process is outside its cgroup namespace: only the mount can be read.
+        if ".." in path:  # The process is outside its cgroup namespace, so only the mount can be read.
             path = ()
         for mount in self._mounts(controller):
-            # In a container the path may be the host's, of which only the last parts are mounted here.
+            # In a container, the path may be the host's, and only its last parts exist below the mount.
             inside = next((path[i:] for i in range(len(path)) if mount.joinpath(*path[i:]).is_dir()), ())
             for depth in range(len(inside), -1, -1):
                 yield mount.joinpath(*inside[:depth])
@@ -190,7 +190,7 @@ def _read(path: Path) -> str | None:
 
 
 def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
-    """Yield the file's limit; nothing if it is missing, unlimited or malformed."""
+    """Yield the limit in a file; nothing if the file is missing or malformed, or contains no limit."""
     text = _read(path)
     if text is None:
         return
@@ -201,7 +201,7 @@ def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> I
 
 
 def _cpus_of_quota(text: str) -> int | None:
-    """Return the CPUs of ``quota period`` in microseconds, rounded up: half a CPU still needs one to run on."""
+    """Return the number of CPUs for a text ``quota period`` (microseconds), rounded up to whole CPUs."""
     match = re.fullmatch(r"\s*([0-9]{1,18})\s+([0-9]{1,18})\s*", text)
     if match is None or int(match[1]) == 0 or int(match[2]) == 0:
         return None
@@ -209,7 +209,7 @@ def _cpus_of_quota(text: str) -> int | None:
 
 
 def _cpus_of_set(text: str) -> int | None:
-    """Return the number of CPUs in a list such as ``0-3,8``; an empty list means the parent's."""
+    """Return the number of CPUs in a list such as ``0-3,8``; None for an empty list, which means the parent's CPUs."""
     if re.fullmatch(r"\s*[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*\s*", text) is None:
         return None
     cpus: set[int] = set()
@@ -221,5 +221,5 @@ def _cpus_of_set(text: str) -> int | None:
 
 def _bytes_of_v1(text: str) -> int | None:
     value = _positive(text)
-    # Version 1 writes 'no limit' as the largest multiple of a page.
+    # In version 1, 'no limit' is the largest multiple of the page size.
     return None if value is None or value >= 2**62 else value

@@ -1,8 +1,8 @@
-"""Nested quotas: how many trials and folds run at once, with which resources, and on which devices.
+"""Compute the numbers of trials and folds that run at once, their resources, and their devices.
 
-This module only computes. The levels are run > trial (one bagged model, or one model) > fold (one model). In
-AutoGluon's terms, ``total`` is ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit:
-...}``, and ``per_model`` is ``ag_args_fit``.
+The levels are run > trial (a bag of models, or one model) > fold (one model). In AutoGluon's terms, ``total`` is
+``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}``, and ``per_model`` is
+``ag_args_fit``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ __all__ = ["Plan", "hold", "place", "plan"]
 
 _NAMES = ("num_cpus", "num_gpus", "memory")
 _UNBOUNDED = 10**9
-_SEARCHED = 16  # largest number of unequal fractions for which all assignments are tried
+_MAX_SEARCHED = 16  # largest number of unequal fractions for which all assignments are tried
 
 
 Figures = dict[str, Fraction]
-"""A quota in exact figures, by the names of ``ResourceQuota``; those that are not given, or not limited, are absent."""
+"""A quota as exact numbers, by the names in ``ResourceQuota``. Resources that are not limited are absent."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """Numbers of trials and folds that run at once, and their quotas.
 
-    The models that run at once never use more than is reserved for their trials (``cpus_used <= cpus_granted``), and
-    the trials never reserve more than ``total``. The same holds for GPUs.
+    The models that run at once never use more CPUs than are reserved for their trials (``cpus_used <= cpus_granted``),
+    and the trials never reserve more than ``total``. The same is true for GPUs.
     """
 
     total: ResourceQuota
@@ -91,7 +91,7 @@ class Plan:
     def waves(self) -> int:
         """Number of rounds (waves) of models: the rounds of trials, times the rounds of folds in a trial.
 
-        ``tune`` may need fewer rounds, because it gives the slot of a finished trial to the folds of the next one.
+        ``tune`` may need fewer rounds, because folds of the next trial use the free slots of a trial.
         """
         trials = math.ceil(self.num_trials / self.trials_in_parallel)
         return trials * math.ceil(self.num_folds / self.folds_in_parallel)
@@ -123,7 +123,7 @@ def plan(
     per_model: ResourceQuota | None = None,
     parallel_folds: bool = True,
 ) -> Plan:
-    """Divide a run's resources over its trials and their folds.
+    """Divide the resources of a run among its trials and their folds.
 
     Parameters
     ----------
@@ -133,7 +133,8 @@ def plan(
     num_trials : int
         Number of trials, 1 or more.
     num_bag_folds : int
-        Folds of each trial. 0 and 1 mean one model without bagging; ``per_bag`` is then ignored, with a warning.
+        Number of folds of each trial. 0 and 1 mean one model without bagging; ``per_bag`` is then ignored, with a
+        warning.
     per_bag, per_model : ResourceQuota, optional
         Quota of one trial, and of one model. ``'auto'`` values are computed.
     parallel_folds : bool
@@ -142,7 +143,7 @@ def plan(
     Raises
     ------
     ResourceError
-        If a value is invalid, or exceeds the value given at the nearest level above it.
+        If a value is invalid, or exceeds the value that was given at the next higher level.
 
     Examples
     --------
@@ -165,19 +166,21 @@ def plan(
     model = _figures("per_model", per_model)
     _check_nesting(whole, bag, model)
     if isinstance(total, Resources) and "memory" not in bag | model:
-        del whole["memory"]  # The machine's memory is no request to divide it.
+        del whole["memory"]  # Memory is divided only on request.
 
-    # Folds come first, then trials: the sooner a trial is done, the sooner the searcher learns from it.
+    # Folds have priority over trials, because the searcher learns from a trial only once it is done.
     need = {"num_cpus": Fraction(1), **model}
     folds = _fitting(wanted, whole | bag, need)
     trials = _fitting(num_trials, whole, _times(need, folds) | bag)
     while True:
         bag_quota = _least(_divided(whole, trials), _times(model, wanted)) | bag
         folds = _fitting(wanted, bag_quota, need)
-        # Equal within the bag; a bag's part may span devices (2 GPUs over 3 trials), a model's must not.
+        # All models of a bag get the same number of GPUs. A bag may span devices (2 GPUs for 3 trials), a model may
+        # not.
         gpus = min(_equal_part(bag_quota["num_gpus"], folds), _equal_part(whole["num_gpus"], trials * folds))
         model_quota = _divided(bag_quota, folds) | {"num_gpus": gpus} | model
-        # A bag of 1.6 GPUs holds two models of 0.6, and 5 GPUs hold three such bags, but not six such models.
+        # Bags may fit while their models don't. For example, a bag of 1.6 GPUs has room for two models of 0.6 GPUs, and
+        # 5 GPUs have room for three such bags, but not for six such models.
         if trials * folds <= hold(whole["num_gpus"], model_quota["num_gpus"]):
             break
         trials -= 1
@@ -195,7 +198,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """Return how many requests of size ``gpus`` fit into ``total_gpus``; a fraction is never split across devices.
+    """Return the number of requests of ``gpus`` GPUs that fit into ``total_gpus``. No fraction is split over devices.
 
     Examples
     --------
@@ -210,7 +213,7 @@ def hold(total_gpus: Fraction, gpus: Fraction) -> int:
     return devices * (1 // gpus) + rest // gpus
 
 
-# -- the rules, in their order -------------------------------------------------------------------------------------
+# -- the rules that plan applies -----------------------------------------------------------------------------------
 
 
 def _figures(level: str, quota: ResourceQuota | None) -> Figures:
@@ -238,7 +241,7 @@ def _total(total: ResourceQuota | Resources) -> Figures:
 
 
 def _check_nesting(total: Figures, bag: Figures, model: Figures) -> None:
-    """Check that every given value is within the nearest given one of a higher level."""
+    """Raise ResourceError if a given value exceeds the value that was given at the next higher level."""
     for what in _NAMES:
         above, parent = total.get(what), "total"
         for level, figure in (("per_bag", bag.get(what)), ("per_model", model.get(what))):
@@ -254,7 +257,7 @@ def _check_nesting(total: Figures, bag: Figures, model: Figures) -> None:
 
 
 def _fitting(wanted: int, parent: Figures, need: Figures) -> int:
-    """Return how many times ``need`` fits into the parent's resources, up to ``wanted``."""
+    """Return how often ``need`` fits into the parent's resources, at most ``wanted``."""
     found = wanted
     for name in parent.keys() & need.keys():
         if name == "num_gpus":
@@ -270,12 +273,12 @@ def _times(figures: Figures, number: int) -> Figures:
 
 
 def _divided(figures: Figures, number: int) -> Figures:
-    """Return an equal part of each figure; CPUs and bytes stay whole."""
+    """Divide each figure by a number. CPUs and bytes are rounded down to integers."""
     return {name: f / number if name == "num_gpus" else Fraction(f // number) for name, f in figures.items()}
 
 
 def _least(one: Figures, other: Figures) -> Figures:
-    """Return the figures of ``one``, lowered to those of the other."""
+    """Return the smaller figure for each name in ``one``."""
     return {name: min(figure, other.get(name, figure)) for name, figure in one.items()}
 
 
@@ -295,20 +298,20 @@ def _quota(figures: Figures) -> ResourceQuota:
 
 
 def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
-    """Return the devices of each request: a fraction uses part of one device, a whole number uses that many devices.
+    """Return the devices of each request. A fraction uses part of one device; a whole number uses that many devices.
 
     Parameters
     ----------
     fractions : sequence of number
-        GPUs of each request: 0, a fraction up to 1, or a whole number.
+        Number of GPUs of each request: 0, a fraction up to 1, or a whole number.
     num_gpus : int
         Number of devices.
 
     Returns
     -------
     list of list of int
-        Indices of the devices, in the order of the requests; an empty list for a request of 0. As few devices as
-        possible are used, with the lowest indices. The same input always gives the same result.
+        Indices of the devices of each request, in order; an empty list for a request of 0. As few devices as possible
+        are used, with the lowest indices. The same input always gives the same result.
 
     Raises
     ------
@@ -318,8 +321,8 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     Notes
     -----
     This is bin packing. For up to 16 requests, and for any number of equal requests, an assignment is found if one
-    exists. If there are more requests, they are placed by first fit, largest first, which can use more devices than
-    necessary.
+    exists. If there are more requests, each is placed on the first device with enough room, the largest first. This can
+    use more devices than necessary.
 
     Examples
     --------
@@ -330,13 +333,13 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     requests = [exact(fraction) for fraction in fractions]
     for fraction in fractions:
         check_one_model("place: num_gpus", fraction)
-    # Integers from here on: a device has `full` units, of which each request needs some on one or several devices.
+    # All sizes are now integers. A device has `full` units, and each request needs units of one or several devices.
     full = math.lcm(*(request.denominator for request in requests))
     sizes = [int(request * full) for request in requests]
     needs = [[full] * (size // full) if size >= full else [size] * (size > 0) for size in sizes]
     flat = [size for parts in needs for size in parts]
     fractional = [size for size in flat if size < full]
-    if len(set(fractional)) > 1 and len(fractional) <= _SEARCHED:
+    if len(set(fractional)) > 1 and len(fractional) <= _MAX_SEARCHED:
         for num_devices in range(-(-sum(flat) // full), num_gpus + 1):
             if _fits([full] * num_devices, flat):
                 return _lowest(needs, num_devices, full)
@@ -353,7 +356,7 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
 
 
 def _first_fit(needs: list[list[int]], full: int, *, largest_first: bool) -> list[list[int]]:
-    """Return, in the order of the input, the first device with room for each part of each request."""
+    """Place each part of each request on the first device with room, and return the devices of each request."""
     room: list[int] = []
     placed: list[list[int]] = [[] for _ in needs]
     for position in sorted(range(len(needs)), key=lambda position: -sum(needs[position]) if largest_first else 0):
@@ -367,7 +370,7 @@ def _first_fit(needs: list[list[int]], full: int, *, largest_first: bool) -> lis
 
 
 def _lowest(needs: list[list[int]], num_devices: int, full: int) -> list[list[int]]:
-    """Return the assignment with the lowest indices, in the order of the input; one must exist."""
+    """Return the assignment with the lowest indices, in the order of the requests. An assignment must exist."""
     room = [full] * num_devices
     later = [part for parts in needs for part in parts]
     placed: list[list[int]] = []
@@ -385,17 +388,17 @@ def _lowest(needs: list[list[int]], num_devices: int, full: int) -> list[list[in
 
 
 def _fits(room: Sequence[int], parts: Sequence[int]) -> bool:
-    """Return True if the parts can be distributed over devices with this room: a search, the largest part first."""
+    """Return True if the parts fit on devices with this room. All assignments are tried, the largest part first."""
     parts = sorted(parts, reverse=True)
     failed: set[tuple[int, tuple[int, ...]]] = set()
 
     def search(i: int, room: tuple[int, ...]) -> bool:
         if i == len(parts):
             return True
-        # Room that is too small for the smallest part is wasted.
+        # Room that is too small for the smallest part can't be used.
         if sum(left for left in room if left >= parts[-1]) < sum(parts[i:]) or (i, room) in failed:
             return False
-        for left in sorted({left for left in room if left >= parts[i]}):  # the tightest first; equal ones are one case
+        for left in sorted({left for left in room if left >= parts[i]}):  # least room first; equal rooms once
             j = room.index(left)
             if search(i + 1, tuple(sorted((*room[:j], left - parts[i], *room[j + 1 :])))):
                 return True

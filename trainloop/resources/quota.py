@@ -1,7 +1,7 @@
-"""The resources of a machine, and a run's quota of them, as plain values.
+"""The resources of a machine, and the quota of a run, as plain values.
 
 GPUs are counted exactly, because floats would give wrong results: ``1 // 0.1`` is 9, but ten models with 0.1 GPUs each
-fit on one GPU. :func:`exact` converts a float to the fraction that it means, and all arithmetic here uses fractions.
+fit on one GPU. :func:`exact` converts a float to the intended fraction, and all arithmetic here uses fractions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Limit(NamedTuple):
     value: int
     """Number of CPUs, GPUs or bytes."""
     source: str
-    """File, variable or call that it was read from."""
+    """File, variable or call that the limit was read from."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class ResourceQuota:
     Parameters
     ----------
     num_cpus : int or 'auto'
-        CPUs, 1 or more, for all processes of the run together, including ``DataLoader`` workers.
+        Number of CPUs, 1 or more, for all processes of the run together, including ``DataLoader`` workers.
     num_gpus : number or 'auto'
-        GPUs, 0 or more; for one model, a fraction of one device or a whole number.
+        Number of GPUs, 0 or more. For one model, a fraction of one device or a whole number.
     memory : int, str or 'auto'
-        Bytes, or a string such as ``'512MiB'`` or ``'1.5GB'``; stored as bytes.
+        Number of bytes, or a string such as ``'512MiB'`` or ``'1.5GB'``; stored as bytes.
 
     Raises
     ------
@@ -112,20 +112,19 @@ class ResourceQuota:
 
     def filled(self, other: ResourceQuota) -> ResourceQuota:
         """Return this quota, with the values of ``other`` in place of ``'auto'``."""
-        own, theirs = astuple(self), astuple(other)
-        return ResourceQuota(*(b if a == "auto" else a for a, b in zip(own, theirs)))
+        return ResourceQuota(*(b if a == "auto" else a for a, b in zip(astuple(self), astuple(other))))
 
 
 ResourceQuota.__init__ = refuses_unknown(ResourceQuota.__init__)  # type: ignore[method-assign]
 
 
 def exact(num_gpus: object) -> Fraction:
-    """Return the exact number of GPUs that a float means.
+    """Return the intended number of GPUs as an exact fraction.
 
     Parameters
     ----------
     num_gpus : number
-        Finite, 0 or more.
+        A finite number, 0 or more.
 
     Returns
     -------
@@ -135,7 +134,7 @@ def exact(num_gpus: object) -> Fraction:
     Raises
     ------
     ResourceError
-        If it is negative, not finite, or not a number.
+        If ``num_gpus`` is negative, not finite, or not a number.
     """
     if isinstance(num_gpus, Real) and not isinstance(num_gpus, bool):
         if isinstance(num_gpus, Rational):
@@ -144,10 +143,11 @@ def exact(num_gpus: object) -> Fraction:
                 return meant
         elif math.isfinite(value := float(num_gpus)) and value >= 0:
             simple = Fraction(value).limit_denominator(1024)
-            # Fractions with such denominators are 1e-6 apart; a single-precision float is within 3e-8 of its meaning.
+            # Fractions with denominators up to 1024 are 1e-6 apart. A single-precision float is within 3e-8 of the
+            # intended one.
             if abs(simple - Fraction(value)) <= Fraction(1, 10**7) and (simple or not value):
                 return simple
-            return Fraction(repr(value))  # the decimal as written
+            return Fraction(repr(value))  # the decimal number as written
     raise ResourceError(
         f"num_gpus={num_gpus!r}: must be a finite number of 0 or more (0.5 is half of one GPU, 2 are two GPUs), "
         "or 'auto' for all visible ones."
@@ -155,7 +155,7 @@ def exact(num_gpus: object) -> Fraction:
 
 
 def check_one_model(name: str, num_gpus: object) -> None:
-    """Raise an error for a number of GPUs that one model can't use, such as 1.5; ``'auto'`` is accepted."""
+    """Raise ResourceError if one model can't use this number of GPUs, such as 1.5. ``'auto'`` is accepted."""
     if num_gpus == "auto":
         return
     gpus = exact(num_gpus)
@@ -167,7 +167,7 @@ def check_one_model(name: str, num_gpus: object) -> None:
 
 
 def as_number(fraction: Fraction) -> float:
-    """Return an int if the fraction is whole, else the nearest float; :func:`exact` inverts it."""
+    """Return an int if the fraction is whole, otherwise the nearest float. :func:`exact` is the inverse."""
     return int(fraction) if fraction.denominator == 1 else float(fraction)
 
 
@@ -177,7 +177,7 @@ def as_text(figure: int | Fraction) -> str:
 
 
 def checked_count(name: str, value: object, least: int, also: str = "") -> int:
-    """Return ``value`` as an int; raise an error unless it is an int (not a bool) of at least ``least``."""
+    """Return ``value`` as an int. Raise ResourceError unless it is an int (not a bool) of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ResourceError(f"{name}={value!r}: must be an int of {least} or more{also}.")
     return int(value)
@@ -189,13 +189,13 @@ def parse_memory(memory: object) -> int:
     Parameters
     ----------
     memory : number or str
-        Bytes, or a number with a unit: ``B``, ``kB`` to ``PB`` (powers of 1000), ``KiB`` to ``PiB`` (of 1024), in any
-        case.
+        Number of bytes, or a number with a unit: ``B``, ``kB`` to ``PB`` (powers of 1000), or ``KiB`` to ``PiB``
+        (powers of 1024). The case of the unit is ignored.
 
     Raises
     ------
     ResourceError
-        If it is less than a byte, not finite, not a number, or has an unknown unit.
+        If ``memory`` is less than one byte, not finite, not a number, or has an unknown unit.
     """
     size: Fraction | None = None
     if isinstance(memory, str):
@@ -213,7 +213,7 @@ def parse_memory(memory: object) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Return ``size`` as text, in the largest binary unit in which it is 1 or more."""
+    """Return ``size`` as text, in the largest binary unit for which the number is 1 or more."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024:

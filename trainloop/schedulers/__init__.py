@@ -1,4 +1,4 @@
-"""Learning rate schedules as callbacks: warm-ups. ``callbacks.LRScheduler`` takes any torch scheduler."""
+"""Learning rate schedules with a warm-up, as callbacks. ``callbacks.LRScheduler`` accepts any torch scheduler."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Schedules that start with a linear warm-up, from 0 to the optimizer's learning rate.
 
-The curves equal those of Hugging Face Transformers' ``get_*_schedule_with_warmup`` functions. All schedules count
-optimizer steps.
+The curves are the same as those of Hugging Face Transformers' ``get_*_schedule_with_warmup`` functions. All schedules
+count optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class _WarmupScheduler(LRScheduler):
-    """A warm-up, followed by a curve over the rest of the training."""
+    """Base of schedules with a warm-up, followed by a curve over the rest of the training."""
 
     def __init__(
         self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
@@ -38,7 +38,7 @@ class _WarmupScheduler(LRScheduler):
         self.num_warmup_steps = num_warmup_steps
         self.num_training_steps = num_training_steps
         self._curve = curve
-        # The curve's length is unknown until the loop is known.
+        # The default length of the curve is unknown before registration.
         lr_lambda = partial(_factor, curve, num_warmup_steps, num_training_steps or 0)
         super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
 
@@ -50,10 +50,10 @@ class _WarmupScheduler(LRScheduler):
                     f"{type(self).__name__}: num_training_steps=None, but train_loader has no length to compute it "
                     "from. Pass num_training_steps."
                 )
-            # A training shorter than its warm-up ends in the middle of it.
+            # If the training is shorter than the warm-up, it ends during the warm-up.
             lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
-            if self.scheduler is not None:  # from an earlier fit, at the end of a shorter curve
+            if self.scheduler is not None:  # an earlier fit created it, with a shorter curve
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
                 for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
                     group["lr"] = rate * lr_lambda(self.scheduler.last_epoch)
@@ -64,14 +64,14 @@ class _WarmupScheduler(LRScheduler):
 
 
 class ConstantWithWarmupScheduler(_WarmupScheduler):
-    """Linear warm-up, then the optimizer's learning rate unchanged.
+    """Linear warm-up, then a constant learning rate.
 
     Parameters
     ----------
     num_warmup_steps : int
         Number of optimizer steps in which the rate rises from 0 to its full value.
     last_epoch : int
-        Number of steps already done; -1 if there are none. Passed to ``LambdaLR``.
+        Number of steps already done; -1 if no step has been done. Passed to ``LambdaLR``.
     **kwargs
         Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
 
@@ -84,7 +84,7 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
         super().__init__(_constant, num_warmup_steps, num_warmup_steps, last_epoch, **kwargs)
 
     def _length(self) -> None:
-        """Return None: the schedule is for any number of steps."""
+        """Return None, because the schedule has no end."""
 
 
 class LinearWithWarmupScheduler(_WarmupScheduler):
@@ -174,8 +174,8 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         super().__init__(curve, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
-# Factors are module-level functions under functools.partial, not closures: they can be pickled, and a resumed run uses
-# its own arguments. (LambdaLR would load attributes of callable objects from the checkpoint.)
+# Factors are partial objects of module-level functions, because closures can't be pickled. A resumed run uses its own
+# arguments. (LambdaLR would load the attributes of other callable objects from the checkpoint.)
 
 
 def _factor(curve: Any, num_warmup_steps: int, num_training_steps: int, step: int) -> float:

@@ -1,4 +1,4 @@
-"""Columns of a table: learn their kinds in training, and clean them for training and prediction."""
+"""Find the kinds of a table's columns in training, and clean the columns for training and prediction."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _PICTURE = r"(?i).\.(png|jpe?g|bmp|gif|webp|tiff?)$"
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
 _ROW_NUMBER = r"(?i)(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$"
 _PARTS = ("year", "month", "day", "day_of_week", "seconds")
-_SAMPLE = 20_000  # rows that are read to find a column's kind
-_LARGEST = 1e38  # forests compute in single precision, and squares must not overflow
+_SAMPLE = 20_000  # maximum number of rows that are read to find a column's kind
+_LARGEST = 1e38  # maximum absolute value of a number, because forests compute in single precision
 _FEW = 20  # with fewer rows, no column is treated as an identifier
 
 
 def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
-    """Read a DataFrame, or the CSV or Parquet file at a path. Column names become text and must be unique."""
+    """Return a DataFrame, or read a CSV or Parquet file. Column names are converted to strings, and must be unique."""
     if isinstance(data, (str, os.PathLike)):
         path = os.fspath(data)
         try:
@@ -61,16 +61,19 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are used, each with its kind, and those that are dropped."""
+    """The columns of a table that are used, with their kinds, and the columns that are dropped."""
 
     kinds: Mapping[str, Kind]
-    """Kind of each column that is used, in the table's order."""
+    """Kind of each column that is used, in the order of the table."""
     dropped: Mapping[str, str]
-    """Reason for each column that is dropped."""
+    """Reason for dropping, by column."""
 
     @classmethod
     def learn(cls, frame: pd.DataFrame) -> Columns:
-        """Find the kinds of a table's columns; raise if none is usable, or one holds lists, arrays or mappings."""
+        """Find the kinds of a table's columns.
+
+        Raise ConfigurationError if no column is usable, or if a column contains lists, arrays or mappings.
+        """
         kinds: dict[str, Kind] = {}
         dropped: dict[str, str] = {}
         for name, series in frame.items():
@@ -97,14 +100,14 @@ class Columns:
         return Columns({name: kind for name, kind in self.kinds.items() if kind in kinds}, {})
 
     def of(self, kind: Kind) -> list[str]:
-        """Return their names in the cleaned table, in which a date is several numbers and a boolean is one."""
+        """Return the names of this kind's columns in the cleaned table, in which dates and booleans are numbers."""
         if kind != "number":
             return list(self.only([kind]).kinds)
         numbers = self.only(["number", "boolean", "date"]).kinds.items()
         return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
 
     def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
-        """Return the used columns, as floats or text. Missing values are NaN, or ``''`` in text."""
+        """Return the used columns as floats or text. Missing values are NaN, or ``''`` in text."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
                 f"{what} lacks these columns of the training data: {_listed(missing)}. It has: "
@@ -134,7 +137,7 @@ def _listed(names: Iterable[object], most: int = 12) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-# -- what a column is ------------------------------------------------------------------------------------------------
+# -- kinds of columns ------------------------------------------------------------------------------------------------
 
 
 def _kind_of(series: pd.Series) -> Kind:
@@ -159,14 +162,14 @@ def _kind_of(series: pd.Series) -> Kind:
 
 
 def _identifies_rows(name: str, series: pd.Series, kind: Kind, distinct: int) -> bool:
-    """Return True if the column is an identifier; for numbers that all differ, the column's name decides."""
+    """Return True if the column identifies rows. For a column of numbers, its name decides."""
     if not distinct == len(series) >= _FEW:
         return False
     numbered = kind == "number" and re.search(_ROW_NUMBER, name) is not None
     return kind == "category" or (numbered and bool((_numbers(series, "") % 1 == 0).all()))
 
 
-# -- cleaned ---------------------------------------------------------------------------------------------------------
+# -- cleaning --------------------------------------------------------------------------------------------------------
 
 
 def _numbers(series: pd.Series, what: str) -> Rows:
@@ -175,10 +178,10 @@ def _numbers(series: pd.Series, what: str) -> Rows:
     if types.infer_dtype(series, skipna=True).startswith("timedelta"):
         series = pd.to_timedelta(series).dt.total_seconds()
     values = pd.to_numeric(series, errors="coerce")
-    lost = values.isna() & series.notna()
-    if lost.any():
+    invalid = values.isna() & series.notna()
+    if invalid.any():
         raise ConfigurationError(
-            f"column {str(series.name)!r} of {what} has {series[lost].iloc[0]!r}, but had numbers in training. "
+            f"column {str(series.name)!r} of {what} has {series[invalid].iloc[0]!r}, but had numbers in training. "
             "Use numbers, or None for missing values."
         )
     numbers = values.to_numpy(dtype=float, na_value=np.nan)
@@ -189,14 +192,14 @@ def _as_dates(series: pd.Series) -> pd.Series:
     series = series.reset_index(drop=True)  # labels may repeat
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
-    if isinstance(series.dtype, pd.ArrowDtype):  # in nanoseconds, which pandas can't divide here
+    if isinstance(series.dtype, pd.ArrowDtype):  # pandas can't do the next steps with Arrow types
         series = series.astype(object)
     with warnings.catch_warnings():  # pandas warns if it parses values one by one
         warnings.simplefilter("ignore")
         dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
-        lost = dates.isna() & series.notna()
-        if lost.any() and series.dtype.kind not in "mM":  # in a different notation from the first row
-            dates[lost] = pd.to_datetime(series[lost], errors="coerce", utc=True, format="mixed")
+        failed = dates.isna() & series.notna()
+        if failed.any() and series.dtype.kind not in "mM":  # not in the format of the first row
+            dates[failed] = pd.to_datetime(series[failed], errors="coerce", utc=True, format="mixed")
     return dates
 
 
@@ -206,14 +209,14 @@ def _parts_of(name: object) -> list[str]:
 
 def _dates(series: pd.Series) -> dict[str, Rows]:
     dates = _as_dates(series)
-    # Nanoseconds end in 2262, and 9999-12-31 means 'never' in many tables.
+    # Microseconds, because nanoseconds end in 2262, and many tables use 9999-12-31 for 'never'.
     since = (dates.dt.as_unit("us") - pd.Timestamp(0, tz="UTC").as_unit("us")).dt.total_seconds()
     values = [*(getattr(dates.dt, part) for part in _PARTS[:-1]), since]
     return {name: np.asarray(value, dtype=float) for name, value in zip(_parts_of(series.name), values)}
 
 
 def _texts(series: pd.Series) -> Rows:
-    """Return values as strings. 3 and 3.0 are the same category, since pandas turns ints with gaps into floats."""
+    """Return the values as strings. 3 and 3.0 become the same string: pandas reads ints as floats if one is missing."""
     codes, values = pd.factorize(series)
     names = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
-    return np.array([*names, ""], dtype=object)[codes]  # code -1: missing
+    return np.array([*names, ""], dtype=object)[codes]  # a missing value has the code -1

@@ -1,4 +1,4 @@
-"""Trained models and their weighted ensemble: predictions and the leaderboard."""
+"""Trained models, and the predictions and the leaderboard of their weighted ensemble."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _NAME = "WeightedEnsemble_L2"
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model."""
+    """A trained model, with its settings and its row in the leaderboard."""
 
     settings: Mapping[str, Any]
     predictor: BaggedPredictor
-    """The model; read from disk when first used, since forests are large and networks need torch."""
+    """The model. It is read from disk on first use, because forests are large, and networks need torch."""
     row: Mapping[str, Any]
-    """Its row in the leaderboard."""
+    """Row of the model in the leaderboard."""
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """All trained models, and the weights of those in the ensemble."""
+    """All trained models, and the weights of the models that are in the ensemble."""
 
     target: Target
     metric: Scorer
@@ -45,20 +45,20 @@ class Ensemble:
 
     @classmethod
     def of(cls, task: Task, models: Mapping[str, Trained], rows: list[Rows], time_limit_s: float | None) -> Ensemble:
-        """Choose the weights by the models' predictions (``rows``) for rows that they did not train on."""
+        """Return an ensemble with the best weights. ``rows`` has each model's predictions for rows not trained on."""
         truth = task.y if task.held_out is None else task.y[task.held_out[1]]
         second = find_metric("log_loss" if task.target.classes else "rmse", task.target.problem)
         weights = ensemble_weights(rows, truth, task.metric, second, time_limit_s=time_limit_s)
         score = task.metric(truth, np.tensordot(weights, rows, axes=1))
-        weighed = {name: weight for name, weight in zip(models, weights) if weight > 0}
-        return cls(task.target, task.metric, task.columns, models, weighed, score)
+        nonzero = {name: weight for name, weight in zip(models, weights) if weight > 0}
+        return cls(task.target, task.metric, task.columns, models, nonzero, score)
 
     @property
     def names(self) -> list[str]:
         return [*self.models, _NAME]
 
     def predict(self, frame: pd.DataFrame, name: str | None = None) -> Rows:
-        """Return probabilities of the classes, or numbers, from one model or by default from the ensemble."""
+        """Return the predictions of one model (default: the ensemble): probabilities of the classes, or numbers."""
         name = _NAME if name is None else name
         if name not in self.names:
             raise ConfigurationError(f"model={name!r}: must be one of {', '.join(self.names)}.")

@@ -1,4 +1,4 @@
-"""Train a network on a table: on numbers and categories, texts or pictures; or the user's own ``TTModel``."""
+"""Train a network on a table: on numbers and categories, on texts, on pictures, or the user's own ``TTModel``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainloop.tuning import seconds_left
 
 __all__ = ["Network", "NeuralAdapter", "OwnNetwork", "PictureNetwork", "TextNetwork"]
 
-_HELD_BYTES = 2**29  # decoded pictures up to this size stay in memory
+_MAX_CACHED_BYTES = 2**29  # decoded pictures stay in memory if their total size is at most this
 _TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
 
 
@@ -43,7 +43,7 @@ class _BestWeights(EarlyStopping):
 
 
 class NeuralAdapter(Adapter):
-    """A network. Subclasses implement :meth:`build` and :meth:`inputs`.
+    """Base of adapters for networks. Subclasses implement :meth:`build` and :meth:`inputs`.
 
     The targets of a regression are standardised for training.
     """
@@ -68,9 +68,9 @@ class NeuralAdapter(Adapter):
         self._mean, self._scale = (float(y.mean()), float(y.std()) or 1.0) if self.is_regression else (0.0, 1.0)
         self.network = self.build(table)
         batch = int(params["batch_size"] or np.clip(len(table) // 16, 16, 512))
-        # A batch of one row has no variance for BatchNorm.
-        lonely = len(table) % batch == 1 and len(table) > batch
-        train = DataLoader(self._rows(table, y), batch_size=batch, shuffle=True, drop_last=lonely)
+        # A last batch of one row is dropped, because BatchNorm can't compute a variance from it.
+        drop_last = len(table) % batch == 1 and len(table) > batch
+        train = DataLoader(self._rows(table, y), batch_size=batch, shuffle=True, drop_last=drop_last)
         held_out = DataLoader(self._rows(*validation), batch_size=max(batch, 256))
         weights = [weight for weight in self.network.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=params["learning_rate"], weight_decay=params["weight_decay"])
@@ -88,16 +88,16 @@ class NeuralAdapter(Adapter):
         outputs = TrainLoop(self.network, None, progress_bar=False).predict_with_model(loader)[0]
         self.network.cpu()
         rows = torch.as_tensor(outputs).detach().cpu().double()
-        chances = rows.reshape(-1) * self._scale + self._mean if self.is_regression else rows.softmax(dim=1)
-        return chances.numpy()
+        predicted = rows.reshape(-1) * self._scale + self._mean if self.is_regression else rows.softmax(dim=1)
+        return predicted.numpy()
 
     def _rows(self, table: pd.DataFrame, y: Rows) -> Dataset[Any]:
         targets = torch.as_tensor(y)
         if self.is_regression:
             targets = ((targets.double() - self._mean) / self._scale).float().unsqueeze(1)
         inputs = self.inputs(table)
-        whole = all(isinstance(each, Tensor) for each in inputs)
-        return TensorDataset(*inputs, targets) if whole else StackDataset(*inputs, targets)  # type: ignore[arg-type]
+        loaded = all(isinstance(each, Tensor) for each in inputs)
+        return TensorDataset(*inputs, targets) if loaded else StackDataset(*inputs, targets)  # type: ignore[arg-type]
 
 
 class Layers(TTBasicModel):
@@ -119,7 +119,7 @@ class Layers(TTBasicModel):
 
 
 class Network(NeuralAdapter):
-    """The ``NN_TORCH`` network. Texts are given as TF-IDF numbers."""
+    """Adapter of the ``NN_TORCH`` network. Texts are converted to TF-IDF numbers."""
 
     defaults = {"hidden": (128, 128), "dropout": 0.1, **NeuralAdapter.defaults}
 
@@ -133,13 +133,16 @@ class Network(NeuralAdapter):
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
         x = np.asarray(self._matrix.transform(table))
-        # The network has learnt nothing about inputs far from the training rows.
+        # Values far outside the training range are clipped, because the network was not trained on such values.
         numbers = np.delete(x, self._coded, axis=1).clip(-10, 10)
         return torch.tensor(numbers, dtype=torch.float32), torch.tensor(x[:, self._coded] + 1, dtype=torch.int64)
 
 
 class OwnNetwork(NeuralAdapter):
-    """The user's ``TTModel``, made by ``make(num_inputs, num_outputs, **params)``. Its batches are ``(x, y)``."""
+    """Adapter of the user's ``TTModel``, constructed by ``make(num_inputs, num_outputs, **params)``.
+
+    Its batches are ``(x, y)``.
+    """
 
     def __init__(self, given: Given, make: Callable[..., Any]) -> None:
         super().__init__(given)
@@ -147,9 +150,9 @@ class OwnNetwork(NeuralAdapter):
 
     def build(self, table: pd.DataFrame) -> TTModel:
         self._matrix = matrix(self.given.columns, onehot=True, scale=True).fit(table)
-        own = {name: value for name, value in self.given.params.items() if name not in self.defaults}
+        params = {name: value for name, value in self.given.params.items() if name not in self.defaults}
         width = len(self._matrix.get_feature_names_out())
-        model: TTModel = self._make(width, self.given.target.num_outputs, **own)
+        model: TTModel = self._make(width, self.given.target.num_outputs, **params)
         return model
 
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor]:
@@ -157,7 +160,7 @@ class OwnNetwork(NeuralAdapter):
 
 
 class TextNetwork(NeuralAdapter):
-    """A transformers model on all text columns, joined into one text."""
+    """Adapter of a transformers model on all text columns, which are joined into one text."""
 
     network: TextModel
     defaults = {**NeuralAdapter.defaults, "learning_rate": 1e-4, "weight_decay": 1e-3, "num_epochs": 10}
@@ -173,7 +176,7 @@ class TextNetwork(NeuralAdapter):
 
 
 class PictureNetwork(NeuralAdapter):
-    """A timm or transformers model, or the module that a function of the user returns, on all picture columns."""
+    """Adapter of a timm or transformers model, or of a module from the user's function, on all picture columns."""
 
     network: PictureModel
     defaults = {**NeuralAdapter.defaults, "learning_rate": 3e-4, "num_epochs": 30, "patience": 5}
@@ -188,6 +191,6 @@ class PictureNetwork(NeuralAdapter):
     def inputs(self, table: pd.DataFrame) -> Sequence[Tensor | Dataset[Any]]:
         paths = table[self.given.columns.of("picture")].to_numpy()
         files = PictureFiles(paths.tolist(), self.network.size)
-        if paths.size * 3 * files.size**2 > _HELD_BYTES:
+        if paths.size * 3 * files.size**2 > _MAX_CACHED_BYTES:
             return (files,)
         return (torch.stack([files[row] for row in range(len(files))]),)

@@ -1,4 +1,4 @@
-"""The ``TabularPredictor``, and the training of its models with ``tune``."""
+"""``TabularPredictor``, and the training of its models with ``tune``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TabularPredictor:
         self.label = str(label)
         self.path = None if path is None else os.path.abspath(path)
         self.lost: dict[str, str] = {}
-        """Reason for each model that could not be trained."""
+        """Reason for the failure, by the name of each model that could not be trained."""
         self._asked = problem_type, eval_metric
         self._ensemble: Ensemble | None = None
 
@@ -98,8 +98,8 @@ class TabularPredictor:
         """Train several models and an ensemble of them.
 
         The models train in parallel, each in its own process. The plan that divides the resources among them is printed
-        first. If a model fails or exceeds its memory limit, the others are not affected, and :attr:`lost` says why. A
-        second call starts from scratch.
+        first. If a model fails or exceeds its memory limit, the others are not affected, and the reason is in
+        :attr:`lost`. A second call starts from scratch.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class TabularPredictor:
         time_limit : float, optional
             Seconds for the whole fit.
         num_bag_folds : int
-            With 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
+            If it is 2 or more, each model is a bag of that many models, trained and scored by cross-validation.
         ag_args_fit : mapping, optional
             ``num_cpus``, ``num_gpus`` and ``memory_limit`` of each single model, even in a bag.
         ag_args_ensemble : mapping, optional
@@ -155,9 +155,9 @@ class TabularPredictor:
             presets=presets,
         )
         if self.path is not None:
-            folder(self.path).check_writable()  # before the training
+            folder(self.path).check_writable()  # raises an error before the training, not after it
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
-        with applied(options.own):
+        with applied(options.process_quota):
             task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
             specs, skipped = parse_hyperparameters(options.hyperparameters, task.columns, searches=options.searches)
         say(f"{self.label!r} is a {task.target.problem} problem, scored by {task.metric.name}.\n{task.columns}")
@@ -256,7 +256,7 @@ class TabularPredictor:
 
     @property
     def class_labels(self) -> list[Any]:
-        """The classes, sorted; empty for regression."""
+        """Sorted classes; empty for a regression."""
         return list(self._trained.target.classes)
 
     @property
@@ -315,15 +315,15 @@ class TabularPredictor:
         return f"TabularPredictor(label={self.label!r}, {state})"
 
 
-# -- the training: models with equal quotas share one plan, and train at the same time ---------------------------------
+# -- training: models with equal quotas share one plan and train at the same time --------------------------------------
 
 
-_SPEC = "the model"  # in the space of a group: no setting has this name
+_SPEC = "the model"  # name of the model's parameter in a group's search space; no setting has this name
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Models with equal quotas, as one trial each; or a single model whose settings are searched."""
+    """Models with equal quotas, each of which is one trial; or a single model whose settings are searched."""
 
     specs: list[Spec]
     gpu: bool
@@ -336,10 +336,10 @@ class _Group:
 
     @property
     def modules(self) -> list[str]:
-        """Modules to import once, before the models' processes are forked."""
+        """Modules that the fork server imports before the models' processes are forked."""
         names = [__name__] + ["lightgbm"] * any(spec.model.needs == "lightgbm" for spec in self.specs)
-        # A process's first optimizer imports the compiler, which takes a second. Not with GPUs: nothing may access
-        # them before the fork.
+        # The first optimizer in a process imports the compiler, which takes a second. With GPUs it is not imported
+        # here, because nothing may access GPUs before the fork.
         networks = any(spec.model.gpu == "always" for spec in self.specs)
         return names + ["torch._dynamo"] * (networks and not self.gpu)
 
@@ -347,14 +347,14 @@ class _Group:
 def train(
     specs: list[Spec], task: Task, options: Options, say: Callable[[str], None], progress: bool
 ) -> tuple[Ensemble, dict[str, str]]:
-    """Print the plans, train all models, and return their ensemble and the errors of those that were lost."""
+    """Print the plans, train all models, and return their ensemble and the errors of the models that failed."""
     groups = _groups(specs, options)
     for group in groups:
         say(f"Plan for {', '.join(spec.name for spec in group.specs)}:\n{group.plan}")
     trained: dict[str, Trained] = {}
     rows: list[Rows] = []
     lost: dict[str, str] = {}
-    notes: dict[str, None] = {}  # each once, in their order
+    notes: dict[str, None] = {}  # distinct warnings, in order
     for number, group in enumerate(groups):
         lost |= dict.fromkeys(map(group.name_of, group.specs), "the time limit was reached before it started")
         limit, end = None, float("inf")
@@ -379,7 +379,7 @@ def train(
             preload=group.modules,
         )
         if found.interrupted and time.monotonic() < end:
-            raise KeyboardInterrupt  # tune has ended the models; the user wants the fit to end
+            raise KeyboardInterrupt  # tune returns after Ctrl-C, but the user wants to end fit
         for trial in found.trials:
             spec, settings = _of(trial.params)
             name = group.name_of(spec, trial.number)
@@ -394,13 +394,13 @@ def train(
         raise ConfigurationError(f"no model could be trained. Fix the errors, or allow more time:\n{reasons}")
     for note in notes:
         warn(note)
-    with applied(options.own):
+    with applied(options.process_quota):
         left_s = None if options.end is None else options.end - time.monotonic()
         return Ensemble.of(task, trained, rows, left_s), lost
 
 
 def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
-    """``make_loop`` for :func:`~trainloop.tuning.tune`, called in the models' processes."""
+    """Return the loop of one model. This is ``make_loop`` for :func:`~trainloop.tuning.tune`."""
     spec, settings = _of(params)
     rows = task.held_out if fold is None else (fold.train, fold.validation)
     assert rows is not None, "without folds there are rows to validate on"
@@ -416,7 +416,7 @@ def _of(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
 
 
 def _row(trial: Trial, task: Task) -> dict[str, Any]:
-    """Return the row of a model in the leaderboard."""
+    """Return a model's row in the leaderboard."""
     used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
     row = {"score_val": trial.score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
     return {**row, "cpu_seconds": trial.cpu_seconds, "cpus": trial.cpus, "gpus": trial.gpus if used_gpu else 0.0}
@@ -430,12 +430,12 @@ def _groups(specs: list[Spec], options: Options) -> list[_Group]:
         asked = options.gpus_asked or spec.share.num_gpus not in ("auto", 0)
         gpu = spec.model.gpu == "always" or (spec.model.gpu == "asked" and asked)
         gpu = gpu and float(options.division["total"].num_gpus) > 0 and share.num_gpus != 0
-        if not gpu:  # none for a model that can't use GPUs
+        if not gpu:  # the model uses no GPU
             share, bag = replace(share, num_gpus=0), bag and replace(bag, num_gpus=0)
         members.setdefault((gpu, share, bag, spec.name if spec.space else ""), []).append(spec)
     groups = []
     for (gpu, share, bag, searched), together in members.items():
-        # Networks first: they import torch while the others train.
+        # Networks are first, because they import torch while the others train.
         together.sort(key=lambda spec: spec.model.gpu != "always")
         trials: dict[str, Any] = {"num_trials": options.search["num_trials"] if searched else len(together)}
         trials |= {"per_model": share, "per_bag": bag}

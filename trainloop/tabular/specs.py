@@ -1,4 +1,4 @@
-"""The arguments of ``TabularPredictor.fit``, validated: presets, the options of all models, each model's settings."""
+"""Validate the arguments of ``TabularPredictor.fit``: presets, the options of all models, and each model's settings."""
 
 from __future__ import annotations
 
@@ -99,18 +99,21 @@ def list_image_models() -> list[str]:
     return list(import_library("timm", "list_image_models()").list_models(pretrained=True))
 
 
-# -- what the user wrote ---------------------------------------------------------------------------------------------
+# -- settings from the user ------------------------------------------------------------------------------------------
 
 
 def named(what: str, name: object, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a copy of the named settings, ignoring case; raise for an unknown name, with a list of the known ones."""
+    """Return a copy of the named settings, ignoring case. If the name is unknown, the error lists the known names."""
     if not isinstance(name, str) or name.strip().lower() not in known:
         raise ConfigurationError(f"{what} {name!r} is not known. Choose one of {', '.join(known)}.")
     return copy.deepcopy(known[name.strip().lower()])
 
 
 def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) -> dict[str, Any]:
-    """Return the given settings with defaults filled in. A tuple lists the allowed values, the default first."""
+    """Return the given settings with defaults filled in. If a default is a tuple, it lists the allowed values.
+
+    The first allowed value is the default.
+    """
     choices = {name: value for name, value in defaults.items() if isinstance(value, tuple)}
     found = {name: value[0] if name in choices else value for name, value in defaults.items()}
     fits = given is None or (isinstance(given, Mapping) and given.keys() <= defaults.keys())
@@ -122,7 +125,7 @@ def known_words(where: str, given: Mapping[str, Any] | None, **defaults: Any) ->
     return found
 
 
-# -- what is installed, and weights, found before any process starts -------------------------------------------------
+# -- packages and weights, which are found before any process starts -------------------------------------------------
 
 
 def check_installed(module: str, extra: str, wanted_by: str) -> None:
@@ -154,25 +157,25 @@ def picture_settings(params: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments for all models."""
+    """Validated arguments of ``fit`` that apply to all models."""
 
     hyperparameters: Any
     share: ResourceQuota
-    """``ag_args_fit``: the default quota of one model."""
+    """Default quota of one model, from ``ag_args_fit``."""
     bag: ResourceQuota
-    """``ag_args_ensemble['ag_args_fit']``: the default quota of one bag."""
+    """Default quota of one bag, from ``ag_args_ensemble['ag_args_fit']``."""
     gpus_asked: bool
     division: Mapping[str, Any]
     """Arguments for both ``plan`` and ``tune``: ``total``, ``num_bag_folds`` and ``parallel_folds``."""
     searches: bool
     search: Mapping[str, Any]
     """Arguments for ``tune`` alone: ``searcher``, ``num_trials`` and ``backend``."""
-    own: ResourceQuota | None
-    """The quota of the user's process. Don't apply it while models train, since they hold all of it."""
+    process_quota: ResourceQuota | None
+    """Quota of the user's process; None if unlimited. It must not be applied while models train: they use all of it."""
     deadline: float | None
-    """The end of the models' time, on the monotonic clock. Work after them takes time, too."""
+    """``time.monotonic()`` at which the models must end, before ``end``; None without a time limit."""
     end: float | None
-    """The end of the whole time."""
+    """``time.monotonic()`` at which ``fit`` must end; None without a time limit."""
 
 
 def parse_options(
@@ -186,7 +189,7 @@ def parse_options(
     search: Any,
     presets: Any,
 ) -> Options:
-    """Validate the arguments of ``fit``. ``run`` holds num_cpus, num_gpus and memory_limit."""
+    """Validate the arguments of ``fit``. ``run`` contains num_cpus, num_gpus and memory_limit."""
     began, is_number = time.monotonic(), isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
     if time_limit is not None and not (is_number and time_limit > 0):
         raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
@@ -201,7 +204,7 @@ def parse_options(
     backends = ("local", "ray")
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
     searcher = "random" if search["searcher"] == "auto" else search["searcher"]
-    make_searcher(searcher, {}, seed=0, mode="max")  # rejects an invalid searcher, also if nothing is searched
+    make_searcher(searcher, {}, seed=0, mode="max")  # rejects an invalid searcher, even if no search is requested
     of_bag = _quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
     shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
     gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)
@@ -222,14 +225,14 @@ def parse_options(
         {"total": total, "num_bag_folds": folds, "parallel_folds": parallel},
         searches,
         {"searcher": searcher, "num_trials": num_trials, "backend": search["scheduler"]},
-        own=None if run["num_cpus"] == "auto" else ResourceQuota(total.num_cpus),
+        process_quota=None if run["num_cpus"] == "auto" else ResourceQuota(total.num_cpus),
         deadline=None if time_limit is None else began + 0.95 * time_limit,
         end=None if time_limit is None else began + time_limit,
     )
 
 
 def _quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
-    """Return ``num_cpus``, ``num_gpus`` and ``memory_limit`` (numbers are GB, as in AutoGluon) as a quota."""
+    """Return a quota for ``num_cpus``, ``num_gpus`` and ``memory_limit``, which in AutoGluon is a number of GB."""
     figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
     memory = figures["memory_limit"]
     in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
@@ -241,17 +244,17 @@ def _quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
 
 @dataclass(frozen=True)
 class _Model:
-    """A key of ``hyperparameters``."""
+    """A kind of model, which is selected by a key of ``hyperparameters``."""
 
     name: str
     make: Callable[[Given], Adapter]
-    """Returns the adapter, untrained."""
+    """Function that returns the untrained adapter."""
     reads: tuple[Kind, ...] = ("number", "boolean", "category", "date", "text")
     space: Mapping[str, Any] = field(default_factory=dict)
     """The default search space."""
     needs: str = "sklearn"
     gpu: str = "never"
-    """``never``, ``asked`` (if the user asks for GPUs), or ``always`` (if there are any)."""
+    """When the model uses a GPU: ``never``, ``asked`` (if the user requests GPUs), or ``always`` (if there is one)."""
 
 
 _FOREST = {"max_features": ["sqrt", 0.5, 0.75, 1.0], "min_samples_leaf": [1, 2, 4, 8]}
@@ -283,15 +286,15 @@ class Spec:
     fixed: dict[str, Any]
     space: dict[str, Any]
     share: ResourceQuota
-    """``ag_args_fit`` of this model."""
+    """Quota of this model, from its ``ag_args_fit``."""
     bag: ResourceQuota
-    """``ag_args_ensemble['ag_args_fit']`` of this model."""
+    """Quota of this model's bag, from its ``ag_args_ensemble['ag_args_fit']``."""
     columns: Columns
-    """The columns that the model can use."""
+    """Columns that the model can use."""
 
 
 def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
-    """Return the models to train, and the reasons why others are skipped. ``searches`` allows search spaces."""
+    """Return the models to train, and the reason for each skipped model. Search spaces need ``searches=True``."""
     if asked is None or isinstance(asked, str):
         asked = named("hyperparameters", asked or "default", HYPERPARAMETERS)
     if not isinstance(asked, Mapping) or not asked:
@@ -342,7 +345,7 @@ def _spec(
 ) -> Spec:
     share = _quota("ag_args_fit", settings.pop("ag_args_fit", None))
     bag = _quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
-    own = settings.pop("ag_args", None) or {}
+    ag_args = settings.pop("ag_args", None) or {}
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(
@@ -350,11 +353,11 @@ def _spec(
             "hyperparameter_tune_kwargs={'num_trials': 10}, or a single value. If that value is a list, write it as "
             "a tuple."
         )
-    if searches and not space and own.get("hyperparameter_tune_kwargs", True) is not None:
+    if searches and not space and ag_args.get("hyperparameter_tune_kwargs", True) is not None:
         space = {name: value for name, value in model.space.items() if name not in settings}
     complete = {"AG_TEXT_NN": text_settings, "AG_IMAGE_NN": picture_settings}.get(key, dict)
     fixed = {name: value for name, value in complete(settings).items() if name not in space}
-    base = model.name + own.get("name_suffix", "")
+    base = model.name + ag_args.get("name_suffix", "")
     names = [base, *(f"{base}_{number}" for number in range(2, len(taken) + 2))]
     return Spec(next(name for name in names if name not in taken), model, fixed, space, share, bag, columns)
 

@@ -1,4 +1,4 @@
-"""The label column: problem type, encoding of classes, metrics, and the rows held out for validation."""
+"""The label column: its problem type, the encoding of classes, metrics, and the rows held out for validation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS: dict[str, dict[str, str]] = {
     "multiclass": _OF_CLASSES,
     "regression": {**{name: f"neg_{name}" for name in _OF_NUMBERS}, "r2": "r2"},
 }
-"""AutoGluon's metric names and scikit-learn's scorers, for each problem type. The first is the default."""
+"""AutoGluon's metric names and scikit-learn's scorers, by problem type. The first metric is the default."""
 _ALSO = {"rmse": "root_mean_squared_error", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
 _ALSO |= {"acc": "accuracy", "nll": "log_loss", "roc_auc_ovo": "roc_auc"}
 _MANY_ROWS = 1000  # with more rows, numbers are classes only if each occurs often
@@ -35,21 +35,21 @@ _MANY_ROWS = 1000  # with more rows, numbers are classes only if each occurs oft
 
 @dataclass(frozen=True)
 class Target:
-    """The label and its problem type."""
+    """The label column and its problem type."""
 
     label: str
     problem: Problem
     classes: tuple[Any, ...]
-    """Classes, sorted; empty for a regression."""
+    """Sorted classes; empty for a regression."""
 
     @property
     def num_outputs(self) -> int:
-        """Columns of a prediction: one for each class, or one number."""
+        """Number of columns of a prediction: the number of classes, or 1 for a regression."""
         return len(self.classes) or 1
 
     @classmethod
     def learn(cls, label: str, values: pd.Series, problem: Problem | None) -> Target:
-        """Infer the problem type, or check that the values suit the given one. No value may be missing."""
+        """Infer the problem type, or check that the values fit the given type. No value may be missing."""
         classes, wrong = pd.Index(values.unique()).tolist(), None
         if len(classes) < 2:
             wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two values"
@@ -73,16 +73,19 @@ class Target:
             return cls(label, problem, tuple(sorted(classes, key=str)))
 
     def encode(self, values: pd.Series) -> Rows:
-        """Return classes as their positions in ``classes``, or numbers as floats. An unknown class is an error."""
+        """Return the index in ``classes`` of each value, or for a regression floats.
+
+        Raise ConfigurationError for an unknown class.
+        """
         if self.problem == "regression":
             return np.asarray(values, dtype=float)
-        places = {value: place for place, value in enumerate(self.classes)}
-        if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in places]:
+        indices = {value: index for index, value in enumerate(self.classes)}
+        if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in indices]:
             raise ConfigurationError(
                 f"label {self.label!r} has the value {unknown[0]!r}, which was not a class in training "
                 f"({self.classes!r:.200}). Leave such rows out."
             )
-        return np.array([places[value] for value in values], dtype=np.int64)
+        return np.array([indices[value] for value in values], dtype=np.int64)
 
     def decode(self, predictions: Rows) -> Rows:
         """Return the most probable class of each row, or the predicted number."""
@@ -103,7 +106,7 @@ def _infer(values: pd.Series, num_classes: int) -> Problem:
 
 
 def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Problem) -> Scorer:
-    """Return the named metric, the default for None, or ``metric(y_true, y_pred)``, where greater is better."""
+    """Return the scorer for a metric's name, for None (the default), or for a function ``metric(y_true, y_pred)``."""
     if callable(metric):
         return scorer(metric)
     known = METRICS[problem]
@@ -117,7 +120,7 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
 
 
 def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
-    """Return the rows that have a label; raise an error if there are none."""
+    """Return the rows that have a label. Raise ConfigurationError if no row has one."""
     frame = read_table(data, what)
     if label not in frame.columns:
         raise ConfigurationError(
@@ -133,13 +136,13 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
 
 
 def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
-    """Return a stratified split into training and validation rows, with AutoGluon's share of validation rows."""
+    """Return training and validation rows: a stratified split, with AutoGluon's fraction of validation rows."""
     rows = len(y)
     share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
     fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]
     if not target.classes:
         return fold.train, fold.validation
-    # A class with a single row must be in the training rows.
+    # Every class must be in the training rows.
     alone = fold.validation[~np.isin(y[fold.validation], y[fold.train])]
     kept = alone if len(alone) < len(fold.validation) else alone[:0]
     return np.sort(np.append(fold.train, kept)), np.setdiff1d(fold.validation, kept)
@@ -147,7 +150,7 @@ def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
 
 @dataclass(frozen=True)
 class Task:
-    """A labelled table, encoded, with the metric for comparing models."""
+    """An encoded table with labels, and the metric by which models are compared."""
 
     target: Target
     metric: Scorer
@@ -156,13 +159,13 @@ class Task:
     """The cleaned table."""
     y: Rows
     held_out: tuple[Rows, Rows] | None
-    """Training and validation rows. None with bagging."""
+    """Numbers of the training and the validation rows; None with bagging."""
 
     @classmethod
     def read(
         cls, train_data: object, tuning_data: object, label: str, problem: Problem | None, metric: Any, folds: int
     ) -> Task:
-        """Read the data, infer what it holds, and choose the validation rows."""
+        """Read the data, infer the kinds of columns and the problem type, and choose the validation rows."""
         frame = labelled_rows(train_data, label, "train_data")
         target = Target.learn(label, frame[label], problem)
         columns = Columns.learn(frame.drop(columns=label))

@@ -1,4 +1,4 @@
-"""Train a fold with a ``TrainLoop`` or an ``EstimatorLoop``; return score, predictions and model."""
+"""Train a fold with a ``TrainLoop`` or an ``EstimatorLoop``, and return its score, predictions and model."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Outcome:
     """The result of one fold."""
 
     score: float
-    """The metric on the fold's validation rows."""
+    """Value of the metric on the fold's validation rows."""
     predictions: Any
-    """Predictions of the validation rows, in their order; None without a validation set."""
+    """Predictions for the validation rows, in the same order; None if there is no validation set."""
     model: Any
     """The trained model, on the CPU."""
     classes: list[Any] | None = None
-    """Class of each column, if predictions are probabilities of an estimator's ``classes_``; else None."""
+    """Class of each column if the predictions are an estimator's class probabilities; otherwise None."""
 
 
 class EstimatorLoop:
@@ -92,12 +92,12 @@ def fit(
     params: Mapping[str, Any],
     metric: Metric,
 ) -> Outcome:
-    """Train the result of ``make_loop``, unless it is already trained, and score it.
+    """Train the object that ``make_loop`` returned, unless it is already trained, and score it.
 
     Raises
     ------
     ConfigurationError
-        If it can't be trained, does not have the metric, or does not predict the fold's rows.
+        If the object can't be trained, does not have the metric, or does not predict the fold's rows.
     """
     if hasattr(made, "predict_on_validation_set"):
         outcome = _fit_loop(made, fit_args, params, metric)
@@ -145,7 +145,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
             "Use one of these names, log the metric in the model, or pass a validation_loader (for val_loss) or a "
             "callable metric(y_true, y_pred)."
         )
-    # The process that reads the result may have no GPU, and must not open one.
+    # The process that reads the result may have no GPU, and must not initialize one.
     model = loop.model.cpu()
     return Outcome(score, predictions, model)
 
@@ -170,7 +170,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
     """Return an estimator's ``val_loss``: cross entropy for classes, squared error for numbers."""
-    if truth.ndim == 2 and truth.shape[1] == 1:  # a table of one column
+    if truth.ndim == 2 and truth.shape[1] == 1:  # a table with one column
         truth = truth[:, 0]
     if hasattr(estimator, "predict_proba"):
         if truth.ndim != 1:
@@ -182,13 +182,13 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
         column = {label: number for number, label in enumerate(np.asarray(estimator.classes_).tolist())}
         columns = np.array([column.get(label, -1) for label in truth.tolist()], dtype=int)
         # A class that the estimator was not trained on has no column.
-        chances = np.where(columns < 0, 0.0, predictions[np.arange(len(truth)), columns])
-        return float(-np.log(np.clip(chances, 1e-15, 1.0)).mean())
+        probabilities = np.where(columns < 0, 0.0, predictions[np.arange(len(truth)), columns])
+        return float(-np.log(np.clip(probabilities, 1e-15, 1.0)).mean())
     return float(np.square(np.asarray(predictions, dtype=float).reshape(truth.shape) - truth).mean())
 
 
 def as_rows(values: Any) -> Any:
-    """Return tensors as arrays, arrays unchanged, and lists as arrays if all items have the same shape."""
+    """Return rows as a numpy array. If the items of a list have different shapes, the array has ``dtype=object``."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         return values.float().numpy() if str(values.dtype) == "torch.bfloat16" else values.numpy()
@@ -196,19 +196,19 @@ def as_rows(values: Any) -> Any:
         return values
     try:
         return np.asarray(values)
-    except ValueError:  # ragged
+    except ValueError:  # the items have different shapes
         rows = np.empty(len(values), dtype=object)
         rows[:] = list(values)
         return rows
 
 
 def predict_with(model: Any, data: Any) -> Any:
-    """Return the predictions of one trained model, a row for each row of ``data``.
+    """Return the predictions of one trained model, one row for each row of ``data``.
 
     Parameters
     ----------
     model : object
-        A ``TTModel``, if ``data`` is a ``DataLoader`` or a dataset; an estimator, if it is an array or a table.
+        A ``TTModel`` if ``data`` is a ``DataLoader`` or a dataset; an estimator if ``data`` is an array or a table.
     """
     if hasattr(model, "get_predictions"):
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
@@ -217,20 +217,20 @@ def predict_with(model: Any, data: Any) -> Any:
 
 
 def classes_of(model: Any) -> list[Any] | None:
-    """Return the class of each column of :func:`predict_with`'s result, if these are one target's ``classes_``."""
+    """Return the class of each column of :func:`predict_with`'s result; None if columns are not a target's classes."""
     if hasattr(model, "get_predictions") or not hasattr(model, "predict_proba"):
         return None
     classes = getattr(model, "classes_", None)
-    if classes is None or any(np.ndim(label) for label in classes):  # several targets have a list of arrays
+    if classes is None or any(np.ndim(label) for label in classes):  # for several targets, it is a list of arrays
         return None
     return np.asarray(classes).tolist()
 
 
 def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> list[Any]:
-    """Return predictions with a column for every class that any of the models was trained on, in sorted order.
+    """Return the predictions with one column for each class that any of the models was trained on, in sorted order.
 
-    A model gives no probability to a class that it was not trained on. If all models have the same classes, or the
-    classes of any are unknown, the predictions are returned unchanged.
+    A model's probability of a class that it was not trained on is 0. If all models have the same classes, or if the
+    classes of a model are unknown, the predictions are returned unchanged.
     """
     parts = [np.asarray(each) for each in predictions]
     known = [each for each in classes if each is not None]
@@ -246,9 +246,9 @@ def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> li
 
 
 def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
-    """Combine predictions of several models: the mean of floats, the most frequent class (the lowest, if tied).
+    """Combine the predictions of several models: return the mean of floats, or the most frequent class.
 
-    ``classes``: the classes of each model's columns (:func:`classes_of`).
+    In a tie, the lowest class is returned. ``classes`` has the result of :func:`classes_of` for each model.
     """
     rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc":
@@ -260,15 +260,15 @@ def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | No
 
 
 def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the number of rows of the data behind ``make_loop``, and their targets if they can be found.
+    """Return the number of rows in the dataset that ``make_loop`` uses, and their targets if they can be found.
 
-    ``make_loop`` is called as it will be for each model, but with a fold of two rows; the dataset behind the
-    ``Subset`` has all rows that folds choose from.
+    ``make_loop`` is called with a fold of two rows. The ``train_loader`` of its loop must load a ``Subset`` of the
+    dataset with all rows.
 
     Raises
     ------
     ConfigurationError
-        If the loop has no such dataset.
+        If the loop's training loader does not have a ``Subset``.
     """
     made = make_loop(dict(params), Fold(0, 2, np.array([0]), np.array([1])))
     part: Any = getattr(getattr(made, "train_loader", None), "dataset", None)
@@ -293,5 +293,5 @@ def _targets_of(dataset: Any) -> Any:
 
 
 def is_number(score: float | None) -> bool:
-    """Return True if there is a score and it can be compared."""
+    """Return True if there is a score and it is not NaN."""
     return score is not None and not math.isnan(score)

@@ -22,13 +22,13 @@ class Fold:
     """
 
     index: int
-    """Number of the fold, from 0."""
+    """Index of the fold, counted from 0."""
     num_folds: int
     """Number of folds of the bag."""
     train: np.ndarray[Any, Any]
-    """Rows to train on, ascending; int64."""
+    """Numbers of the rows to train on, in ascending order, as int64."""
     validation: np.ndarray[Any, Any]
-    """Rows held out, ascending. Each row of the data is held out by exactly one fold, unless you pass your own
+    """Numbers of the rows held out, in ascending order. Exactly one fold holds out each row, unless you pass your own
     folds."""
 
     def __repr__(self) -> str:
@@ -36,7 +36,7 @@ class Fold:
 
 
 def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
-    """Return targets as classes; None if they are not classes: floats, several per row, or rarely repeated values."""
+    """Return the targets as class numbers; None if they are floats, several per row, or rarely repeated values."""
     if targets is None:
         return None
     if hasattr(targets, "detach"):
@@ -55,18 +55,18 @@ def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
 def make_folds(
     num_samples: int, num_folds: int, *, seed: int, classes: Sequence[int] | np.ndarray[Any, Any] | None = None
 ) -> list[Fold]:
-    """Return folds of nearly equal size that hold out each row once, stratified if there are classes.
+    """Return folds of nearly equal size, stratified if ``classes`` is given. Each row is held out by one fold.
 
     Parameters
     ----------
     num_samples : int
-        Rows of the data.
+        Number of rows of the data.
     num_folds : int
-        2 or more.
+        Number of folds, 2 or more.
     seed : int
         Seed of the shuffle.
     classes : sequence of int, optional
-        Class of each row: every fold then has an equal part of each class, give or take one row.
+        Class of each row. The folds' numbers of rows of a class then differ by at most one.
 
     Raises
     ------
@@ -80,7 +80,8 @@ def make_folds(
     rng = np.random.default_rng([seed, num_folds])
     order = rng.permutation(num_samples)
     if classes is not None:
-        # Class by class, dealt like cards: the next class continues where the last one ended, so sizes stay equal too.
+        # Rows are sorted by class and assigned to the folds in turn. Each class continues at the fold after the last
+        # one of the previous class, so the sizes of folds also differ by at most one.
         order = order[np.argsort(np.asarray(classes)[order], kind="stable")]
     held_by = np.empty(num_samples, dtype=np.int64)
     held_by[order] = np.arange(num_samples) % num_folds
@@ -89,25 +90,26 @@ def make_folds(
 
 
 def digest(folds: Sequence[Fold]) -> str:
-    """Return a text that identifies the folds, to compare them with those of a search on disk."""
+    """Return a checksum of the folds, to compare them with the folds of a stored search."""
     rows = [repr(part.tolist()).encode() for fold in folds for part in (fold.train, fold.validation)]
     return hashlib.sha256(b"|".join(rows)).hexdigest()
 
 
 def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
-    """Return the user's folds, from a splitter or from pairs of row numbers.
+    """Return folds made from the user's splitter or pairs of row numbers.
 
     Parameters
     ----------
     given : object
-        Has ``split(x, y)``, like scikit-learn's splitters; or is a sequence of ``(train rows, validation rows)``.
+        An object with ``split(x, y)``, such as a splitter of scikit-learn; or a sequence of ``(train rows, validation
+        rows)``.
     x, y : array_like or None
         The data and its targets, which a splitter needs.
 
     Raises
     ------
     ConfigurationError
-        If they are not folds of these data.
+        If ``given`` is neither, or does not fit the data.
     """
     if callable(getattr(given, "split", None)):
         known = y if x is None else x

@@ -34,19 +34,19 @@ __all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
 def machine_total(total: ResourceQuota | None) -> ResourceQuota:
     machine = available()
     total = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
-    # A search may hold one and a half GPUs, which its models share; check the rest as for any run.
+    # The number of GPUs of a search may be a fraction, such as 1.5. It is rounded up for the check.
     enforce.check_quota(replace(total, num_gpus=math.ceil(exact(total.num_gpus))), machine=machine)
     return total
 
 
 def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
-    """Lease CPUs and GPUs for this search; return the CPUs and the indices of the GPUs."""
+    """Lease CPUs and GPUs for this search. Return the numbers of the CPUs and the indices of the GPUs."""
     cpus = affinity() or list(range(os.cpu_count() or 1))
     num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
     names = gpus.names(available().num_gpus) if num_gpus else []
     if lease.inherited():
         return cpus[:num_cpus], list(range(num_gpus))
-    # GPUs that no other process uses come first.
+    # GPUs that no other process uses are preferred.
     others = gpus.other_processes(names)
     requests = {
         "cpu": lease.Request(num_cpus, [f"cpu-{cpu}" for cpu in cpus]),
@@ -54,7 +54,7 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
     }
     try:
         held = lease.acquire(requests, timeout_s=0)
-    except OSError:  # no place for locks
+    except OSError:  # no folder for lock files
         return cpus[:num_cpus], list(range(num_gpus))
     except ResourceError as busy:
         if timeout_s == 0:
@@ -68,26 +68,26 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
 
 
 class Child:
-    """A fold's process. The processes that it starts are in its process group, and end with it.
+    """A process that trains one fold. Processes that it starts are in its process group, and are killed with it.
 
     Parameters
     ----------
     job : Job
         The fold.
     modules : sequence of str
-        Modules that the fork server imports when it starts; if empty, the process is a fresh interpreter.
+        Modules that the fork server imports when it starts. If empty, the process is a fresh interpreter.
     """
 
     def __init__(self, job: Job, modules: Sequence[str] = ()) -> None:
         self.job = job
         self.served = bool(modules)
-        """True if the process was forked from the server."""
+        """True if the process is forked from the fork server."""
         self.no_server: processes.NoServerError | None = None
-        """Reason why it was not forked, although there are modules to import; empty if it was."""
+        """Reason why the process was not forked although ``modules`` is not empty; None if there is no such reason."""
         self.modules = modules
         self._dropped = self._ended = False
         self._started: Future[BaseProcess | None] = Future()
-        # The search does not wait for the server: on a busy machine its imports may take a minute.
+        # Started in a thread, because the server's imports may take a minute on a busy machine.
         threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True).start()
 
     def _begin(self) -> None:
@@ -106,7 +106,7 @@ class Child:
             self._started.set_exception(error)
 
     def ended(self) -> bool:
-        """Return True if the process has ended. Raise the error if it could not be started."""
+        """Return True if the process has ended. If it could not be started, raise the error."""
         if not self._started.done():
             return False
         process = self._started.result()
@@ -118,7 +118,7 @@ class Child:
             process.join()
 
     def end(self) -> int | None:
-        """Kill the remaining processes; return the exit code, or None if it had not started or its status was lost."""
+        """Kill the process and its group. Return the exit code; None if it had not started or its status was lost."""
         self._dropped = True
         if not self._started.done():
             self._started.add_done_callback(lambda _: self.end())
@@ -131,7 +131,7 @@ class Child:
         if sys.platform != "win32":
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not have created its group yet
+        process.kill()  # the process may not have created its group yet
         process.join()
         code = process.exitcode
         process.close()
@@ -139,13 +139,16 @@ class Child:
 
 
 def note_end(job: Job, exitcode: int | None) -> None:
-    """Write the error of a fold whose process left neither result nor error; None: the fork server was killed."""
+    """Write ``error.txt`` for a fold whose process wrote neither a result nor an error.
+
+    ``exitcode`` is None if the status was lost because the fork server was killed.
+    """
     folder = Path(job.folder)
-    # The result is written last: if it is there, the fold is done, whatever the exit code.
+    # The result is written last. If it exists, the fold is done, regardless of the exit code.
     if (folder / "result.pkl").exists() or (folder / "error.txt").exists():
         return
     if exitcode is None:
-        what = "The fold was ended because the fork server that started its process was killed."
+        what = "The fold was stopped because the fork server that started its process was killed."
     else:
         what = f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
     with contextlib.suppress(OSError):
@@ -156,7 +159,7 @@ def note_end(job: Job, exitcode: int | None) -> None:
 
 
 def _how(exitcode: int) -> str:
-    """Return how a process ended, as the predicate of a sentence."""
+    """Return a description of how a process ended, such as 'was killed by SIGKILL'."""
     if exitcode >= 0:
         return f"ended with exit code {exitcode}"
     try:
@@ -173,7 +176,7 @@ class LocalBackend:
     Parameters
     ----------
     modules : sequence of str
-        See :class:`Child`. If no fork server is available, children are fresh interpreters from then on.
+        As in :class:`Child`. Once no fork server is available, all further children are fresh interpreters.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -184,13 +187,13 @@ class LocalBackend:
         self._children.append(Child(job, self._modules))
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
         deadline = time.monotonic() + timeout_s
         while True:
             over = [child for child in self._children if child.ended()]
             if over or time.monotonic() >= deadline:
                 break
-            # Python can't wait for the first of several Popen objects to end; and a fold takes at least seconds.
+            # Polls, because Python can't wait for the first of several Popen objects. A fold takes seconds or more.
             time.sleep(0.02)
         for child in over:
             self._children.remove(child)
@@ -206,7 +209,7 @@ class LocalBackend:
         return [child.job for child in over]
 
     def close(self) -> list[Job]:
-        """End all processes; return the jobs that were running."""
+        """Kill all processes, and return the jobs that were running."""
         running = [child.job for child in self._children]
         for child in self._children:
             child.end()

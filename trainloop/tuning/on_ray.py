@@ -1,8 +1,8 @@
 """Run folds as tasks of a Ray cluster.
 
-Ray schedules tasks by CPUs and GPUs, but enforces neither. So a task only supervises. The fold trains in the same
-kind of process as on one machine, on CPUs leased on its node, under the same quota. If a node is lost, its tasks
-run again elsewhere.
+Ray schedules tasks by CPUs and GPUs, but enforces neither. So a task only starts and supervises a child process, which
+trains the fold as on one machine: on CPUs leased on its node, and under the same quota. If a node is lost, its tasks
+run again on other nodes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from trainloop.tuning.worker import Job
 __all__ = ["RayBackend"]
 
 _RESULTS = ("result.pkl", "predictions.pkl", "model.pkl", "error.txt", "log.txt")
-_RETRIES = 3  # restarts of a task whose node or worker is lost
+_RETRIES = 3  # maximum number of restarts of a task whose node or worker is lost
 
 
 class RayBackend:
-    """Start tasks, and return those that have ended."""
+    """Start folds as Ray tasks, and return the folds that have ended."""
 
     def __init__(self, ray: Any, total: ResourceQuota) -> None:
         self._ray = ray
         self.total = total
-        """The part of the cluster that the search may use."""
+        """Resources of the cluster that the search may use."""
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
-        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and its place in the object store
+        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and its object reference
         self._groups: dict[int, Any] = {}  # placement groups, by bag
 
     @classmethod
     @contextmanager
     def connected(cls, total: ResourceQuota | None) -> Iterator[RayBackend]:
-        """Use the cluster that this process is connected to, the one that ``RAY_ADDRESS`` names, or a local one.
+        """Return a context with a backend for the connected cluster, for ``RAY_ADDRESS``, or for a new local cluster.
 
         Raises
         ------
@@ -58,8 +58,8 @@ class RayBackend:
             If the cluster has less than ``total``.
         """
         ray = import_extra("ray", "backend='ray'", "ray")
-        own = not ray.is_initialized()
-        if own:
+        must_connect = not ray.is_initialized()
+        if must_connect:
             _connect(ray, total)
         try:
             backend = cls(ray, _cluster_total(ray, total))
@@ -68,7 +68,7 @@ class RayBackend:
             finally:
                 backend.close()
         finally:
-            if own:
+            if must_connect:
                 ray.shutdown()
 
     def begin(self, division: Plan) -> None:
@@ -77,7 +77,7 @@ class RayBackend:
         Raises
         ------
         ResourceError
-            If no node is: the task would wait forever.
+            If no node is large enough, because the task would then wait forever.
         """
         self._plan = division
         model = division.per_model
@@ -87,7 +87,7 @@ class RayBackend:
                 return
         raise ResourceError(
             f"One model needs num_cpus={model.num_cpus} and num_gpus={model.num_gpus}, but no node of the Ray cluster "
-            "has both. Lower per_model, or add a larger node."
+            "has this many. Lower per_model, or add a larger node."
         )
 
     def start(self, job: Job, bag: int) -> None:
@@ -107,7 +107,7 @@ class RayBackend:
         self._running[reference] = job
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended; if there are none, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
@@ -125,10 +125,10 @@ class RayBackend:
         return jobs
 
     def close(self) -> list[Job]:
-        """End all tasks; return the jobs that were running."""
+        """Cancel all tasks, and return the jobs that were running."""
         jobs = list(self._running.values())
         for reference in self._running:
-            self._ray.cancel(reference, force=True)  # the fold's process ends with its supervisor
+            self._ray.cancel(reference, force=True)  # the fold's process ends with the task
         self._running.clear()
         for group in self._groups.values():
             self._ray.util.remove_placement_group(group)
@@ -136,16 +136,17 @@ class RayBackend:
         return jobs
 
     def _shared(self, path: str) -> Any:
-        """Return the file in the object store, which sends it to each node once."""
+        """Return an object reference to the file's content, which Ray sends to each node once."""
         data = Path(path).read_bytes()
         if self._work[0] != data:
             self._work = data, self._ray.put(data)
         return self._work[1]
 
     def _group_of(self, bag: int) -> Any:
-        """Reserve the resources of a bag's folds, all or none: a bundle for each fold that trains at once.
+        """Return a scheduling strategy with a placement group: one bundle for each fold of the bag that runs at once.
 
-        Trials use it one after the other. The folds of the next trial may begin before the last trial has ended.
+        Ray reserves all bundles or none. Trials use the group one after the other. The folds of the next trial may
+        begin before the previous trial has ended.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -164,19 +165,18 @@ def _connect(ray: Any, total: ResourceQuota | None) -> None:
         ray.init(log_to_driver=False)
         return
     machine = available()
-    asked = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
+    request = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
     from ray._private import ray_constants
 
-    # Without this switch (Ray sets it on macOS only) Ray replaces 127.0.0.1 by the machine's address, to which
-    # anybody can connect.
+    # If this is True (the default except on macOS), Ray replaces 127.0.0.1 with an address that other hosts can reach.
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         ray.init(
             address="local",
             include_dashboard=False,
-            num_cpus=asked.num_cpus,
-            num_gpus=math.ceil(exact(asked.num_gpus)),
+            num_cpus=request.num_cpus,
+            num_gpus=math.ceil(exact(request.num_gpus)),
             log_to_driver=False,
         )
     finally:
@@ -198,7 +198,7 @@ def _cluster_total(ray: Any, total: ResourceQuota | None) -> ResourceQuota:
 
 
 def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[str, bytes]]:
-    """In a Ray task: train the fold in a child process and return its files."""
+    """Train the fold in a child process, and return its exit code and files. Runs in a Ray task."""
     folder = Path(tempfile.mkdtemp(prefix="trainloop-fold-"))
     try:
         (folder / "work.pkl").write_bytes(work)
@@ -209,7 +209,7 @@ def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[s
         with ExitStack() as undo:
             if cpus := affinity():
                 job.cpus = free_cpus(int(job.quota.num_cpus), cpus, undo)
-            # In a child: Ray's worker has already imported modules, and must survive a crash.
+            # In a child process, because Ray's worker has already imported modules, and must survive a crash.
             child = Child(job)
             undo.callback(child.end)
             child.wait()

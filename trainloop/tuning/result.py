@@ -32,29 +32,29 @@ State = Literal["done", "partial", "failed", "interrupted"]
 
 @dataclass
 class Trial:
-    """One setting of the parameters, and the results of its models."""
+    """One setting of the parameters, with the results of its models."""
 
     number: int
-    """Number of the trial from 0, in the order of proposal."""
+    """Number of the trial, counted from 0 in the order of proposal."""
     params: dict[str, Any]
     """Parameters that ``make_loop`` received."""
     scores: list[float | None]
-    """Score of each fold, or None for a fold without a score; without bagging, a single score."""
+    """Score of each fold, None for a fold without a score. Without bagging, the list has one score."""
     seconds: float
-    """Sum of the seconds that the trial's folds took."""
+    """Total duration of the trial's folds, in seconds."""
     state: State
     """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
     search ended first."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Traceback of each fold that failed, or a description of how its process ended."""
+    """Traceback of each failed fold, or a description of how its process ended, by fold."""
     cpus: int = 0
     """Number of CPUs that each model of the trial could run on."""
     gpus: float = 0.0
-    """Number of GPUs, or fraction of a GPU, that each model of the trial had."""
+    """Number of GPUs, or fraction of a GPU, that each model of the trial could use."""
     cpu_seconds: float = 0.0
-    """CPU seconds of all folds, as counted by the system; at most ``cpus`` times ``seconds``."""
+    """CPU seconds used by all folds, at most ``cpus`` times ``seconds``."""
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """For each fold, its model's attribute ``facts``, if the model has one."""
+    """The ``facts`` attribute of each fold's model, by fold; an empty dict if the model has none."""
 
     @property
     def score(self) -> float | None:
@@ -64,7 +64,7 @@ class Trial:
 
 
 def best_first(trials: Sequence[Trial], mode: str) -> list[Trial]:
-    """Return the trials, the best first. Complete trials rank before all others, and trials without a score last."""
+    """Return the trials, best first. Complete trials rank before all others, and trials without a score are last."""
     sign = 1 if mode == "min" else -1
     return sorted(trials, key=lambda t: (not is_number(t.score), t.state != "done", sign * (t.score or 0.0), t.number))
 
@@ -75,7 +75,7 @@ def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
 
 
 def short(error: str) -> str:
-    """Return one line of an error: the last one, or how the process ended."""
+    """Return one line of an error: the last line of a traceback, or the line that says how the process ended."""
     lines = error.strip().splitlines() or [""]
     return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
@@ -94,15 +94,15 @@ class TuneResult:
     mode: str
     """``min`` or ``max``."""
     plan: Plan
-    """Resources that the trials ran on."""
+    """Resources of the search, of each trial and of each model."""
     folder: Path
-    """Folder of parameters, predictions, models and logs; without ``storage`` it is deleted with this result."""
+    """Folder with parameters, predictions, models and logs. Without ``storage``, it is deleted with this result."""
     folds: list[Fold] | None
     """Folds of the bag; None without bagging."""
     interrupted: bool = False
     """True if the search was stopped before it had finished."""
     trusted: bool = False
-    """True if the folder is read without a check of who may have written it."""
+    """True if the folder is read without checking who may have written it."""
 
     @property
     def best_trial(self) -> Trial:
@@ -172,7 +172,7 @@ class TuneResult:
         """
         finished = self._finished(trial)
         if not finished:
-            raise ConfigurationError(f"trial {trial.number} has no finished fold. Its errors attribute says why.")
+            raise ConfigurationError(f"trial {trial.number} has no finished fold. See its attribute errors.")
         predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
             return predictions[0]
@@ -181,11 +181,11 @@ class TuneResult:
         first = next(iter(parts.values()))
         rows = 1 + max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
         held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
-        lost = len(held_out) < rows
+        gaps = len(held_out) < rows
         dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
-        if lost and dtype.kind not in "fc":
+        if gaps and dtype.kind not in "fc":
             dtype = np.dtype(object)
-        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if lost else 0, dtype=dtype)
+        whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if gaps else 0, dtype=dtype)
         for fold, part in parts.items():
             whole[self.folds[fold].validation] = part
         return whole
@@ -315,7 +315,7 @@ class BaggedPredictor:
 
     @property
     def models(self) -> list[Any]:
-        """The models."""
+        """The models of the bag."""
         if callable(self._models):
             self._models = list(self._models())
         return self._models

@@ -32,7 +32,7 @@ class Scorer:
 
     name: str
     score_model: Callable[[Any, Any, Any], float]
-    """scikit-learn's scorer, which asks a model for its predictions."""
+    """scikit-learn's scorer, which calls a model to predict."""
 
     @property
     def __name__(self) -> str:
@@ -42,7 +42,7 @@ class Scorer:
         """Return the score; NaN if it is undefined for these rows."""
         rows = np.asarray(predictions)
         model = _Probabilities(rows) if rows.ndim == 2 and rows.shape[1] > 1 else _OneColumn(rows.reshape(-1))
-        with warnings.catch_warnings():  # a few rows may lack classes
+        with warnings.catch_warnings():  # scikit-learn warns if rows lack a class
             warnings.simplefilter("ignore")
             try:
                 return float(self.score_model(model, None, np.asarray(y_true)))
@@ -85,7 +85,7 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
         own_name: str = getattr(metric, "__name__", type(metric).__name__)
         return Scorer(name or own_name, make_scorer(metric))
     if metric == "neg_log_loss":
-        return Scorer(name or metric, _log_loss)
+        return Scorer(name or metric, _neg_log_loss)
     try:
         return Scorer(name or metric, get_scorer(metric))
     except ValueError as error:
@@ -147,7 +147,7 @@ def ensemble_weights(
 
 
 def _drawn(truth: Rows, generator: np.random.Generator) -> Rows:
-    """Draw rows with replacement; each class keeps its number of rows, since a metric may need rows of each."""
+    """Draw rows with replacement. Each class keeps its number of rows, because a metric may need rows of each class."""
     if truth.ndim != 1 or truth.dtype.kind == "f":
         return generator.integers(len(truth), size=len(truth))
     _, of = np.unique(truth, return_inverse=True)
@@ -156,7 +156,7 @@ def _drawn(truth: Rows, generator: np.random.Generator) -> Rows:
 
 
 def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rounds: int) -> Rows:
-    """Select greedily; return the share of each model among those added up to the best round."""
+    """Select models greedily, and return each model's fraction of the models that were added up to the best round."""
     counts = np.zeros(len(predictions))
     total = np.zeros_like(predictions[0], dtype=float)
     best: tuple[list[float], Rows] | None = None
@@ -176,28 +176,28 @@ def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rou
 
 
 def _number(score: float) -> float:
-    """Return the score for comparisons; a missing score is the worst."""
+    """Return the score, or minus infinity for NaN, so that scores can be compared."""
     return float("-inf") if np.isnan(score) else score
 
 
-class _Known(BaseEstimator):
-    """A model whose predictions are known."""
+class _FixedPredictions(BaseEstimator):
+    """A model that returns given predictions, for scikit-learn's scorers."""
 
     def __init__(self, predictions: Rows) -> None:
         self.predictions = predictions
 
     def fit(self) -> None:
-        """Do nothing; scikit-learn accepts no model without ``fit``."""
+        """Do nothing. scikit-learn accepts no model without ``fit``."""
 
     def predict(self, x: object) -> Rows:
         return self.predictions
 
 
-class _OneColumn(RegressorMixin, _Known):
+class _OneColumn(RegressorMixin, _FixedPredictions):
     """A model whose predictions are numbers or classes."""
 
 
-class _Probabilities(ClassifierMixin, _Known):
+class _Probabilities(ClassifierMixin, _FixedPredictions):
     @property
     def classes_(self) -> Rows:
         return np.arange(self.predictions.shape[1])
@@ -206,10 +206,10 @@ class _Probabilities(ClassifierMixin, _Known):
         return self.predictions.argmax(axis=1)
 
     def predict_proba(self, x: object) -> Rows:
-        # scikit-learn rejects sums that are not 1.
+        # scikit-learn rejects rows whose sum is not 1.
         return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
 
 
-def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
-    """Return the log loss, also of rows that lack classes, which scikit-learn's function rejects."""
+def _neg_log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
+    """Return the negative log loss. Unlike scikit-learn's function, it accepts rows that lack a class."""
     return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())

@@ -33,7 +33,7 @@ from trainloop.tuning.worker import Job
 
 __all__ = ["tune"]
 
-_SOFT = 0.9  # part of a model's time for training; the rest is for its predictions and files
+_TRAINING_SHARE = 0.9  # fraction of a model's time for training; the rest is for its predictions and files
 
 
 @refuses_unknown
@@ -150,7 +150,7 @@ def tune(
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    own = None
+    users_folds = None
     if folds is not None:
         if num_bag_folds != 1:
             raise ConfigurationError(
@@ -158,8 +158,8 @@ def tune(
                 "num_bag_folds."
             )
         x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-        own = own_folds(folds, x, y)
-    num_bag_folds = num_bag_folds if own is None else len(own)
+        users_folds = own_folds(folds, x, y)
+    num_bag_folds = num_bag_folds if users_folds is None else len(users_folds)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
             warn(
@@ -174,7 +174,7 @@ def tune(
             total = ray_backend.total
         else:
             total = machine_total(total)
-        # Before anything is written: an impossible plan leaves no folder behind.
+        # Made before anything is written, so that an impossible plan leaves no folder.
         division = plan(
             total,
             num_trials=num_trials,
@@ -195,7 +195,7 @@ def tune(
                 "version": 1,
                 "space": {name: repr(values) for name, values in space.items()},
                 "num_bag_folds": division.num_folds,
-                "folds": None if own is None else digest(own),
+                "folds": None if users_folds is None else digest(users_folds),
                 "metric": _name_of(metric),
                 "mode": mode,
                 "seed": seed,
@@ -220,7 +220,7 @@ def tune(
             *(store, division, proposals, runner, held, work, chosen_seed, mode, deadline, keep == "all"),
             View(division, mode, progress),
         )
-        search.settle_folds(num_bag_folds, targets, own)
+        search.set_folds(num_bag_folds, targets, users_folds)
         search.run()
         result = TuneResult(
             [running.trial for running in search.begun],
@@ -234,7 +234,7 @@ def tune(
         )
         if scratch is not None:
             unless_returned.pop_all()
-            weakref.finalize(result, remove, scratch)  # it holds the result's models
+            weakref.finalize(result, remove, scratch)  # the folder contains the result's models
         return result
 
 
@@ -263,9 +263,9 @@ def _name_of(metric: str | Callable[..., float]) -> str:
 
 @dataclass
 class _Search:
-    """The trials in progress, and a slot for each model that may run at once by the plan.
+    """A running search: its trials, and a slot for each model that the plan allows to run at once.
 
-    Folds of the next trial take the slots that a trial no longer needs.
+    If a trial needs fewer slots, folds of the next trial use the others.
     """
 
     store: Storage
@@ -273,9 +273,9 @@ class _Search:
     searcher: Searcher
     backend: LocalBackend | RayBackend
     held: tuple[list[int], list[int]] | None
-    """CPUs and GPUs of this machine; None with Ray."""
+    """Numbers of the leased CPUs and indices of the leased GPUs; None with Ray."""
     work: dict[str, Any]
-    """What the processes of all folds get."""
+    """Function, data and arguments that the processes of all folds need."""
     seed: int
     mode: str
     deadline: float | None
@@ -289,10 +289,13 @@ class _Search:
 
     # -- folds -------------------------------------------------------------------------------------------------------
 
-    def settle_folds(self, num_bag_folds: int, targets: Any, own: list[Fold] | None) -> None:
-        """Set the bag's folds (the user's, or made from targets or data) and write the file that all children read."""
-        self.folds = own
-        if num_bag_folds > 1 and own is None:
+    def set_folds(self, num_bag_folds: int, targets: Any, users_folds: list[Fold] | None) -> None:
+        """Set the bag's folds, and write the file that all children read.
+
+        The folds are the user's, or are read from the storage, or are made from the targets.
+        """
+        self.folds = users_folds
+        if num_bag_folds > 1 and users_folds is None:
             path = self.store.folder / "folds.pkl"
             if path.exists():
                 self.folds = read(path, trusted=self.store.trusted)
@@ -300,7 +303,7 @@ class _Search:
                 length, targets = self._describe(targets)
                 self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
-        # Once for all children: the data may be large, so each job only names the file.
+        # Written once for all children, because the data may be large. Each job only names the file.
         write(self.store.folder / "work.pkl", {**self.work, "folds": self.folds}, "tune")
 
     def _describe(self, targets: Any) -> tuple[int, Any]:
@@ -308,7 +311,7 @@ class _Search:
             targets = self.work["data"][1]
         if targets is not None:
             return len(targets), targets
-        # Only the loop knows its data: a child process creates a loop and inspects it.
+        # Only the loop knows its data, so a child process creates a loop and inspects it.
         write(self.store.folder / "work.pkl", {**self.work, "folds": None}, "tune")
         params = self.store.params(0) or self.searcher.propose(0) or {}
         self.store.begin_trial(0, params)
@@ -316,7 +319,7 @@ class _Search:
         make_folder(folder)
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
-        self.backend.start(self._job(0, 0, folder, place=0, probe=True), 0)
+        self.backend.start(self._job(0, 0, folder, slot=0, probe=True), 0)
         while not self.backend.wait(1.0):
             pass
         if not (folder / "result.pkl").exists():
@@ -327,15 +330,15 @@ class _Search:
         found = read(folder / "result.pkl", trusted=self.store.trusted)
         return found["length"], found["targets"]
 
-    def _job(self, number: int, fold: int, folder: Path, *, place: int, probe: bool = False) -> Job:
-        # Slots of one trial are adjacent, on the devices that the plan gives to one bag.
-        bag, model = divmod(place, self.division.folds_in_parallel)
+    def _job(self, number: int, fold: int, folder: Path, *, slot: int, probe: bool = False) -> Job:
+        # The slots of one trial are adjacent, on the devices that the plan assigns to one bag.
+        bag, model = divmod(slot, self.division.folds_in_parallel)
         quota = self.division.per_model
         environment, cpus = enforce.child_environment(quota), []
         if self.held is not None:
             first = bag * int(self.division.per_bag.num_cpus) + model * int(quota.num_cpus)
             cpus = self.held[0][first : first + int(quota.num_cpus)]
-            devices = [self.held[1][device] for device in self.division.placement[place]]
+            devices = [self.held[1][device] for device in self.division.placement[slot]]
             environment["CUDA_VISIBLE_DEVICES"] = child_mask(devices, visible_devices())
         return Job(
             trial=number,
@@ -354,7 +357,7 @@ class _Search:
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until every trial has ended, time is up, or the user presses Ctrl-C."""
+        """Run until every trial has ended, the time limit is reached, or the user presses Ctrl-C."""
         why = "the search was interrupted"
         try:
             with self.view:
@@ -368,7 +371,7 @@ class _Search:
             self.interrupted = True
         if self.interrupted:
             for job in self.backend.close():
-                if self.store.result(job.trial, job.fold) is not None:  # it has just finished
+                if self.store.result(job.trial, job.fold) is not None:  # it has finished in the meantime
                     self._record(job)
             for running in self.begun:
                 running.interrupt(why)
@@ -378,38 +381,41 @@ class _Search:
         self.view.last(self.begun, self.interrupted)
 
     def _patience_s(self) -> float:
-        """Return the seconds to wait for the end of a fold."""
+        """Return the maximum number of seconds to wait for the end of a fold."""
         return 1.0 if self.deadline is None else min(1.0, max(0.0, self.deadline - time.monotonic()))
 
     def _soft_end(self, num_training: int) -> float | None:
-        """Return when (seconds since 1970) a fold that begins now should end, so that later folds have equal time."""
+        """Return the time (seconds since 1970) by which a fold that begins now should end. All folds get equal time."""
         if self.deadline is None:
             return None
         waiting = sum(len(running.waiting) for running in self.begun)
         waiting += (self.division.num_trials - self.next) * self.division.num_folds
         waves = math.ceil((num_training + waiting) / self.division.models_in_parallel)
-        return time.time() + _SOFT * (self.deadline - time.monotonic()) / waves
+        return time.time() + _TRAINING_SHARE * (self.deadline - time.monotonic()) / waves
 
     def _fill(self) -> bool:
-        """Start a fold in every free slot; return True if any fold is training."""
-        taken = {place for running in self.begun for place in running.training.values()}
-        for place in range(self.division.models_in_parallel):
-            if place in taken:
+        """Start a fold in every free slot, and return True if any fold is training."""
+        taken = {slot for running in self.begun for slot in running.training.values()}
+        for slot in range(self.division.models_in_parallel):
+            if slot in taken:
                 continue
-            running = self._with_a_fold()
+            running = self._next_with_a_fold()
             if running is None:
                 break
             fold = running.waiting.pop(0)
-            running.training[fold] = place
-            taken.add(place)
+            running.training[fold] = slot
+            taken.add(slot)
             folder = self.store.clean_fold(running.trial.number, fold)
-            job = self._job(running.trial.number, fold, folder, place=place)
+            job = self._job(running.trial.number, fold, folder, slot=slot)
             job.until = self._soft_end(len(taken))
-            self.backend.start(job, place // self.division.folds_in_parallel)
+            self.backend.start(job, slot // self.division.folds_in_parallel)
         return bool(taken)
 
-    def _with_a_fold(self) -> Running | None:
-        """Return the first trial that may start another fold; a trial finished in an earlier run has no folds left."""
+    def _next_with_a_fold(self) -> Running | None:
+        """Return the first trial that may start another fold; None if there is none.
+
+        Trials that were finished in an earlier run are skipped.
+        """
         for running in self.begun:
             if running.waiting and len(running.training) < self.division.folds_in_parallel:
                 return running
@@ -448,7 +454,7 @@ class _Search:
         result = self.store.result(job.trial, fold)
         if result is None:
             running.trial.errors[fold] = (Path(job.folder) / "error.txt").read_text()
-            self.view.print_lost(running.trial, fold)
+            self.view.print_failure(running.trial, fold)
         else:
             running.add(fold, result)
         if running.over:
@@ -457,14 +463,14 @@ class _Search:
     def _end(self, running: Running) -> None:
         running.end()
         trial = running.trial
-        # Report failures too, or a searcher that models the space would propose the same again.
+        # Failures are reported too. Otherwise a searcher that models the space would propose the same setting again.
         self.searcher.tell(trial.number, trial.params, trial.score if trial.state == "done" else None)
         if self.keep_all:
             return
         over = [other.trial for other in self.begun if other.over]
         best = best_of(over, self.mode)
         for other in over:
-            # Another run may complete a partial trial, which may then be the best.
+            # Models of partial trials are kept: a later call may complete the trial, which may then be the best.
             if other.state == "done" and best is not None and other.number != best.number:
                 self.store.forget_models(other.number)
 
@@ -474,14 +480,14 @@ class _Search:
 
 @dataclass
 class Running:
-    """A trial that has begun. Until it is over, its state is ``interrupted``."""
+    """A trial that has begun. Its state is ``interrupted`` until all its folds have ended."""
 
     trial: Trial
-    """The trial, with its results so far."""
+    """The trial and its results so far."""
     waiting: list[int] = field(default_factory=list)
     """Folds that have not started yet."""
     training: dict[int, int] = field(default_factory=dict)
-    """Folds that are training, and the slot of each among the models that run at once."""
+    """Folds that are training, and the slot of each."""
 
     @property
     def over(self) -> bool:
@@ -499,8 +505,8 @@ class Running:
 
     def end(self) -> None:
         """Set the state of a trial whose folds have all ended."""
-        lost = self.trial.scores.count(None)
-        self.trial.state = "done" if not lost else "partial" if lost < len(self.trial.scores) else "failed"
+        failed = self.trial.scores.count(None)
+        self.trial.state = "done" if not failed else "partial" if failed < len(self.trial.scores) else "failed"
 
     def interrupt(self, why: str = "the search was interrupted") -> None:
         """Mark training and waiting folds as interrupted."""
@@ -514,7 +520,7 @@ class Running:
 
 
 class View:
-    """Display of trials, folds and used resources: one line, redrawn; in a log a line for each trial that ends."""
+    """Display of trials, folds and used resources: one line that is redrawn, or in a log one line per ended trial."""
 
     def __init__(self, division: Plan, mode: str, progress: bool) -> None:
         self._plan = division
@@ -536,7 +542,7 @@ class View:
         self._bar.close()
 
     def show(self, begun: list[Running]) -> None:
-        """Show the present state."""
+        """Show the current state."""
         over = sum(running.over for running in begun)
         if self._live:
             self._bar.n = sum(len(r.trial.scores) - r.trial.scores.count(None) + len(r.trial.errors) for r in begun)
@@ -545,14 +551,14 @@ class View:
             print(f"tune: {self.line(begun)}", file=sys.stderr, flush=True)
         self._printed = over
 
-    def print_lost(self, trial: Trial, fold: int) -> None:
-        """Print one line with the reason why a fold has no result; the search's result has the whole error."""
+    def print_failure(self, trial: Trial, fold: int) -> None:
+        """Print one line with the reason why a fold has no result. The search's result has the complete error."""
         if self._progress:
             text = f"tune: fold {fold} of trial {trial.number} failed: {short(trial.errors[fold])}"
             self._bar.write(text, file=sys.stderr)
 
     def line(self, begun: list[Running]) -> str:
-        """Return the present state in one line."""
+        """Return a text with the current state, in one line."""
         now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model

@@ -18,7 +18,7 @@ from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
-_ENUMERABLE = 1_000_000  # in spaces with fewer settings, a random search never tries one twice
+_ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search never tries one twice
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Uniform:
     """A float between two bounds."""
 
     low: float
-    """Least value."""
+    """Smallest value."""
     high: float
-    """Greatest value."""
+    """Largest value."""
     log: bool = False
-    """True if the logarithm of the value is uniform, as suits a learning rate."""
+    """True if the logarithm of the value is uniform, which suits learning rates."""
 
     def __post_init__(self) -> None:
         _check_bounds(self, 0.0)
@@ -60,9 +60,9 @@ class Integers:
     """An int between two bounds, both included."""
 
     low: int
-    """Least value."""
+    """Smallest value."""
     high: int
-    """Greatest value."""
+    """Largest value."""
     log: bool = False
     """True if the scale is logarithmic, so that every order of magnitude is equally likely."""
 
@@ -79,7 +79,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class _Distribution:
-    """Sample with scipy's ``rvs``."""
+    """A distribution of scipy, sampled with its ``rvs``."""
 
     frozen: Any
 
@@ -94,9 +94,9 @@ Dimension = Choice | Uniform | Integers | _Distribution
 def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
     finite = all(isinstance(v, (int, float)) and math.isfinite(v) for v in (dimension.low, dimension.high))
     if not finite or dimension.low > dimension.high:
-        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, and low must be less than high.")
+        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, and low must not exceed high.")
     if dimension.log and (dimension.low < above or dimension.low <= 0):
-        raise ConfigurationError(f"{dimension}: with log=True the bounds must be positive. Raise low above 0.")
+        raise ConfigurationError(f"{dimension}: with log=True, both bounds must be positive. Raise low above 0.")
 
 
 def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
@@ -110,7 +110,7 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
     Raises
     ------
     ConfigurationError
-        For anything else; the message names the parameter.
+        If a value is of any other type. The message names the parameter.
     """
     if not isinstance(space, Mapping):
         raise ConfigurationError(
@@ -141,14 +141,14 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
 
 
 class Searcher(Protocol):
-    """Propose parameters, and possibly learn from scores."""
+    """Object that proposes parameters, and may learn from scores."""
 
     def propose(self, number: int) -> dict[str, Any] | None:
         """Return the parameters of trial ``number``, or None if the space is exhausted."""
         ...
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
-        """Receive a trial's score, or None if it failed. When a search is resumed, earlier trials are included."""
+        """Receive the score of a trial; None if it failed. A resumed search also reports its earlier trials."""
         ...
 
 
@@ -174,7 +174,7 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
 
 
 class _Listed:
-    """The settings of a grid, in order or at random; or random ones, in a space that can't be listed."""
+    """Propose the settings of a grid, in order or shuffled. In a space that can't be listed, sample at random."""
 
     def __init__(self, dimensions: dict[str, Dimension], seed: int, *, in_order: bool) -> None:
         self._dimensions = dimensions
@@ -199,7 +199,7 @@ class _Listed:
         return self._setting(self._order[number]) if number < len(self._order) else None
 
     def _setting(self, index: int) -> dict[str, Any]:
-        """Return setting ``index`` of the grid; the last parameter varies fastest."""
+        """Return the setting with this index in the grid. The last parameter varies fastest."""
         params = {}
         for name, dimension in reversed(self._dimensions.items()):
             assert isinstance(dimension, Choice)
@@ -212,7 +212,7 @@ class _Listed:
 
 
 class _Optuna:
-    """Ask Optuna for parameters and report scores. A choice is sampled by index: its values may have any type."""
+    """Propose parameters from Optuna, and report scores to it. A choice is sampled by index, for values of any type."""
 
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
         self._optuna = optuna = import_extra("optuna", "searcher='optuna'", "optuna")
@@ -241,8 +241,8 @@ class _Optuna:
         self._open: dict[int, Any] = {}
 
     def propose(self, number: int) -> dict[str, Any] | None:
-        self._open[number] = asked = self._study.ask(self._distributions)
-        return {name: self._value(name, chosen) for name, chosen in asked.params.items()}
+        self._open[number] = proposed = self._study.ask(self._distributions)
+        return {name: self._value(name, chosen) for name, chosen in proposed.params.items()}
 
     def _value(self, name: str, chosen: Any) -> Any:
         dimension = self._dimensions[name]

@@ -1,16 +1,17 @@
-"""Keep a search on disk: finished folds stay finished, whatever happens to the process that runs the search.
+"""Store a search on disk, so that finished folds are kept even if the process that runs the search is killed.
 
 ::
 
-    search.json                     identity of the search; a resumed search must have the same
+    search.json                     identity of the search; to resume it, a call must have the same identity
     folds.pkl                       the folds, if bagging is used
     trial-0003/params.pkl, .json    the trial's parameters, exact and readable
     trial-0003/fold-1/log.txt       the child's output
-                      result.pkl    score, seconds, predictions; written last, so a fold that has it is finished
+                      result.pkl    score, seconds, ...; written last, so a fold with this file is finished
+                      predictions.pkl  predictions for the rows held out
                       model.pkl     the trained model
                       error.txt     reason why there is no result
 
-Every file is written under a temporary name and then renamed. Pickles are read only if no other user can have written
+Every file is written under a temporary name and then renamed. Pickles are read only if no other user could have written
 them.
 """
 
@@ -53,12 +54,12 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def dumps(value: object, root: str = "") -> bytes:
-    """Pickle ``value`` for another process, now or later; definitions of ``__main__`` and notebooks go by value.
+    """Pickle ``value`` for another process. Definitions in ``__main__`` and notebooks are pickled by value.
 
     Raises
     ------
     UnpicklableError
-        With the path from ``root`` to the object that can't be sent.
+        If an object can't be pickled. The message has the path from ``root`` to it.
     """
     import cloudpickle
 
@@ -74,12 +75,12 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:
-    """Read a pickle that :func:`write` wrote, only if no other user can have written it, or if ``trusted``."""
+    """Read a pickle that :func:`write` wrote. Unless ``trusted``, reject a file that other users could have written."""
     return pickle.loads(read_own(path, trusted=trusted))
 
 
 def read_own(path: Path, *, trusted: bool = False) -> bytes:
-    """Return the bytes of a file that can execute code when it is read; reject it if others may have written it.
+    """Return the bytes of a file that can execute code when it is unpickled.
 
     Parameters
     ----------
@@ -89,18 +90,18 @@ def read_own(path: Path, *, trusted: bool = False) -> bytes:
     Raises
     ------
     ConfigurationError
-        If a user other than this one and root owns the file or its folder, or others may write to it.
+        If anyone but this user and root owns the file or its folder, or other users may write to them.
     """
     with open(path, "rb") as file:
         if not trusted:
-            # Check the open file, not its name, which may refer to another file by now.
+            # Check the open file, not the path, which may refer to another file by now.
             _check_owner(path, os.fstat(file.fileno()))
             _check_owner(path.parent, os.stat(path.parent))
         return file.read()
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if user_id() is None:  # a system whose files have no owners of this kind
+    if user_id() is None:  # this system has no user IDs
         return
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid not in (user_id(), 0):
@@ -121,7 +122,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Return True if the file's group is private; many systems create one per user: same name, no other members."""
+    """Return True if the file's group is the user's private group: it has the user's name and no other members."""
     assert grp is not None
     assert pwd is not None
     try:
@@ -137,23 +138,23 @@ def _name(uid: int) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically; others can't write to it, whatever the umask is."""
+    """Write a file atomically. Other users can't write to it, regardless of the umask."""
     make_folder(path.parent)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o644)) as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags | _NO_LINK, 0o644)) as file:
             file.write(data)
             file.flush()
-            # A search can be resumed after a loss of power, too.
+            # With fsync, a search can be resumed even after a power failure.
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, not writable by others; existing ones are left unchanged."""
+    """Create a folder and its missing parents, not writable by other users. Existing folders are left unchanged."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o755, exist_ok=True)
@@ -180,9 +181,9 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
     Raises
     ------
     CheckpointError
-        If the file is missing, damaged, of another kind, or of a version whose files this one can't use.
+        If the file is missing, damaged, of another kind, or from an incompatible version.
     ConfigurationError
-        If others may have written it.
+        If other users could have written the file.
     """
     try:
         data = read_own(path, trusted=trusted)
@@ -206,7 +207,7 @@ def read_checked(path: Path, what: str, layout: int, writer: str, *, trusted: bo
         raise CheckpointError(f"{str(path)!r} is damaged: its checksum is wrong. Save the predictor again.")
     try:
         return pickle.loads(body)
-    except Exception as error:  # a class has moved, or a library is not installed
+    except Exception as error:  # for example, a class was moved, or a library is not installed
         raise CheckpointError(
             f"{str(path)!r} was written by {by}, and trainloop {__version__} can't read it here "
             f"({type(error).__name__}: {error}). Install the libraries that its models need. {remedy}"
@@ -220,7 +221,7 @@ class Storage:
         self.folder = folder.absolute()
         self.trusted = trusted
         make_folder(self.folder)
-        if not trusted:  # nobody else may put pickles there
+        if not trusted:  # other users must not be able to add pickles
             _check_owner(self.folder, os.stat(self.folder))
         self._lock = self._locked()
         try:
@@ -243,11 +244,14 @@ class Storage:
         return lock
 
     def close(self) -> None:
-        """Close the folder: another process may then open it."""
+        """Close the folder, so that another process can open it."""
         self._lock.release()
 
     def _checked(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Return the identity of the search; if one began here, its identity, which contains its seed."""
+        """Write and return the identity of a new search, or check and return that of the stored search.
+
+        The returned identity contains the seed.
+        """
         path = self.folder / "search.json"
         if not path.exists():
             if identity["seed"] is None:
@@ -256,7 +260,7 @@ class Storage:
             return identity
         begun: dict[str, Any] = json.loads(path.read_text())
         for name, value in identity.items():
-            # Not given: use the value of the search that is resumed.
+            # If no seed is given, the seed of the stored search is used.
             if name == "seed" and value is None:
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
@@ -275,7 +279,7 @@ class Storage:
         return self.trial_folder(number) / f"fold-{fold}"
 
     def params(self, number: int) -> dict[str, Any] | None:
-        """Return the parameters of a trial that began earlier; None if it did not."""
+        """Return the parameters of a trial; None if the trial has not begun."""
         path = self.trial_folder(number) / "params.pkl"
         return dict(read(path, trusted=self.trusted)) if path.exists() else None
 
@@ -285,20 +289,20 @@ class Storage:
         write(folder / "params.pkl", dict(params))
 
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
-        """Return the result of a finished fold, without predictions and model; None if it has not finished."""
+        """Return the result of a fold, without predictions and model; None if the fold has not finished."""
         path = self.fold_folder(number, fold) / "result.pkl"
         return read(path, trusted=self.trusted) if path.exists() else None
 
     def forget_models(self, number: int) -> None:
-        """Delete the models of a trial that is no longer the best."""
+        """Delete the models of a trial."""
         for path in self.trial_folder(number).glob("fold-*/model.pkl"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def clean_fold(self, number: int, fold: int) -> Path:
-        """Return an empty folder for a fold that begins."""
+        """Create and return an empty folder for a fold."""
         folder = self.fold_folder(number, fold)
-        # Remove files that a killed fold left there.
+        # Remove files that a killed process left there.
         shutil.rmtree(folder, ignore_errors=True)
         make_folder(folder)
         return folder

@@ -1,4 +1,4 @@
-"""The process that trains one fold, from its first line to its last.
+"""The main function of a process that trains one fold.
 
 The process binds itself to its CPUs, ends when its parent ends, and writes its result into the fold's folder. Nothing
 in this module runs in the process that called ``tune``.
@@ -28,13 +28,13 @@ from trainloop.tuning.storage import read, write, write_bytes
 
 __all__ = ["Job", "seconds_left", "train_fold"]
 
-_OVER_S = 1e-3
-_until: float | None = None  # when the model that this process trains should end, by time.time()
+_MIN_LEFT_S = 1e-3
+_until: float | None = None  # time.time() at which this process should end training; None without a time limit
 
 
 @dataclass
 class Job:
-    """A child's task: one fold to train."""
+    """The task of a child process: one fold to train."""
 
     trial: int
     """Number of the trial."""
@@ -47,26 +47,26 @@ class Job:
     params: str
     """File with the trial's parameters."""
     seed: int
-    """Seed of all random generators: a fold's score doesn't depend on where it ran."""
+    """Seed of all random generators, so that a fold's score doesn't depend on where it runs."""
     quota: ResourceQuota
     """Quota of the model."""
     cpus: list[int] = field(default_factory=list)
-    """CPUs of the child; if empty, all that it may use."""
+    """CPUs of the child; if empty, all CPUs that it may use."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables that must be set before its libraries are loaded."""
+    """Environment variables that must be set before the child loads libraries."""
     trusted: bool = False
-    """True if the files are read without a check of who may have written them."""
+    """True if the files are read without checking who may have written them."""
     until: float | None = None
-    """Time (seconds since 1970) at which the model should end by itself; None without a time limit."""
+    """Time (seconds since 1970) at which the model should end training by itself; None without a time limit."""
     probe: bool = False
     """True if the child only reads the length and targets of the data."""
 
 
 def train_fold(job: Job) -> None:
-    """Train the fold of ``job``, then end the process. This is its main function.
+    """Train the fold of ``job``, then end the process. This is the main function of a child process.
 
-    The process has its own session: a Ctrl-C in the terminal reaches only the search, which then ends all processes of
-    the fold. The output goes into the file ``log.txt`` of the fold's folder.
+    The process has its own session, so a Ctrl-C in the terminal reaches only the search, which then ends all processes
+    of the fold. The output is written to ``log.txt`` in the fold's folder.
     """
     if hasattr(os, "setsid"):
         os.setsid()
@@ -78,7 +78,7 @@ def train_fold(job: Job) -> None:
     platform.unblock_signals(signal.valid_signals())
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with_the_parent, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(parent.sentinel,), daemon=True).start()
     if job.cpus:
         platform.set_affinity(job.cpus)
     try:
@@ -92,18 +92,18 @@ def train_fold(job: Job) -> None:
 
 
 def _exit_at_once(exitcode: int) -> None:
-    """End this process without waiting for threads and children, which may never end; the search kills them."""
+    """End this process without waiting for its threads and children, which may never end. The search kills them."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exitcode)
 
 
 def seconds_left() -> float | None:
-    """Return how many seconds the model in this process may still take, so that it can end early.
+    """Return the number of seconds that the model in this process still has, so that it can end early.
 
-    With ``tune(..., time_limit_s=...)``, the time that is left when a model begins is divided equally among the
-    remaining models. Time that a model does not use is available to later models. A tenth of the time is reserved for
-    predictions and files.
+    With ``tune(..., time_limit_s=...)``, the remaining time is divided equally among the remaining models when a model
+    begins. Time that a model does not use is available to later models. A tenth of the time is reserved for predictions
+    and files.
 
     Returns
     -------
@@ -116,10 +116,10 @@ def seconds_left() -> float | None:
 
     >>> TimeLimit(seconds_left() or 3600)  # doctest: +SKIP
     """
-    return None if _until is None else max(_OVER_S, _until - time.time())
+    return None if _until is None else max(_MIN_LEFT_S, _until - time.time())
 
 
-def _end_with_the_parent(sentinel: int) -> None:
+def _end_with_parent(sentinel: int) -> None:
     """Kill the fold's process group when the parent ends."""
     connection.wait([sentinel])
     if sys.platform != "win32" and os.getpgid(0) == os.getpid():
@@ -130,10 +130,10 @@ def _end_with_the_parent(sentinel: int) -> None:
 def _train(job: Job, folder: Path) -> None:
     global _until
     _until = job.until
-    # The search has leased this fold's resources: a lease by the fold would wait for the search to end.
+    # The search has already leased this fold's resources. A lease by the fold would wait until the search ends.
     lease.inherit()
     quota = job.quota
-    # The CPU seconds until here were spent on imports.
+    # The CPU seconds before this line were spent on imports.
     began, used = time.monotonic(), _cpu_seconds()
     device = None
     if 0 < float(quota.num_gpus) < 1:
@@ -162,12 +162,12 @@ def _train(job: Job, folder: Path) -> None:
             "cpu_seconds": _cpu_seconds() - used,
             "facts": dict(getattr(outcome.model, "facts", None) or {}),
         }
-        # Last: a fold that has this file is finished.
+        # Written last, because a fold with this file is finished.
         write(folder / "result.pkl", result)
 
 
 def _cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its ended children, counted by the kernel."""
+    """Return the CPU seconds that the kernel has counted for this process and its ended children."""
     return sum(os.times()[:4])
 
 

@@ -6,9 +6,9 @@
 
     from aitoolbox.torchtrain.train_loop import TrainLoop
 
-``aitoolbox`` and its modules are then provided by this package: AIToolbox's argument order, keyword names, defaults,
-history keys, epoch numbers and files, on the loop of :mod:`trainloop`. Remaining differences are listed in the guide
-*From AIToolbox*.
+This package then provides ``aitoolbox`` and its modules, with AIToolbox's argument order, keyword names, defaults,
+history keys, epoch numbers and files. The training itself is done by :mod:`trainloop`. Remaining differences are listed
+in the guide *From AIToolbox*.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ from trainloop.compat.aitoolbox.modules import install
 
 __all__ = ["install"]
 
-# The import is the whole interface; ranks of ddp import this package with the loop they receive, and install it, too.
+# Importing this package is its only interface. Ranks of ddp import it with the loop that they receive.
 install()

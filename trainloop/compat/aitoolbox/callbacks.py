@@ -23,12 +23,12 @@ _CLOUD = ("cloud_save_mode", "bucket_name", "cloud_dir_prefix")
 
 
 def experiment_arguments(arguments: dict[str, Any], **fixed: Any) -> dict[str, Any]:
-    """Remove :class:`AbstractExperimentCallback`'s arguments from a subclass's, and return them with the fixed ones."""
+    """Remove arguments of :class:`AbstractExperimentCallback` from ``arguments``, and return them with ``fixed``."""
     return {name: arguments.pop(name) for name in (*_EXPERIMENT, *_CLOUD) if name in arguments} | fixed
 
 
 class CompatCallback(AbstractCallback):
-    """Base class of the callbacks here, whose loop and messages have more attributes than the core's."""
+    """Base class of AIToolbox's callbacks. Their loop and message board have more attributes than trainloop's own."""
 
     train_loop_obj: Any
     message_service: Any
@@ -36,10 +36,10 @@ class CompatCallback(AbstractCallback):
 
 @dataclass(eq=False, repr=False)
 class AbstractExperimentCallback(CompatCallback):
-    """A callback that writes into an experiment's folder, and optionally into a cloud.
+    """Base class of callbacks that write into an experiment's folder, and optionally into a cloud.
 
-    Missing values are taken from a tracking loop, by :meth:`try_infer_experiment_details`. Subclasses take
-    these arguments, from ``project_name`` on, after their own: in this order, or by name.
+    Missing values are taken from a tracking loop by :meth:`try_infer_experiment_details`. Subclasses have these
+    arguments, from ``project_name`` on, after their own arguments. They can be passed in this order or by name.
     """
 
     callback_name: str
@@ -57,12 +57,12 @@ class AbstractExperimentCallback(CompatCallback):
             self.local_model_result_folder_path = os.path.expanduser(self.local_model_result_folder_path)
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take missing values from the loop; take the cloud's details only if none of them was given.
+        """Take missing values from the loop, and the cloud's details only if none of them was given.
 
         Raises
         ------
         AttributeError
-            If the loop is not a tracking loop and has no such attribute.
+            If the loop does not have a missing value either.
         """
         missing = [name for name in _EXPERIMENT if getattr(self, name) is None]
         if infer_cloud_details and all(getattr(self, name) is None for name in _CLOUD):
@@ -86,16 +86,16 @@ class AbstractExperimentCallback(CompatCallback):
 
     @property
     def experiment_names(self) -> tuple[str, str, str]:
-        """The names of project and experiment, and its time stamp."""
+        """Names of the project and the experiment, and the experiment's time stamp."""
         return str(self.project_name), str(self.experiment_name), self.train_loop_obj.experiment_timestamp
 
     @property
     def cloud_bucket(self) -> Bucket | None:
-        """The bucket to save to; ``None`` for the local disk only."""
+        """Bucket to save to; ``None`` for the local disk only."""
         return bucket_of(self.cloud_save_mode, self.bucket_name, self.cloud_dir_prefix)
 
     def upload(self, paths: Iterable[str]) -> None:
-        """Upload files of the experiment's folder, if the experiment is in a cloud."""
+        """Upload files of the experiment's folder if the experiment is saved to a cloud."""
         bucket = self.cloud_bucket
         if bucket is not None:
             for path in paths:
@@ -113,7 +113,7 @@ class ListRegisteredCallbacks(CompatCallback):
         self.train_loop_obj.callbacks_handler.print_registered_callback_names()
 
 
-def _falls(metric: str) -> bool:
+def _lower_is_better(metric: str) -> bool:
     return "loss" in metric.lower() or "error" in metric.lower()
 
 
@@ -127,7 +127,7 @@ class _StopsWithPatience(CompatCallback):
         self.patience_count = patience
 
     def be_patient(self, better: bool, message: str) -> None:
-        """Count an epoch; stop with this message after too many without an improvement."""
+        """Count an epoch, and stop with this message after too many epochs without an improvement."""
         self.patience_count = self.patience if better else self.patience_count - 1
         if self.patience_count < 0:
             self.train_loop_obj.early_stop = True
@@ -141,7 +141,7 @@ class _StopsWithPatience(CompatCallback):
 
 
 class EarlyStopping(_StopsWithPatience):
-    """Stop when a metric has not improved for ``patience + 1`` epochs; lower is better for a loss or an error."""
+    """Stop when a metric has not improved for ``patience + 1`` epochs. Lower is better for a loss or an error."""
 
     in_checkpoints = ("patience_count", "best_performance", "best_epoch")
 
@@ -154,7 +154,7 @@ class EarlyStopping(_StopsWithPatience):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         now, best = loop.train_history[self.monitor][-1], self.best_performance
-        sign = -1 if _falls(self.monitor) else 1
+        sign = -1 if _lower_is_better(self.monitor) else 1
         better = best is None or sign * now > sign * best + self.min_delta
         if better:
             self.best_performance, self.best_epoch = now, loop.epoch
@@ -171,7 +171,7 @@ class ThresholdEarlyStopping(_StopsWithPatience):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         now = loop.train_history[self.monitor][-1]
-        wrong = now > self.threshold if _falls(self.monitor) else now < self.threshold
+        wrong = now > self.threshold if _lower_is_better(self.monitor) else now < self.threshold
         self.be_patient(not wrong, f"Threshold performance not reached. Early stopping at epoch: {loop.epoch}.")
 
 
@@ -191,7 +191,7 @@ class TerminateOnNaN(CompatCallback):
 
 
 class AllPredictionsSame(core.AllPredictionsSame):
-    """Report, and optionally stop, when all predictions on the validation set have one value."""
+    """Print a message, and optionally stop, if all predictions on the validation set have the same value."""
 
     def __init__(self, value: float = 0.0, stop_training: bool = False, verbose: bool = True) -> None:
         super().__init__(value, stop_training, verbose)
@@ -199,7 +199,7 @@ class AllPredictionsSame(core.AllPredictionsSame):
 
 
 class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
-    """Call a function with the loop at some of the hooks; without hooks it does nothing."""
+    """Call a function with the loop at chosen hooks. If no hook is chosen, do nothing."""
 
     may_do_nothing = True
 
@@ -213,7 +213,7 @@ class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
 
 
 class GradientCallbackBase(CompatCallback):
-    """A callback that inspects gradients."""
+    """Base class of callbacks that inspect gradients."""
 
     def on_train_loop_registration(self) -> None:
         self.train_loop_obj.grad_cb_used = True
@@ -228,7 +228,7 @@ class _Clip(GradientCallbackBase):
 
 
 class GradValueClip(_Clip):
-    """Clip each gradient's values."""
+    """Clip the values of each gradient."""
 
     def __init__(self, max_grad_value: float) -> None:
         super().__init__("Gradient value clipping")
@@ -239,7 +239,7 @@ class GradValueClip(_Clip):
 
 
 class GradNormClip(_Clip):
-    """Clip the norm of all gradients; further arguments go to ``clip_grad_norm_``."""
+    """Clip the norm of all gradients. Further arguments are passed to ``clip_grad_norm_``."""
 
     def __init__(self, max_grad_norm: float, **kwargs: Any) -> None:
         super().__init__("Gradient norm clipping")
@@ -251,7 +251,7 @@ class GradNormClip(_Clip):
 
 
 class GradientStatsPrint(CompatCallback):
-    """Print mean, deviation and fraction of zeros of layers' weight gradients after each epoch, or each backward."""
+    """Print statistics of each layer's weight gradients after each epoch, or after each backward."""
 
     def __init__(
         self, model_layers_extract_def: Callable[[Any], Iterable[nn.Module]], on_every_grad_update: bool = False
@@ -284,7 +284,7 @@ class GradientStatsPrint(CompatCallback):
 
 
 class DistributedSamplerSetEpoch(CompatCallback):
-    """Call ``set_epoch`` of samplers before each epoch; the samplers of the loop's own loaders need no callback."""
+    """Call ``set_epoch`` of samplers before each epoch. Samplers of the loop's loaders do not need this callback."""
 
     def __init__(self, train_sampler: Any = None, validation_sampler: Any = None, test_sampler: Any = None) -> None:
         super().__init__("Distributed sampler set epoch", execution_order=-100)
@@ -304,7 +304,7 @@ class DistributedSamplerSetEpoch(CompatCallback):
 class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
     """Evaluate a result package on the training or validation set after epochs, and at the end of training.
 
-    Results are in the history as ``train_<metric>`` and ``val_<metric>``, at the end ``train_end_val_<metric>``.
+    The history has the results as ``train_<metric>`` and ``val_<metric>``; at the end, as ``train_end_val_<metric>``.
     """
 
     train_loop_obj: Any
@@ -341,7 +341,7 @@ class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
             package.metric_reset()
 
     def evaluate_model_performance(self, prefix: str = "") -> None:
-        """Evaluate now; names in the history start with ``prefix``."""
+        """Evaluate now. Names in the history begin with ``prefix``."""
         loop = self.train_loop_obj
         if self.on_train_data:
             package = self.train_result_package
@@ -374,7 +374,7 @@ class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
         print(f"{dashes}  End of {when} performance report  {dashes}")
 
     def print_performance_report(self, prefix: str = "") -> None:
-        """Print each metric's last result unchanged; at the end of training, only results with the prefix."""
+        """Print the last result of each metric; at the end of training, only results with the prefix."""
         history = self.train_loop_obj.train_history
         if self.list_tracked_metrics:
             print(list(history.keys()))
@@ -386,7 +386,7 @@ class ModelPerformancePrintReport(core_performance.ModelPerformancePrintReport):
 
 
 class TrainHistoryFormatter(core_performance.TrainHistoryFormatter):
-    """Compute a metric of AIToolbox's history from others, after each epoch or at the end of training."""
+    """Compute a metric from other metrics in AIToolbox's history, after each epoch or at the end of training."""
 
     train_loop_obj: Any
 
@@ -399,4 +399,4 @@ class TrainHistoryFormatter(core_performance.TrainHistoryFormatter):
 
 
 class MetricHistoryRename(TrainHistoryFormatter, core_performance.MetricHistoryRename):
-    """Store a metric of the history under another name, too."""
+    """Copy a metric of the history to another name."""

@@ -1,4 +1,4 @@
-"""Parts of AIToolbox's loop: its callbacks handler, its message board, its store of predictions, collate functions."""
+"""Parts of AIToolbox's loop: the callbacks handler, the message board, the prediction store, and collate functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainloop.errors import ConfigurationError
 
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
-# Hooks in AIToolbox's order.
+# Hooks, in AIToolbox's order.
 _HOOKS = (
     *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end", "on_batch_begin", "on_batch_end"),
     *("on_after_gradient_update", "on_after_optimizer_step", "on_multiprocess_start", "on_after_batch_prediction"),
@@ -42,7 +42,7 @@ class CallbacksHandler:
         cache_callbacks: bool = False,
         print_callbacks: bool = False,
     ) -> None:
-        """Add callbacks to the loop; with ``cache_callbacks``, only at the next call without it, or in ``fit``."""
+        """Add callbacks to the loop. With ``cache_callbacks``, add them at the next call without it, or in ``fit``."""
         new = list(callbacks or ())
         for callback in new:
             if not isinstance(callback, AbstractCallback):
@@ -59,24 +59,24 @@ class CallbacksHandler:
             self.print_registered_callback_names()
 
     def all_for_fit(self, callbacks: Iterable[AbstractCallback] | None) -> list[Any]:
-        """Return every callback of the next ``fit``, each once."""
+        """Return all callbacks of the next ``fit``, each once."""
         cached, self.callbacks_cache = self.callbacks_cache, []
         found = {id(callback): callback for callback in [*self.registered, *cached, *(callbacks or ())]}
         return list(found.values())
 
     @property
     def registered(self) -> list[AbstractCallback]:
-        """The loop's callbacks, without those that implement AIToolbox's behaviour."""
-        own = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
-        return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in own]
+        """Callbacks of the loop, except the internal ones that implement AIToolbox's behaviour."""
+        internal = {id(callback) for callback in self.train_loop_obj.own_callbacks()}
+        return [callback for callback in self.train_loop_obj.callbacks if id(callback) not in internal]
 
     @property
     def registered_cbs(self) -> list[list[AbstractCallback]]:
-        """The callbacks by kind of hook: epochs, training, batches, gradients, steps, processes and predictions."""
+        """Lists of callbacks, one for each hook in AIToolbox's order."""
         return [getattr(self, f"cbs_{hook}") for hook in _HOOKS]
 
     def print_registered_callback_names(self) -> None:
-        """Print the callbacks of each hook."""
+        """Print the names of the callbacks of each hook."""
         print(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +120,7 @@ class CallbacksHandler:
 
 
 class MessageHandling(str, Enum):
-    """Time for which a message is kept."""
+    """Lifetime of a message."""
 
     KEEP_FOREVER = core.KEEP_FOREVER
     UNTIL_END_OF_EPOCH = core.UNTIL_END_OF_EPOCH
@@ -129,17 +129,17 @@ class MessageHandling(str, Enum):
 
 
 class Message(core.Message):
-    """A value and how long to keep it."""
+    """A value with its key and its lifetime."""
 
     def __init__(self, key: str, value: Any, msg_handling_settings: MessageHandling | list[MessageHandling]) -> None:
         super().__init__(key, value, MessageService.validate_msg_handling_settings(msg_handling_settings))
 
 
 class MessageService(core.MessageService):
-    """A board of messages by key."""
+    """A message board with keys."""
 
     def read_messages(self, key: str) -> list[Any] | None:  # type: ignore[override]  # None for no messages
-        """Return the values of a key, ``None`` if there is no such key."""
+        """Return the values of a key; ``None`` if there is no such key."""
         return super().read_messages(key) if key in self.message_store else None
 
     def write_message(  # type: ignore[override]  # AIToolbox's keyword name
@@ -158,9 +158,9 @@ class MessageService(core.MessageService):
         Raises
         ------
         TypeError
-            If one is not a :class:`MessageHandling`.
+            If a setting is not a :class:`MessageHandling`.
         ConfigurationError
-            If two of them exclude each other.
+            If two settings exclude each other.
         """
         settings = msg_handling_settings if isinstance(msg_handling_settings, list) else [msg_handling_settings]
         for setting in settings:
@@ -178,7 +178,7 @@ class MessageService(core.MessageService):
 
 
 class ModelPredictionStore:
-    """Results and the training iteration in which each was computed. Results of an earlier iteration count as missing.
+    """A store of results and the training iteration of each. Results of an earlier iteration count as missing.
 
     It has ``insert_x(result, iteration_idx, force_prediction=False)``, ``get_x(iteration_idx)`` and
     ``has_x(iteration_idx)`` for each ``x`` of ``train``, ``val`` and ``test``, with ``_predictions`` or ``_loss``.
@@ -194,7 +194,7 @@ class ModelPredictionStore:
         self.prediction_store: dict[str, Any] = {"iteration_idx": -1}
 
     def insert(self, name: str, data: Any, iteration_idx: int, force_prediction: bool = False) -> None:
-        """Store a result; unless forced, raise an error if this iteration already has the result."""
+        """Store a result. Unless forced, raise an error if this iteration already has the result."""
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
@@ -203,17 +203,17 @@ class ModelPredictionStore:
         self.prediction_store[name] = data
 
     def get(self, name: str, iteration_idx: int) -> Any:
-        """Return a result of this iteration; raise an error if it is missing."""
+        """Return a result of this iteration, or raise an error if it is missing."""
         if not self.has(name, iteration_idx):
             raise ConfigurationError(f"the store has no {name!r} for iteration {iteration_idx}. Insert it first.")
         return self.prediction_store[name]
 
     def has(self, name: str, iteration_idx: int) -> bool:
-        """Return True if there is such a result of this iteration."""
+        """Return True if the store has the result of this iteration."""
         return name in self.prediction_store and self.prediction_store["iteration_idx"] == iteration_idx
 
     def auto_purge(self, iteration_idx: int) -> None:
-        """Drop results older than this iteration, if requested."""
+        """Remove results of earlier iterations, if ``auto_purge`` was requested."""
         if self.do_auto_purge and iteration_idx > self.prediction_store["iteration_idx"]:
             self.prediction_store = {"iteration_idx": iteration_idx}
 
@@ -226,7 +226,7 @@ class ModelPredictionStore:
         return lambda *args, **kwargs: function(f"{part}_{_KINDS[kind]}", *args, **kwargs)
 
 
-# Names of results in methods' names, and in the store.
+# Kinds of results, by their names in method names; the values are their names in the store.
 _KINDS = {"predictions": "pred", "loss": "loss"}
 
 
@@ -237,7 +237,7 @@ def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
 
 
 def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """Append the batch's predictions; if they are a list, append its items."""
+    """Append the batch's predictions. If they are a list, append its items."""
     if isinstance(y_batch, list):
         predictions += y_batch
     else:
@@ -246,10 +246,10 @@ def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]
 
 
 def torch_cat_transf(predictions: list[Tensor]) -> Tensor:
-    """Return all batches' predictions as one tensor."""
+    """Return the predictions of all batches as one tensor."""
     return torch.cat(predictions)
 
 
 def keep_list_transf(predictions: list[Any]) -> list[Any]:
-    """Return all batches' predictions unchanged."""
+    """Return the predictions of all batches unchanged."""
     return predictions

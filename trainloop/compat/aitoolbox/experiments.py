@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks that save an experiment or load its model, loops with these callbacks, the predictor."""
+"""AIToolbox's callbacks that save an experiment or load its model, its tracking loops, and its predictor."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from trainloop.model import ModelWrap
 
 
 def _model_of(loop: Any) -> Any:
-    """Return the model in AIToolbox's form: of a ModelWrap the module."""
+    """Return the model as AIToolbox saves it: the module of a ModelWrap, otherwise the model itself."""
     return loop.model.model if isinstance(loop.model, ModelWrap) else loop.model
 
 
 class _Saves(AbstractExperimentCallback):
-    """Base of callbacks that save: the files of the experiment's hyperparameters, and the state of the training."""
+    """Base class of callbacks that save the experiment's hyperparameters and the state of the training."""
 
     local_model_result_folder_path: str
     hyperparams: dict[str, Any]
@@ -49,7 +49,7 @@ class _Saves(AbstractExperimentCallback):
             self.save_hyperparams()
 
     def save_hyperparams(self) -> None:
-        """Write hyperparameters and source, once."""
+        """Write hyperparameters and source, if they have not been written."""
         if self._hyperparams_already_saved:
             return
         self._hyperparams_already_saved = True
@@ -105,7 +105,7 @@ class ModelCheckpoint(_Saves):
         metric = "loss" if rm_subopt_local_models is True else str(rm_subopt_local_models)
         self.subopt_model_remover = LocalSubOptimalModelRemover(metric, num_best_checkpoints_kept)
         self.model_checkpointer: Any = None
-        """Writes the files; created at registration."""
+        """Saver of the files, created at registration."""
 
     def on_train_loop_registration(self) -> None:
         where = self.cloud_bucket, self.local_model_result_folder_path  # a missing s3fs raises an error before training
@@ -156,7 +156,7 @@ class ModelTrainEndSave(_Saves):
     ) -> None:
         experiment = project_name, experiment_name, local_model_result_folder_path
         cloud = cloud_save_mode, bucket_name, cloud_dir_prefix
-        # On all ranks, which predict together; the main process writes.
+        # Runs on all ranks, because they predict together. The main process writes.
         super().__init__("Model save at the end of training", *experiment, *cloud, 101)
         self.hyperparams = hyperparams
         packages = [package for package in (val_result_package, test_result_package) if package is not None]
@@ -169,11 +169,11 @@ class ModelTrainEndSave(_Saves):
         self.test_result_package = test_result_package
         self.result_package: Any = None
         self.results_saver: Any = None
-        """Writes the files; created at registration."""
+        """Saver of the files, created at registration."""
 
     def on_train_loop_registration(self) -> None:
         for package in (self.val_result_package, self.test_result_package):
-            if package is not None:  # its len() is that of results that it has not yet
+            if package is not None:  # not by truth value: len() needs results, which it does not have yet
                 package.set_experiment_dir_path_for_additional_results(
                     *self.experiment_names, self.local_model_result_folder_path
                 )
@@ -205,7 +205,7 @@ class ModelTrainEndSave(_Saves):
 
 
 class ModelLoadContinueTraining(AbstractExperimentCallback):
-    """Load model, optimizer and schedulers of an earlier experiment, and resume with the next epoch."""
+    """Load the model, optimizer and schedulers of an earlier experiment, and resume with the next epoch."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class ModelLoadContinueTraining(AbstractExperimentCallback):
             self.model_loader.init_amp(loop.amp_scaler)
 
     def init_model_loader(self) -> None:
-        """Create the loader."""
+        """Create the loader of the saved model."""
         bucket, folder = self.cloud_bucket, self.local_model_result_folder_path
         if bucket is None and self.custom_local_loader_class is not None:
             self.model_loader = self.custom_local_loader_class(folder)
@@ -283,7 +283,8 @@ class _TrackingLoop(TrainLoop):
     model, train_loader, validation_loader, test_loader, optimizer, criterion
         As in :class:`TrainLoop`.
     *args, **kwargs
-        The experiment's, by name or in the order of :attr:`arguments`, then the other arguments of :class:`TrainLoop`.
+        Arguments of the experiment, by name or in the order of :attr:`arguments`, followed by the other arguments of
+        :class:`TrainLoop`.
     """
 
     arguments: ClassVar[tuple[str, ...]]
@@ -300,11 +301,11 @@ class _TrackingLoop(TrainLoop):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        own = dict(zip(self.arguments, args))
+        positional = dict(zip(self.arguments, args))
         named = {name: kwargs.pop(name) for name in self.arguments if name in kwargs}
         parts = (model, train_loader, validation_loader, test_loader, optimizer, criterion)
-        super().__init__(*parts, *args[len(own) :], **kwargs)
-        self._set_experiment(**own, **named)
+        super().__init__(*parts, *args[len(positional) :], **kwargs)
+        self._set_experiment(**positional, **named)
 
     def _set_experiment(
         self,
@@ -328,13 +329,13 @@ class _TrackingLoop(TrainLoop):
         hyperparams.setdefault("source_dirs_paths", source_dirs)
 
     def _save(self, kind: Any, *first: Any, **options: Any) -> None:
-        """Register a callback that saves, before all callbacks of ``fit``."""
+        """Register a callback that saves files. It runs before all callbacks of ``fit``."""
         named = {name: getattr(self, name) for name in (*_EXPERIMENT, *_CLOUD[:3])}
         self.callbacks_handler.register_callbacks([kind(*first, **named, **options)], cache_callbacks=True)
 
 
 class TrainLoopCheckpoint(_TrackingLoop):
-    """Save the model after each epoch, or every ``iteration_save_freq`` batches, see :class:`ModelCheckpoint`.
+    """Save the model after each epoch or every ``iteration_save_freq`` batches; see :class:`ModelCheckpoint`.
 
     Parameters
     ----------
@@ -374,7 +375,7 @@ class TrainLoopCheckpoint(_TrackingLoop):
 
 
 class TrainLoopEndSave(_TrackingLoop):
-    """Evaluate result packages at the end of training, and save the model, see :class:`ModelTrainEndSave`.
+    """Evaluate result packages at the end of training, and save the model; see :class:`ModelTrainEndSave`.
 
     Parameters
     ----------
@@ -401,7 +402,7 @@ class TrainLoopEndSave(_TrackingLoop):
         self._save(ModelTrainEndSave, val_result_package=val_result_package, test_result_package=test_result_package)
 
     def check_if_result_packages_possible(self) -> None:
-        """Raise an error for a result package whose data set is missing."""
+        """Raise an error if there is a result package for a dataset that the loop does not have."""
         for part, loader in (("val", "validation_loader"), ("test", "test_loader")):
             if getattr(self, f"{part}_result_package") is not None:
                 require_loader(self, loader, f"{part}_result_package")
@@ -410,7 +411,7 @@ class TrainLoopEndSave(_TrackingLoop):
 class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
     """Save checkpoints during training, and the results and the model at the end.
 
-    The arguments are those of :class:`TrainLoopEndSave`, then those of checkpoints, in the order of :attr:`arguments`.
+    The arguments of :class:`TrainLoopEndSave` are followed by the arguments for checkpoints; see :attr:`arguments`.
     """
 
     arguments = (*_EXPERIMENT, *_PACKAGES, *_CLOUD, *_CHECKPOINTS)
@@ -420,7 +421,7 @@ class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
 
 
 class PyTorchModelPredictor:
-    """A model and the loader to evaluate it on; predictions are cached."""
+    """A model and the loader that it is evaluated on. Predictions are cached."""
 
     def __init__(self, model: Any, data_loader: Any, callbacks: Sequence[Any] | None = None) -> None:
         self.model = model
@@ -433,7 +434,7 @@ class PyTorchModelPredictor:
         return self.train_loop.predict_on_test_set()
 
     def model_get_loss(self, loss_criterion: Any) -> Any:
-        """Return the mean loss, as a tensor or ``MultiLoss``."""
+        """Return the mean loss as a tensor or ``MultiLoss``."""
         self.train_loop.criterion = loss_criterion
         return self.train_loop.evaluate_loss_on_test_set()
 
@@ -460,19 +461,19 @@ class PyTorchModelPredictor:
         saver.save_experiment_results(package, history, *names, save_true_pred_labels=save_true_pred_labels)
 
     def evaluate_result_package(self, result_package: Any, return_result_package: bool = True) -> Any:
-        """Return the package with its results, or the results."""
+        """Evaluate the package, and return it or its results."""
         y_pred, y_true, metadata = self.model_predict()
         result_package.prepare_result_package(y_true, y_pred, hyperparameters={}, additional_results=metadata)
         return result_package if return_result_package else result_package.get_results()
 
     def evaluate_metric(self, metric_class: Any, return_metric: bool = True) -> Any:
-        """Return a metric of targets and predictions, or a dict with its name and result."""
+        """Compute a metric, and return it, or a dict with its name and result."""
         y_pred, y_true, _ = self.model_predict()
         metric = metric_class(y_true, y_pred)
         return metric if return_metric else metric.get_metric_dict()
 
     def evaluate_metric_list(self, metrics_class_list: Sequence[Any], return_metric_list: bool = True) -> Any:
-        """Return several metrics, or a dict with their names and results."""
+        """Compute several metrics, and return them, or a dict with their names and results."""
         metrics = [self.evaluate_metric(metric) for metric in metrics_class_list]
         if return_metric_list:
             return metrics

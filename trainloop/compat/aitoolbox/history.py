@@ -1,4 +1,4 @@
-"""AIToolbox's training history, a dict of lists that accepts anything; plots and tables of it, plots of gradients."""
+"""AIToolbox's training history, a dict of lists of any values; plots and tables of it; and plots of gradients."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trainloop.errors import ConfigurationError
 
 
 class StrictCheck:
-    """Base class of the history and of result packages, which report problems in the same way."""
+    """Base class of the history and of result packages, which prints problems or raises errors about them."""
 
     strict_content_check: bool
 
     def warn_about_result_data_problem(self, msg: str) -> None:
-        """Print the message; raise it if the check is strict."""
+        """Print the message, or raise an error with it if the check is strict."""
         if self.strict_content_check:
             raise ConfigurationError(msg)
         print(msg)
 
 
 class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
-    """Results by metric, one per insertion.
+    """Results of each metric: a list with one result for each insertion.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
         return self.train_history
 
     def get_train_history_dict(self, flatten_dict: bool = False) -> dict[str, list[Any]]:
-        """Return the dict; with ``flatten_dict`` nested results are separate metrics, ``outer_inner``."""
+        """Return the dict. With ``flatten_dict``, nested results become separate metrics named ``outer_inner``."""
         if self.train_history == self.empty_train_history:
             self.warn_about_result_data_problem("Train History dict is empty")
         if not flatten_dict:
@@ -68,12 +68,12 @@ class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
         return flat
 
     def wrap_pre_prepared_history(self, history: dict[str, list[Any]]) -> TrainingHistory:
-        """Use this dict."""
+        """Replace the results with this dict, and return the history."""
         self.train_history = history
         return self
 
     def qa_check_history_records(self) -> None:
-        """Report metrics whose number of results differs from the first one's."""
+        """Report metrics that do not have the same number of results as the first metric."""
         lengths = {name: len(results) for name, results in self.train_history.items()}
         first = next(iter(lengths.values()))
         for name, length in lengths.items():
@@ -122,7 +122,10 @@ def _flat(results: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _save_figures(figures: Iterable[tuple[str, Any]], folder: str, name: str, file_format: str) -> list[list[str]]:
-    """Write ``folder/name/<figure>.png``, or all in ``folder/name.pdf``; return ``[path in folder, path]`` of each."""
+    """Write each figure to ``folder/name/<figure>.png``, or all to ``folder/name.pdf``.
+
+    Return ``[path in folder, path]`` for each file.
+    """
     if file_format == "pdf":
         from matplotlib.backends.backend_pdf import PdfPages
 
@@ -147,7 +150,7 @@ def _figure() -> Any:
 
 
 class TrainingHistoryPlotter:
-    """Plots each metric that has more than one number."""
+    """Plot each metric that has more than one number."""
 
     def __init__(self, experiment_results_local_path: str) -> None:
         self.experiment_results_local_path = experiment_results_local_path
@@ -155,7 +158,7 @@ class TrainingHistoryPlotter:
     def generate_report(
         self, training_history: Any, plots_folder_name: str = "plots", file_format: str = "png"
     ) -> list[list[str]]:
-        """Write plots; return ``[path in the results, local path]`` of each file."""
+        """Write plots, and return ``[path in the results, local path]`` for each file."""
         figures = self.generate_plots(training_history)
         return _save_figures(figures, self.experiment_results_local_path, plots_folder_name, file_format)
 
@@ -172,7 +175,7 @@ class TrainingHistoryPlotter:
 
 
 class GradientPlotter:
-    """Plots a histogram of each layer's gradients."""
+    """Plot a histogram of each layer's gradients."""
 
     def __init__(self, experiment_grad_results_local_path: str) -> None:
         self.experiment_grad_results_local_path = experiment_grad_results_local_path
@@ -183,7 +186,7 @@ class GradientPlotter:
         grad_plots_folder_name: str = "grad_plots",
         file_format: str = "png",
     ) -> list[list[str]]:
-        """Write plots; return paths as in :class:`TrainingHistoryPlotter`."""
+        """Write plots, and return paths as in :class:`TrainingHistoryPlotter`."""
         figures = self.generate_dist_plots(model_layer_gradients)
         return _save_figures(figures, self.experiment_grad_results_local_path, grad_plots_folder_name, file_format)
 
@@ -200,7 +203,7 @@ class GradientPlotter:
 
 
 class TrainingHistoryWriter:
-    """Appends a history's last results to a text or a table."""
+    """Append the last results of a history to a text file or a table."""
 
     def __init__(self, experiment_results_local_path: str | None) -> None:
         self.experiment_results_local_path = experiment_results_local_path
@@ -214,7 +217,7 @@ class TrainingHistoryWriter:
         results_folder_name: str = "",
         file_format: str = "txt",
     ) -> tuple[str, str]:
-        """Append the results; return ``(path in the results, local path)``."""
+        """Append the results, and return ``(path in the results, local path)``."""
         if file_format not in ("txt", "tsv", "csv"):
             raise ConfigurationError(f"file_format={file_format!r}: must be 'txt', 'tsv' or 'csv'.")
         folder = os.path.join(str(self.experiment_results_local_path), results_folder_name)

@@ -1,4 +1,4 @@
-"""AIToolbox's ``TrainLoop`` on the core's: arguments, attributes such as ``amp_scaler``, history, epoch numbers."""
+"""AIToolbox's ``TrainLoop``, based on trainloop's own: its arguments, attributes, history and epoch numbers."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from trainloop.errors import ConfigurationError
 from trainloop.model import ModelWrap
 from trainloop.train_loop.argument_types import Amp, GpuMode
 
-_FIRST, _LAST = -(10**9), 10**9  # before and after all callbacks of a script
+_FIRST, _LAST = -(10**9), 10**9  # execution orders before and after all callbacks of a script
 
 
 class TrainLoop(core.TrainLoop):
-    """A loop with AIToolbox's arguments in their order; pass those of :class:`trainloop.TrainLoop` by keyword.
+    """A loop with AIToolbox's arguments in AIToolbox's order. Further arguments are passed by keyword.
 
     Parameters
     ----------
     model, train_loader, validation_loader, test_loader, optimizer, criterion
-        As in :class:`trainloop.TrainLoop`; the model may already be in a ``TTDataParallel``.
+        As in :class:`trainloop.TrainLoop`. The model may already be wrapped in a ``TTDataParallel``.
     collate_batch_pred_fn, pred_transform_fn : callable
     end_auto_eval : bool or int
-        Evaluate the losses of the training and the validation set after each epoch (``train_history['loss']``,
-        ``['val_loss']``) and of the test set at the end (``['train_end_test_loss']``); never; or after every n-th
-        epoch, beginning with the first.
+        If True, evaluate the losses of the training and the validation set after each epoch (``train_history['loss']``,
+        ``['val_loss']``), and of the test set at the end (``['train_end_test_loss']``). If False, don't evaluate. For
+        an int n, evaluate after every n-th epoch, beginning with the first.
     lazy_experiment_save : bool
-        Create an experiment's folder only once there is something to write.
+        Create an experiment's folder only when the first file is written.
     print_callbacks : bool
-        List the callbacks when training begins.
+        Print the callbacks when training begins.
     gpu_mode, cuda_device_idx, use_amp
         As in :class:`trainloop.TrainLoop`.
     **options
@@ -72,9 +72,9 @@ class TrainLoop(core.TrainLoop):
         use_amp: Amp = False,
         **options: Any,
     ) -> None:
-        if isinstance(model, nn.DataParallel):  # a script may wrap it itself
+        if isinstance(model, nn.DataParallel):  # a script may wrap the model itself
             model, gpu_mode = model.module, "dp" if gpu_mode == "single" else gpu_mode
-        # The defaults do the same as the core's for tensors; those also join arrays, lists and nested values.
+        # For tensors, AIToolbox's default functions do the same as trainloop's own, which also join other values.
         if collate_batch_pred_fn is not append_predictions:
             options["collate_batch_pred_fn"] = collate_batch_pred_fn
         if pred_transform_fn is not torch_cat_transf:
@@ -86,7 +86,7 @@ class TrainLoop(core.TrainLoop):
             as_loader(test_loader),
             as_optimizer(optimizer, model.parameters() if isinstance(model, nn.Module) else ()),
             criterion,
-            end_auto_eval=False,  # done by _Bookkeeping, in AIToolbox's order and with its names
+            end_auto_eval=False,  # _Bookkeeping evaluates, in AIToolbox's order and with its names
             gpu_mode=gpu_mode,
             cuda_device_idx=cuda_device_idx,
             use_amp=use_amp,
@@ -120,15 +120,15 @@ class TrainLoop(core.TrainLoop):
         grad_accumulation: int = 1,
         **kwargs: Any,
     ) -> Any:
-        """Train up to the epoch ``num_epochs``. As in AIToolbox, a later ``fit`` begins with the last epoch's number.
+        """Train up to epoch ``num_epochs``, and return the model, or the module in a ``ModelWrap``.
 
-        Returns the model, or the module in a ``ModelWrap``, in every mode.
+        As in AIToolbox, a later ``fit`` begins with the number of the last epoch.
         """
         if kwargs.get("on_gpu") is False and kwargs.get("num_gpus"):
-            ranks = kwargs.pop("num_gpus")  # on the CPU; the other modes ignore it
+            ranks = kwargs.pop("num_gpus")  # used on the CPU, ignored in other modes
             if self.gpu_mode == "ddp":
                 self.options = replace(self.options, devices=ranks)
-        if kwargs.get("init_method") == "env://":  # torch's name for MASTER_ADDR and MASTER_PORT, the default here
+        if kwargs.get("init_method") == "env://":  # MASTER_ADDR and MASTER_PORT, which is the default
             kwargs["init_method"] = None
         if kwargs.get("on_gpu") is False and kwargs.get("backend") == "nccl":
             kwargs["backend"] = None
@@ -138,24 +138,24 @@ class TrainLoop(core.TrainLoop):
         return model.model if isinstance(model, ModelWrap) else model
 
     def register_callback(self, callback: AbstractCallback) -> None:
-        """Register a callback only once, not in every ``fit``, because it may load a checkpoint when registered."""
+        """Register a callback once instead of in every ``fit``, because its registration may load a checkpoint."""
         if getattr(callback, "train_loop_obj", None) is not self:
             super().register_callback(callback)
 
     def place_criterion(self) -> None:
-        """Move a criterion that is not a module, but can be moved, in the same way as the core moves modules."""
+        """Move the criterion to the device, even if it is not a module but has ``to``."""
         if not isinstance(self.criterion, nn.Module) and callable(getattr(self.criterion, "to", None)):
             self.criterion = self.criterion.to(self.device)
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        """Callbacks that implement AIToolbox's behaviour; they run first and last."""
+        """Internal callbacks that implement AIToolbox's behaviour. They run before and after all other callbacks."""
         return [self._book, self._end_of_batch]
 
-    # -- what callbacks read -------------------------------------------------------------------------------------------
+    # -- attributes for callbacks --------------------------------------------------------------------------------------
 
     @property
     def train_history(self) -> TrainingHistory:
-        """Results by AIToolbox's names; ``history`` has the core's names."""
+        """Results under AIToolbox's names. ``history`` has trainloop's own names."""
         return self._book.train_history
 
     @train_history.setter
@@ -164,7 +164,7 @@ class TrainLoop(core.TrainLoop):
 
     @property
     def iteration(self) -> int:
-        """Index of the batch in its epoch."""
+        """Index of the current batch in its epoch."""
         return max(self.total_iteration_idx - self._book.epoch_start, 0)
 
     @iteration.setter
@@ -173,18 +173,18 @@ class TrainLoop(core.TrainLoop):
 
     @property
     def loss_batch_accum(self) -> list[Any]:
-        """The epoch's losses so far, one per batch, on the device."""
+        """Losses of the epoch's batches so far, on the device."""
         return self._book.losses
 
     @property
     def amp_scaler(self) -> _Scaler:
-        """The ``GradScaler``; its ``unscale_`` does nothing, as gradients are unscaled before callbacks see them."""
+        """The ``GradScaler``. Its ``unscale_`` does nothing, because callbacks get unscaled gradients."""
         return _Scaler(self)
 
     @amp_scaler.setter
     def amp_scaler(self, scaler: Any) -> None:
         if type(scaler) is not _Scaler:
-            raise ConfigurationError("amp_scaler is made by the loop. To change its arguments, pass use_amp={...}.")
+            raise ConfigurationError("the loop creates amp_scaler. To change its arguments, pass use_amp={...}.")
 
     @property
     def ddp_training_mode(self) -> bool:
@@ -197,12 +197,12 @@ class TrainLoop(core.TrainLoop):
         return self.rank if self.gpu_mode == "ddp" else None
 
     def should_execute_optimizer_update(self) -> bool:
-        """Return True if this batch is the last of an optimizer step."""
+        """Return True if this batch is the last one of an optimizer step."""
         if (self.iteration + 1) % self.grad_accumulation == 0:
             return True
         try:
             batches = math.ceil(len(self.train_loader) / self.world_size)
-        except TypeError:  # a stream
+        except TypeError:  # a stream has no length
             return False
         return self.iteration == batches - 1
 
@@ -217,16 +217,16 @@ class TrainLoop(core.TrainLoop):
         return len(self.train_loader) // self.grad_accumulation * (self._book.num_epochs or self.num_epochs)
 
     def insert_metric_result_into_history(self, metric_name: str, metric_result: Any) -> None:
-        """Append a number, or any other value, to a metric's results."""
+        """Append a value of any type to a metric's results."""
         self.train_history.insert_single_result_into_history(metric_name, metric_result)
-        # trainloop's own callbacks read `history`, which contains only numbers, and has its own `loss`.
+        # trainloop's own callbacks read `history`, which contains only numbers. The loop itself records `loss` there.
         if metric_name not in ("loss", "accumulated_loss") and not isinstance(metric_result, (Mapping, str, Sequence)):
             value = torch.as_tensor(metric_result)
             if value.numel() == 1:
                 super().insert_metric_result_into_history(metric_name, float(value))
 
     def parse_loss(self, loss_record: list[Any]) -> Any:
-        """Return the mean over batches, per loss if there are several."""
+        """Return the mean over batches, separately for each of several losses."""
         if isinstance(loss_record[0], Mapping):
             names = sorted(loss_record[0])
             return MultiLoss({n: torch.stack([loss[n] for loss in loss_record]).double().mean() for n in names})
@@ -234,28 +234,28 @@ class TrainLoop(core.TrainLoop):
 
     @staticmethod
     def convert_loss_to_float_dict_format(loss: Any) -> Any:
-        """Return a float; a dict of floats for several losses."""
+        """Return the loss as a float, or several losses as a dict of floats."""
         loss = loss.item()
         return loss.get_loss_dict() if isinstance(loss, MultiLoss) else loss
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate_loss_on_train_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """Return the mean loss, a tensor or :class:`MultiLoss`; cached until the next training step, unless forced."""
+        """Return the mean loss as a tensor or :class:`MultiLoss`. It is cached until the next step, unless forced."""
         return self._loss_of("train", super().evaluate_loss_on_train_set, force_prediction, float_dict_format)
 
     def evaluate_loss_on_validation_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """Like :meth:`evaluate_loss_on_train_set`."""
+        """Return the mean loss, as in :meth:`evaluate_loss_on_train_set`."""
         return self._loss_of("val", super().evaluate_loss_on_validation_set, force_prediction, float_dict_format)
 
     def evaluate_loss_on_test_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """Like :meth:`evaluate_loss_on_train_set`."""
+        """Return the mean loss, as in :meth:`evaluate_loss_on_train_set`."""
         return self._loss_of("test", super().evaluate_loss_on_test_set, force_prediction, float_dict_format)
 
     def evaluate_model_loss(
         self, data_loader: Any, move_to_cpu: bool = False, dataset_info: dict[str, Any] | None = None
     ) -> Any:
-        """Return the mean loss over any loader, as a tensor or :class:`MultiLoss`, on the CPU."""
+        """Return the mean loss over any loader, as a tensor or :class:`MultiLoss` on the CPU."""
         self.place_criterion()
         return _as_loss(super().evaluate_model_loss(as_loader(data_loader)))
 
@@ -265,15 +265,15 @@ class TrainLoop(core.TrainLoop):
         return self.convert_loss_to_float_dict_format(loss) if as_floats else loss
 
     def predict_on_train_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """Return ``(y_pred, y_true, metadata)``; computed once between two training steps, unless forced."""
+        """Return ``(y_pred, y_true, metadata)``. The result is cached until the next step, unless forced."""
         return self._predictions_of("train", "train", self.train_loader, force_prediction, execute_callbacks)
 
     def predict_on_validation_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """Like :meth:`predict_on_train_set`."""
+        """Return predictions, as in :meth:`predict_on_train_set`."""
         return self._predictions_of("val", "validation", self.validation_loader, force_prediction, execute_callbacks)
 
     def predict_on_test_set(self, force_prediction: bool = False, execute_callbacks: bool = False) -> Any:
-        """Like :meth:`predict_on_train_set`."""
+        """Return predictions, as in :meth:`predict_on_train_set`."""
         return self._predictions_of("test", "test", self.test_loader, force_prediction, execute_callbacks)
 
     def predict_with_model(  # type: ignore[override]  # AIToolbox's order and default
@@ -283,7 +283,7 @@ class TrainLoop(core.TrainLoop):
         move_to_cpu: bool = False,
         dataset_info: dict[str, Any] | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` over any loader, on the CPU."""
+        """Return ``(y_pred, y_true, metadata)`` for any loader, on the CPU."""
         y_pred, y_true, metadata = super().predict_with_model(as_loader(data_loader), execute_callbacks, dataset_info)
         return y_pred, y_true, {} if metadata is None else metadata
 
@@ -304,12 +304,12 @@ class TrainLoop(core.TrainLoop):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # may be large; each rank predicts again
+        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # may be large; ranks predict again
         return state
 
 
 class _Scaler:
-    """The running loop's scaler, looked up at each access."""
+    """Proxy for the scaler of the running loop, which is looked up at each access."""
 
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
@@ -319,7 +319,7 @@ class _Scaler:
         return torch.cuda.amp.GradScaler
 
     def unscale_(self, optimizer: Any) -> None:
-        """Do nothing: the loop has already done it."""
+        """Do nothing. The loop has already unscaled the gradients."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -328,12 +328,12 @@ class _Scaler:
 
 
 class _Bookkeeping(AbstractCallback):
-    """Runs before all other callbacks: AIToolbox's evaluations, history and counters.
+    """AIToolbox's evaluations, history and counters, before all other callbacks.
 
-    It is a callback so that its state returns from the ranks of ``ddp``.
+    It is a callback, so that its state returns from the ranks of ``ddp``.
     """
 
-    train_loop_obj: Any  # this package's loop, with more attributes
+    train_loop_obj: Any  # AIToolbox's loop, with more attributes
 
     def __init__(self, train_history: TrainingHistory) -> None:
         super().__init__("AIToolbox's bookkeeping", execution_order=_FIRST)
@@ -348,7 +348,7 @@ class _Bookkeeping(AbstractCallback):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         if self.num_epochs:
-            # AIToolbox counts from the start of the first fit, or from the epoch that a callback has loaded.
+            # AIToolbox counts epochs from the start of the first fit, or from the epoch that a callback has loaded.
             loop.num_epochs = self.num_epochs - loop.epoch
             if loop.num_epochs <= 0:
                 warn(
@@ -371,7 +371,7 @@ class _Bookkeeping(AbstractCallback):
             self.losses.append(loop.last_loss if losses is None else losses)
         if loop.grad_accumulation == 1 or loop.should_execute_optimizer_update():
             return
-        # AIToolbox shows every batch's gradients to callbacks, the core those of a step.
+        # In AIToolbox, callbacks get the gradients of every batch; in trainloop, the gradients of a step.
         for callback in loop.callbacks_handler.cbs_on_after_gradient_update:
             if callback.device_idx_execution in (None, loop.rank):
                 for index in range(loop.num_optimizers):
@@ -395,7 +395,7 @@ class _Bookkeeping(AbstractCallback):
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         if self.epochs_run:
-            loop.epoch -= 1  # the last epoch's number, not the next one's
+            loop.epoch -= 1  # number of the last epoch instead of the next one
         if loop.auto_eval is not False and loop.test_loader is not None:
             self._insert("train_end_test_loss", loop.evaluate_loss_on_test_set())
 
@@ -407,7 +407,7 @@ class _Bookkeeping(AbstractCallback):
 
 
 class _EndOfBatch(AbstractCallback):
-    """Runs after all other callbacks: AIToolbox's work between two batches."""
+    """AIToolbox's work between two batches, after all other callbacks."""
 
     def __init__(self, book: _Bookkeeping) -> None:
         super().__init__("AIToolbox's end of a batch", execution_order=_LAST)
@@ -415,7 +415,7 @@ class _EndOfBatch(AbstractCallback):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        if loop.end_requested:  # AIToolbox stops at the end of the epoch, the core after the step
+        if loop.end_requested:  # AIToolbox stops at the end of the epoch, trainloop after the step
             self.book.wants_stop, loop.end_requested = True, False
 
 

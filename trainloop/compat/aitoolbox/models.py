@@ -1,4 +1,4 @@
-"""AIToolbox's models, their wrappers, and data sets; lists of batches as loaders."""
+"""AIToolbox's models, their wrappers and datasets, and lists of batches as loaders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainloop.parallel.transparent import Transparent
 
 
 class TTBasicMultiGPUModel(TTBasicModel):
-    """A basic model whose ``forward(*inputs, targets=None, criterion=None)`` computes the loss if it gets both."""
+    """A basic model whose ``forward(*inputs, targets=None, criterion=None)`` computes the loss if both are passed."""
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """Return the loss, computed inside ``forward``."""
@@ -26,7 +26,7 @@ class TTBasicMultiGPUModel(TTBasicModel):
 
 
 class MultiGPUModelWrap(TTBasicMultiGPUModel):
-    """A plain module as a :class:`TTBasicMultiGPUModel`."""
+    """A wrapper that makes a plain module a :class:`TTBasicMultiGPUModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class MultiGPUModelWrap(TTBasicMultiGPUModel):
         self.model = model
 
     def forward(self, *input_data: Any, targets: Any = None, criterion: Any = None) -> Any:
-        """Return predictions, or their loss if there is a criterion."""
+        """Return the predictions, or their loss if ``criterion`` is passed."""
         predictions = self.model(*input_data)
         return predictions if criterion is None else criterion(predictions, targets)
 
 
 class ModelWrap(core.ModelWrap):
-    """A plain module with a definition of how to feed batches to it; ``fit`` returns the module itself."""
+    """A wrapper of a plain module, with a definition of its loss and predictions. ``fit`` returns the module itself."""
 
     def __init__(self, model: nn.Module, batch_model_feed_def: AbstractModelFeedDefinition) -> None:
         if not isinstance(model, nn.Module):
@@ -57,7 +57,7 @@ class _IsTransparent(type):
 
 
 class TTParallelBase(Transparent, metaclass=_IsTransparent):
-    """Base class of both wrappers; by itself it calls the model's methods directly."""
+    """Base class of both wrappers. It calls the model's methods directly."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = ()) -> None:
         super().__init__()
@@ -73,21 +73,21 @@ class TTParallelBase(Transparent, metaclass=_IsTransparent):
 
 
 class TTDataParallel(parallel.TTDataParallel):
-    """``nn.DataParallel`` for a TTModel; ``default_model_methods`` is not needed, since all methods are wrapped."""
+    """``nn.DataParallel`` for a TTModel. ``default_model_methods`` is ignored, because all methods are wrapped."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
 
 
 class TTDistributedDataParallel(parallel.TTDistributedDataParallel):
-    """``DistributedDataParallel`` for a TTModel; ``default_model_methods`` is not needed, since all are wrapped."""
+    """``DistributedDataParallel`` for a TTModel. ``default_model_methods`` is ignored: all methods are wrapped."""
 
     def __init__(self, module: TTModel, default_model_methods: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
 
 
 class BasicDataset(Dataset[Any]):
-    """The items of a list or tensor."""
+    """A dataset of the items of a list or tensor."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -100,7 +100,7 @@ class BasicDataset(Dataset[Any]):
 
 
 class ListDataset(StackDataset):
-    """A ``TensorDataset`` of lists of equal length."""
+    """A dataset like ``TensorDataset``, of lists of equal length."""
 
     def __init__(self, *data_lists: Sequence[Any]) -> None:
         super().__init__(*data_lists)  # type: ignore[arg-type]  # lists serve as datasets
@@ -126,5 +126,5 @@ class Batches(Sequence[Any]):
 
 
 def as_loader(loader: Any) -> Any:
-    """Return a list or tuple of batches as a loader; any other object unchanged."""
+    """Wrap a list or tuple of batches as a loader. Return any other object unchanged."""
     return Batches(loader) if isinstance(loader, (list, tuple)) else loader

@@ -1,4 +1,4 @@
-"""The modules of AIToolbox and their names, with a finder that imports ``aitoolbox`` from the classes here."""
+"""The modules of AIToolbox and the names in them, and an import finder that creates ``aitoolbox`` from this package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from trainloop.compat.aitoolbox import (
 from trainloop.errors import ConfigurationError
 from trainloop.schedulers import warmup
 
-# Where a name is looked up: a class has one name in all of AIToolbox. Own modules are before the core's.
+# Modules in which names are looked up: first this package's, then trainloop's own. A name means the same class in all
+# modules of AIToolbox.
 _OWN = models, optim, components, history, results, saving, callbacks, reports, loop, experiments
 _HOMES = ChainMap(*map(vars, (*_OWN, basic, warmup)))
 
@@ -105,7 +106,7 @@ MODULES: dict[str, str] = {
     "aitoolbox.cloud.GoogleCloud.model_load": "PyTorchGoogleStorageModelLoader",
     "aitoolbox.cloud.GoogleCloud.results_save": "BaseResultsGoogleStorageSaver GoogleStorageResultsSaver",
 }
-"""Names by module of AIToolbox. A package has the names of all its modules."""
+"""Names in each module of AIToolbox. A package has the names of all its modules."""
 
 
 def _names_in(module: str) -> list[str]:
@@ -114,7 +115,7 @@ def _names_in(module: str) -> list[str]:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Creates the modules of :data:`MODULES`, and the packages that contain them."""
+    """Finder that creates the modules in :data:`MODULES`, and the packages that contain them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -140,24 +141,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
 
         module.__dict__.update({name: _HOMES[name] for name in names}, __all__=names, __getattr__=missing)
-        # `import aitoolbox` alone provided AIToolbox's parts as attributes.
+        # In AIToolbox, `import aitoolbox` provides its subpackages as attributes.
         if module.__name__ == "aitoolbox":
             importlib.import_module("aitoolbox.torchtrain")
             importlib.import_module("aitoolbox.experiment")
 
 
 def install() -> None:
-    """Handle imports of ``aitoolbox`` from now on; further calls do nothing.
+    """Install the finder, which handles imports of ``aitoolbox`` from now on. Further calls do nothing.
 
     Raises
     ------
     ConfigurationError
-        If AIToolbox itself has been imported before.
+        If AIToolbox itself was imported before.
     """
-    there = sys.modules.get("aitoolbox")
-    if there is not None and not isinstance(getattr(there.__spec__, "loader", None), _Finder):
+    existing = sys.modules.get("aitoolbox")
+    if existing is not None and not isinstance(getattr(existing.__spec__, "loader", None), _Finder):
         raise ConfigurationError(
-            f"aitoolbox is already imported, from {getattr(there, '__file__', None)}. Put `import "
+            f"aitoolbox is already imported, from {getattr(existing, '__file__', None)}. Put `import "
             "trainloop.compat.aitoolbox` before the first import of aitoolbox, or leave this line out."
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -1,17 +1,17 @@
-"""AIToolbox's losses, optimizers and schedulers, and a script's own kinds of optimizers.
+"""AIToolbox's losses, optimizers and schedulers, and optimizers that a script defines itself.
 
-A script may override ``backward``, ``step`` and ``zero_grad`` of several losses and optimizers. They work as in
-AIToolbox, one optimizer after the other::
+A script may override ``backward`` of :class:`MultiLoss`, and ``step`` and ``zero_grad`` of :class:`MultiOptimizer`.
+They are called as in AIToolbox, one optimizer after the other::
 
     for each micro-batch
         losses = get_loss(...)
         for each optimizer
-            losses.backward(i, iteration, scaler)          # gradients of all that the loss depends on
+            losses.backward(i, iteration, scaler)          # gradients of all parameters that the loss depends on
             in the step's last micro-batch
                 optimizer.step(i, iteration, scaler)
                 optimizer.zero_grad(i, iteration)
 
-So a loss also leaves gradients in parameters of other optimizers, unlike in :class:`trainloop.MultiLoss`.
+So, unlike in :class:`trainloop.MultiLoss`, a loss also adds gradients to parameters of other optimizers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _each(name: str) -> Any:
-    """Return a method of :class:`MultiLoss` that calls this method of each loss."""
+    """Return a method of :class:`MultiLoss` that calls the method ``name`` of each loss."""
 
     def method(self: MultiLoss, *args: Any, **kwargs: Any) -> MultiLoss:
         return self.map(lambda loss: getattr(loss, name)(*args, **kwargs))
@@ -46,18 +46,18 @@ def _each(name: str) -> Any:
 
 
 class MultiLoss(core.MultiLoss):
-    """Named losses, each with one optimizer.
+    """Named losses, each of which belongs to one optimizer.
 
     Parameters
     ----------
     loss_dict : dict
     loss_optimizer_map : dict, optional
-        Index of each loss's optimizer. Default: their order.
+        Index of the optimizer of each loss. Default: in the order of the losses.
     retain_graph_until_last : bool
         Keep the graph for the losses that follow.
     """
 
-    def __init__(  # losses may be floats here, after item(): the core's checks don't fit
+    def __init__(  # the base class rejects floats, which item() returns
         self,
         loss_dict: dict[str, Any],
         loss_optimizer_map: Mapping[str, Any] | None = None,
@@ -81,19 +81,19 @@ class MultiLoss(core.MultiLoss):
     def backward(  # type: ignore[override]  # AIToolbox's signature, which scripts override
         self, optimizer_idx: int, iteration: int, amp_grad_scaler: torch.amp.GradScaler
     ) -> None:
-        """Compute gradients of one optimizer's loss, in every leaf of its graph."""
+        """Compute the gradients of one optimizer's loss for every leaf of its graph."""
         loss = amp_grad_scaler.scale(self.loss_dict[self.optimizer_loss_map[optimizer_idx]])
         loss.backward(retain_graph=True if self.retain_graph_until_last and self.loss_backward_remaining > 1 else None)
         self.loss_backward_remaining -= 1
 
     def map(self, function: Callable[[Any], Any]) -> MultiLoss:
-        """Return the losses with ``function`` applied, in the same class, so that overrides are kept."""
+        """Apply ``function`` to each loss, and return an object of the same class, so that overrides are kept."""
         other = copy.copy(self)
         other.loss_dict = {name: function(loss) for name, loss in self.loss_dict.items()}
         return other
 
     def assigned_to(self, optimizer: core.MultiOptimizer) -> core.MultiLoss:
-        """Return the losses as the core's, for an optimizer of the core."""
+        """Return a :class:`trainloop.MultiLoss` with the same losses, for a :class:`trainloop.MultiOptimizer`."""
         return core.MultiLoss(self.loss_dict, self.loss_optimizer_map, self.retain_graph_until_last).assigned_to(
             optimizer
         )
@@ -103,7 +103,7 @@ class MultiLoss(core.MultiLoss):
 
     @property
     def device(self) -> dict[str, torch.device]:
-        """The device of each loss."""
+        """Device of each loss."""
         return {name: loss.device for name, loss in self.loss_dict.items()}
 
     def get_loss_dict(self) -> dict[str, Any]:
@@ -118,17 +118,17 @@ class MultiLoss(core.MultiLoss):
 
 
 class MultiTraining(Training):
-    """Backward, step and ``zero_grad`` of one optimizer after the other; counted as one step."""
+    """Training in which one optimizer after the other does backward, step and ``zero_grad``, counted as one step."""
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
-        """Do all of a step except the work after its last micro-batch."""
+        """Do the backward passes of a step, and the optimizers' steps in its last micro-batch."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
         self.gradients.reduced_later, self.gradients.ragged = True, step.ragged
-        if self.parallel:  # the model itself: DDP's reducer expects one backward per forward
+        if self.parallel:  # not DDP's wrapper, whose reducer expects one backward per forward
             place.share_buffers()
         for i in range(count):
             self.begin_batch(i, step.sizes[i] if i < len(step.batches) else 0)
@@ -144,7 +144,7 @@ class MultiTraining(Training):
         place.scaler.update()
 
     def step(self) -> None:
-        """Do nothing more: the optimizers have already stepped, each after its loss."""
+        """Finish the step. The optimizers have already stepped, each after its loss."""
         self.loop.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_batch_end:
@@ -170,14 +170,14 @@ class MultiTraining(Training):
         loop, scaler, optimizer = self.loop, self.place.scaler, optimizers[index]
         parameters = parameters_of(optimizer)
         if self.parallel:
-            # Including the gradients that other optimizers' losses left: each parameter is averaged once between two
+            # This includes gradients from the losses of other optimizers. Each parameter is averaged once between two
             # steps.
             reduce_gradients(parameters)
         self.gradients.show_and_clip([(index, optimizer)], parameters)
         optimizers.step(index, _iteration(loop), scaler)
         last = index == len(optimizers) - 1
         for hook in self.hooks.on_after_optimizer_step:
-            if last or not isinstance(getattr(hook, "__self__", None), AbstractScheduler):  # these count steps
+            if last or not isinstance(getattr(hook, "__self__", None), AbstractScheduler):  # schedulers count steps
                 hook()
         optimizers.zero_grad(index, _iteration(loop))
 
@@ -188,7 +188,7 @@ def _iteration(loop: TrainLoop) -> int:
 
 
 class MultiOptimizer(core.MultiOptimizer):
-    """Several optimizers, each stepped for its loss of a :class:`MultiLoss`; override ``step`` and ``zero_grad``."""
+    """Several optimizers, each for its own loss of a :class:`MultiLoss`. Override ``step`` and ``zero_grad``."""
 
     training_class: ClassVar[type[Training]] = MultiTraining
 
@@ -213,13 +213,14 @@ class MultiOptimizer(core.MultiOptimizer):
         super().load_state_dict(state_dict_list)
 
 
-# -- a script's own kinds of optimizers --------------------------------------------------------------------------------
+# -- optimizers that a script defines itself ---------------------------------------------------------------------------
 
 
 def _of_inner(name: str) -> Any:
-    """Return an attribute of :class:`OwnOptimizer` that is the object's, or of the only torch optimizer that it holds.
+    """Return a property of :class:`OwnOptimizer` that reads an attribute of the wrapped object.
 
-    It is looked up each time: loading a state creates new ones.
+    If the object contains exactly one torch optimizer, the property reads that optimizer's attribute instead. It is
+    looked up at each access, because loading a state replaces it.
     """
 
     def get(self: OwnOptimizer) -> Any:
@@ -232,16 +233,16 @@ def _of_inner(name: str) -> Any:
 
 
 class OwnOptimizer(torch.optim.Optimizer):
-    """An object with ``step()`` and ``zero_grad()`` as a torch optimizer, e.g. a wrapper that also sets the rate.
+    """A torch optimizer that wraps an object with ``step()`` and ``zero_grad()``, such as a wrapper that sets the rate.
 
-    It passes calls on to the object, and has every attribute of it. Its groups and its state are the object's own, or
-    those of the only torch optimizer that the object holds.
+    It forwards calls and attribute access to the object. Its groups and its state are those of the object, or of the
+    only torch optimizer in the object.
 
     Parameters
     ----------
     inner : object
     parameters : iterable of Tensor
-        Parameters that the object steps, if neither it nor a torch optimizer in it has groups.
+        Parameters that the object updates. Used if neither the object nor a torch optimizer in it has groups.
     """
 
     def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
@@ -260,7 +261,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad()
 
     def state_dict(self) -> Any:
-        """Return the object's state; empty if it has none."""
+        """Return the object's state; empty if the object has no state."""
         return self.inner.state_dict() if hasattr(self.inner, "state_dict") else {}
 
     def check_state(self) -> None:
@@ -282,15 +283,15 @@ class OwnOptimizer(torch.optim.Optimizer):
         return getattr(self.inner, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
-        return {**own, "inner": self.inner}
+        fields = {name: self.__dict__[name] for name in ("defaults", "param_groups", "state")}
+        return {**fields, "inner": self.inner}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
 
 def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
-    """Wrap an object with ``step`` and ``zero_grad`` as a torch optimizer; return any other object unchanged."""
+    """Wrap an object with ``step`` and ``zero_grad`` as a torch optimizer. Return any other object unchanged."""
     if isinstance(optimizer, (torch.optim.Optimizer, core.MultiOptimizer, type)):
         return optimizer
     if all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
@@ -302,9 +303,9 @@ def as_optimizer(optimizer: Any, parameters: Iterable[Tensor] = ()) -> Any:
 
 
 class GeneralLRSchedulerCallback(LRScheduler):
-    """A torch scheduler class, stepped once per epoch."""
+    """A scheduler of a torch scheduler class, which steps once per epoch."""
 
-    train_loop_obj: Any  # this package's loop, with more attributes
+    train_loop_obj: Any  # AIToolbox's loop, with more attributes
 
     def __init__(self, scheduler_class: Any, optimizer_idx: int | Optimizer | None = None, **kwargs: Any) -> None:
         super().__init__(scheduler_class, optimizer_idx=optimizer_idx, **kwargs)
@@ -344,7 +345,7 @@ class MultiStepLRScheduler(GeneralLRSchedulerCallback):
 
 
 class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
-    """Lower rates when the validation loss stops falling; for several losses, their mean or ``main_multi_loss``."""
+    """Lower rates when the validation loss stops falling. Of several losses, use the mean or ``main_multi_loss``."""
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
         super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)
@@ -361,7 +362,7 @@ class ReduceLROnPlateauMetricScheduler(GeneralLRSchedulerCallback):
     """Lower rates when a metric of the history stops improving."""
 
     def __init__(self, metric_name: str, **kwargs: Any) -> None:
-        # The monitor is not read: the metric is in train_history.
+        # The base class's monitor is not used, because the metric is in train_history.
         super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="loss", **kwargs)
         self.metric_name = metric_name
 

@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks that report: plots and tables, TensorBoard, Weights & Biases, mail, and a log's upload."""
+"""AIToolbox's callbacks that report: plots, tables, TensorBoard, Weights & Biases, email, and uploads of a log file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainloop.errors import ConfigurationError
 
 
 class _Reports(AbstractExperimentCallback):
-    """Writes files among an experiment's results, on the local disk and optionally in a cloud; only on rank 0."""
+    """Base class of callbacks that write files into an experiment's results, and optionally into a cloud, on rank 0."""
 
     formats: tuple[str, ...] = ()
 
@@ -36,17 +36,17 @@ class _Reports(AbstractExperimentCallback):
         self.prepare_results_saver()
 
     def prepare_results_saver(self) -> None:
-        """Check the destination of files."""
+        """Check the destination of the files."""
         _ = self.cloud_bucket
 
     @property
     def cloud_results_saver(self) -> Any:
-        """The bucket; ``None`` for the local disk only."""
+        """Bucket to upload to; ``None`` for the local disk only."""
         return self.cloud_bucket
 
 
 class ModelTrainHistoryBaseCB(_Reports):
-    """Report the history, after epochs and at the end of training."""
+    """Base class of callbacks that report the history after epochs and at the end of training."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class ModelTrainHistoryBaseCB(_Reports):
 
     def _report(self, prefix: str) -> None:
         paths = [path for _, path in self._write(prefix)]
-        # Other callbacks, for example one that mails them, read the paths until the end of the epoch.
+        # Other callbacks can read the paths until the end of the epoch, for example to send the files by email.
         self.message_service.write_message(
             f"{type(self).__name__}_results_file_local_paths", paths, MessageHandling.UNTIL_END_OF_EPOCH
         )
         self.upload(paths)
 
     def _write(self, prefix: str) -> list[Any]:
-        """Write files; return ``[path in the results, local path]`` of each."""
+        """Write files, and return ``[path in the results, local path]`` for each file."""
         raise NotImplementedError
 
 
 class ModelTrainHistoryPlot(ModelTrainHistoryBaseCB):
-    """Plot each metric, in ``results/plots_epoch_<n>``."""
+    """Plot each metric into ``results/plots_epoch_<n>``."""
 
     formats = ("png", "pdf")
 
@@ -124,9 +124,9 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
 
 
 class GradDistributionPlot(_Reports):
-    """Plot a histogram of each layer's gradients after each epoch, in ``results/grad_distribution``.
+    """Plot a histogram of each layer's gradients after each epoch, into ``results/grad_distribution``.
 
-    The gradients are those of the epoch's last step, which are kept for this.
+    The gradients are those of the epoch's last step, which stay in memory until then.
     """
 
     formats = ("png", "pdf")
@@ -146,14 +146,14 @@ class GradDistributionPlot(_Reports):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         gradients = [layer.weight.grad for layer in self.model_layers_extract_def(self.train_loop_obj.model)]
-        # References only: zero_grad removes a gradient from its parameter, but keeps its values.
+        # References are enough: zero_grad removes a gradient from its parameter, but does not change its values.
         self._gradients = [None if gradient is None else gradient.detach() for gradient in gradients]
 
     def on_epoch_end(self) -> None:
         self.gradient_plot()
 
     def gradient_plot(self) -> None:
-        """Plot and save."""
+        """Plot the gradients, and save the plots."""
         folder = os.path.join(self.results_folder(), self.grad_plots_dir_name)
         os.makedirs(folder, exist_ok=True)
         gradients = [None if g is None else g.reshape(-1).float().cpu().numpy() for g in self._gradients]
@@ -171,7 +171,7 @@ _wandb = partial(import_extra, "wandb", "WandBTracking", "wandb")
 
 
 def _batch_losses(loop: Any) -> dict[str, float]:
-    """Return ``train_loss/last_batch_<loss>`` and the epoch's mean so far, ``train_loss/accumulated_batch_<loss>``."""
+    """Return the last loss and the epoch's mean so far, as ``train_loss/{last,accumulated}_batch_<loss>``."""
     values = {}
     for kind, losses in (("last", loop.loss_batch_accum[-1:]), ("accumulated", loop.loss_batch_accum)):
         loss = loop.parse_loss(losses)
@@ -181,7 +181,7 @@ def _batch_losses(loop: Any) -> dict[str, float]:
 
 
 def _last_results(loop: Any, metric_names: Iterable[str] | None, loss_prefix: str) -> dict[str, Any]:
-    """Return the last result of each metric, ``<loss_prefix>/<name>`` or ``metrics/<name>``."""
+    """Return the last result of each metric, named ``<loss_prefix>/<name>`` or ``metrics/<name>``."""
     history = loop.train_history
     return {
         f"{loss_prefix if 'loss' in name else 'metrics'}/{name}": history[name][-1]
@@ -191,9 +191,9 @@ def _last_results(loop: Any, metric_names: Iterable[str] | None, loss_prefix: st
 
 
 class TensorboardReporterBaseCB(AbstractExperimentCallback):
-    """Write TensorBoard files, on rank 0, into an experiment's folder, or with ``is_project=False`` into ``log_dir``.
+    """Write TensorBoard files on rank 0, into an experiment's folder, or with ``is_project=False`` into ``log_dir``.
 
-    Further arguments go to ``SummaryWriter``.
+    Further arguments are passed to ``SummaryWriter``.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
         self.create_log_dir()
 
     def create_log_dir(self) -> str:
-        """Create the folder; return its path."""
+        """Create the folder of the files, and return its path."""
         names = [name for name in (self.project_name, self.experiment_name) if name is not None]
         path = os.path.join(self.experiment_folder(), self.log_dir) if self.is_project else self.log_dir
         self._folder = os.path.join(path, "_".join(names)) if len(names) == 2 else path
@@ -231,7 +231,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
 
     @property
     def tb_writer(self) -> Any:
-        """The writer, created at first use: in the rank."""
+        """TensorBoard's writer, created in the rank at first use."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -239,12 +239,12 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
         return self._writer
 
     def log_mid_train_loss(self) -> None:
-        """Write the batch's losses."""
+        """Write the losses of the current batch."""
         for name, value in _batch_losses(self.train_loop_obj).items():
             self.tb_writer.add_scalar(name, value, self.global_step)
 
     def log_train_history_metrics(self, metric_names: Iterable[str] | None) -> None:
-        """Write metrics' last results, at the epoch."""
+        """Write the last results of metrics, with the epoch as the step."""
         for name, value in _last_results(self.train_loop_obj, metric_names, "loss").items():
             self.tb_writer.add_scalar(name, value, self.train_loop_obj.epoch)
         self.tb_writer.flush()
@@ -260,7 +260,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
             self._writer = None
 
     def upload_to_cloud(self) -> None:
-        """Upload the files, if the experiment is in a cloud."""
+        """Upload the files if the experiment is saved to a cloud."""
         if self.is_project and self._folder is not None:
             self.upload(os.path.join(folder, file) for folder, _, files in os.walk(self._folder) for file in files)
 
@@ -269,7 +269,7 @@ class TensorboardReporterBaseCB(AbstractExperimentCallback):
 
 
 class TensorboardTrainBatchLoss(TensorboardReporterBaseCB):
-    """Write batches' losses."""
+    """Write the losses of batches to TensorBoard."""
 
     def __init__(self, batch_log_frequency: int = 1, *args: Any, **kwargs: Any) -> None:
         super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
@@ -285,7 +285,7 @@ class TensorboardTrainBatchLoss(TensorboardReporterBaseCB):
 
 
 class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
-    """Write metrics of the history."""
+    """Write metrics of the history to TensorBoard."""
 
     def __init__(self, metric_names: Sequence[str] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__("Tensorboard end of batch report of batch loss", *args, **kwargs)
@@ -297,7 +297,7 @@ class TensorboardTrainHistoryMetric(TensorboardReporterBaseCB):
 
 
 class TensorboardFullTracking(TensorboardTrainBatchLoss):
-    """Write batches' losses and metrics of the history."""
+    """Write the losses of batches and metrics of the history to TensorBoard."""
 
     def __init__(
         self, metric_names: Sequence[str] | None = None, batch_log_frequency: int = 1, *args: Any, **kwargs: Any
@@ -312,7 +312,10 @@ class TensorboardFullTracking(TensorboardTrainBatchLoss):
 
 
 class WandBTracking(AbstractExperimentCallback):
-    """Send the history, and batches' losses, to Weights & Biases; further arguments go to ``wandb.init``."""
+    """Send the history and the losses of batches to Weights & Biases.
+
+    Further arguments are passed to ``wandb.init``.
+    """
 
     def __init__(
         self,
@@ -384,7 +387,7 @@ class WandBTracking(AbstractExperimentCallback):
                 _wandb().alert(*message, level=alert.wandb_alert_level)
 
 
-# -- a log's upload, and mail ------------------------------------------------------------------------------------------
+# -- upload of a log file, and email ----------------------------------------------------------------------------------
 
 
 class LogUpload(AbstractExperimentCallback):
@@ -418,7 +421,7 @@ class LogUpload(AbstractExperimentCallback):
         self.upload_log_file()
 
     def upload_log_file(self) -> None:
-        """Upload the file in its current state."""
+        """Upload the log file in its current state."""
         bucket = self.cloud_bucket
         if bucket is not None:
             name = os.path.basename(self.log_file_path)
@@ -427,7 +430,7 @@ class LogUpload(AbstractExperimentCallback):
 
 @dataclass(eq=False, repr=False)
 class EmailNotification(CompatCallback):
-    """Mail the last results after each epoch and at the end of training, by Amazon's SES."""
+    """Send the last results by email after each epoch and at the end of training, with Amazon SES."""
 
     sender_name: str
     sender_email: str

@@ -19,7 +19,7 @@ from trainloop.result_package import as_array, scikit_learn
 
 
 class AbstractBaseMetric(ABC):
-    """A metric of targets and predictions, computed at construction; ``+`` joins metrics to a dict of results."""
+    """Base class of metrics, which are computed at construction. ``+`` joins metrics to a dict of results."""
 
     def __init__(self, y_true: Any, y_predicted: Any, metric_name: str, np_array: bool = True) -> None:
         self.y_true = as_array(y_true) if np_array else y_true
@@ -30,14 +30,14 @@ class AbstractBaseMetric(ABC):
 
     @abstractmethod
     def calculate_metric(self) -> Any:
-        """Return the result: a number, a list or a dict."""
+        """Compute and return the result: a number, a list or a dict."""
 
     def get_metric(self) -> Any:
         """Return the result."""
         return self.metric_result
 
     def get_metric_dict(self) -> dict[str, Any]:
-        """Return a dict with the result under its name."""
+        """Return a dict with the result under the metric's name."""
         return {self.metric_name: self.metric_result}
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class AbstractBaseMetric(ABC):
         return self.metric_result if item == self.metric_name else self.metric_result[item]
 
     def concat_metric(self, other: AbstractBaseMetric | Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict with both results under their names."""
+        """Return a dict with the results of both metrics under their names."""
         if not isinstance(other, (AbstractBaseMetric, dict)):
             raise TypeError(f"a metric can't be joined with a {type(other).__name__}. Join it with a metric or a dict.")
         return {**self.get_metric_dict(), **(other if isinstance(other, dict) else other.get_metric_dict())}
@@ -85,7 +85,7 @@ def _number_of(value: Any) -> Any:
 
 
 class AccuracyMetric(AbstractBaseMetric):
-    """``Accuracy``; rows of scores count as the class with the highest, single scores are compared with a threshold."""
+    """``Accuracy``. A row of scores counts as the class with the highest score; single scores have a threshold."""
 
     def __init__(self, y_true: Any, y_predicted: Any, positive_class_thresh: float | None = 0.5) -> None:
         self.positive_class_thresh = positive_class_thresh
@@ -125,7 +125,7 @@ class ROCAUCMetric(_Scored):
 
 
 class PrecisionRecallCurveAUCMetric(_Scored):
-    """``PrecisionRecall_AUC``: the area under the curve, by trapezoids."""
+    """``PrecisionRecall_AUC``: the area under the precision-recall curve, by the trapezoidal rule."""
 
     name = "PrecisionRecall_AUC"
 
@@ -177,7 +177,7 @@ class MeanAbsoluteErrorMetric(_Scored):
 
 
 class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
-    """Results computed from targets and predictions; implement :meth:`prepare_results_dict`.
+    """Base class of result packages. Implement :meth:`prepare_results_dict`.
 
     Parameters
     ----------
@@ -185,9 +185,9 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
     strict_content_check : bool
         Raise errors for problems instead of printing them.
     np_array : bool or 'auto'
-        Convert targets and predictions to numpy arrays; ``'auto'``: if their rows have equal length.
+        If True, convert targets and predictions to numpy arrays; with ``'auto'``, only if their rows have equal length.
     **kwargs
-        Kept as ``package_metadata``.
+        Stored as ``package_metadata``.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         self.additional_results_dump_paths: list[list[str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # with targets and predictions, which a wrapper of several packages keeps
+        return self.__dict__  # includes targets and predictions, which MultipleResultPackageWrapper needs
 
     def get_results(self) -> Any:
         """Return the results by metric."""
@@ -216,13 +216,13 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         return self.hyperparameters
 
     def get_additional_results_dump_paths(self) -> list[list[str]] | None:
-        """Return further files to keep, each ``[path in the results, local path]``."""
+        """Return additional files to save, each as ``[path in the results, local path]``."""
         self.additional_results_dump_paths = self.list_additional_results_dump_paths()
         self.qa_check_additional_results_dump_paths()
         return self.additional_results_dump_paths
 
     def list_additional_results_dump_paths(self) -> list[list[str]] | None:
-        """Return the files of :meth:`get_additional_results_dump_paths`; packages that write files override this."""
+        """Return additional files to save. Packages that write files override this method."""
         return None
 
     def set_experiment_dir_path_for_additional_results(
@@ -232,10 +232,10 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         experiment_timestamp: str,
         local_model_result_folder_path: str,
     ) -> None:
-        """Set the folder for further files; packages that write files override this."""
+        """Set the folder for additional files. Packages that write files override this method."""
 
     def qa_check_hyperparameters_dict(self) -> None:
-        """Report missing hyperparameters."""
+        """Print a message about missing hyperparameters, or raise an error if the check is strict."""
         if self.hyperparameters is None:
             self.warn_about_result_data_problem("Warning: Hyperparameters missing")
         for name in ("bash_script_path", "experiment_file_path"):
@@ -243,7 +243,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
                 self.warn_about_result_data_problem(f"{name} missing from hyperparameters dict.")
 
     def qa_check_additional_results_dump_paths(self) -> None:
-        """Raise an error unless it is a list of pairs of paths."""
+        """Raise an error unless :meth:`list_additional_results_dump_paths` returns a list of pairs of paths."""
         paths = self.additional_results_dump_paths
         pairs = isinstance(paths, list) and all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(path, str) for path in pair) for pair in paths
@@ -256,7 +256,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
 
     @staticmethod
     def zip_additional_results_dump(source_dir_path: str, zip_path: str) -> str:
-        """Zip a folder."""
+        """Zip a folder, and return the path of the zip file."""
         return shutil.make_archive(zip_path, "zip", source_dir_path)
 
     def warn_if_results_dict_not_defined(self) -> None:
@@ -287,7 +287,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
     __radd__ = __add__
 
     def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
-        """Return both packages in one that keeps them apart."""
+        """Return a package that contains both packages."""
         self.warn_if_results_dict_not_defined()
         both = MultipleResultPackageWrapper()
         both.prepare_result_package([copy.deepcopy(self), *_packages_of(other_object)], self.hyperparameters)
@@ -297,7 +297,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         return self.add_merge_dicts(other)
 
     def add_merge_dicts(self, other: AbstractResultPackage | dict[str, Any]) -> AbstractResultPackage:
-        """Add the other's results to these; their names must differ."""
+        """Add the results of the other package to this one. Their names must be different."""
         (package,) = _packages_of(other, joined=True)
         both = self._results.keys() & package.results_dict.keys()
         if both:
@@ -319,7 +319,7 @@ def _packages_of(other: Any, joined: bool = False) -> list[Any]:
 
 
 class PreCalculatedResultPackage(AbstractResultPackage):
-    """Results that are already known."""
+    """A package of results that are already known."""
 
     def __init__(self, results_dict: dict[str, Any], strict_content_check: bool = False, **kwargs: Any) -> None:
         super().__init__("PreCalculatedResult", strict_content_check, **kwargs)
@@ -332,7 +332,7 @@ class PreCalculatedResultPackage(AbstractResultPackage):
 
 
 class MultipleResultPackageWrapper(AbstractResultPackage):
-    """Several packages: results, targets and predictions by the packages' names."""
+    """A package that contains several packages. Results, targets and predictions are dicts by package name."""
 
     def __init__(self, strict_content_check: bool = False, **kwargs: Any) -> None:
         super().__init__("MultipleResultWrapper", strict_content_check, **kwargs)
@@ -341,7 +341,7 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
     def prepare_result_package(  # type: ignore[override]  # receives packages, not targets
         self, result_packages: Sequence[Any], hyperparameters: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Set packages that have results."""
+        """Set the packages to combine, which must have results."""
         self.result_packages = list(result_packages)
         self.hyperparameters = hyperparameters
         self.additional_results = kwargs
@@ -370,7 +370,7 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
         return len(self.result_packages)
 
     def add_merge_multi_pkg_wrap(self, other_object: Any) -> MultipleResultPackageWrapper:
-        """Return these packages and others in a new one."""
+        """Return a new package that contains these packages and others."""
         both = copy.deepcopy(self)
         both += other_object
         return both
@@ -383,7 +383,7 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
 
 
 class GeneralResultPackage(AbstractResultPackage):
-    """Any metrics: classes of :class:`AbstractBaseMetric`, called with targets and predictions."""
+    """A package of any metrics: classes of :class:`AbstractBaseMetric`, called with targets and predictions."""
 
     def __init__(self, metrics_list: Sequence[Any], strict_content_check: bool = False, **kwargs: Any) -> None:
         super().__init__("GeneralResultPackage", strict_content_check, **kwargs)
@@ -431,7 +431,7 @@ class RegressionResultPackage(AbstractResultPackage):
 
 
 class TorchMetricsPackage(AbstractResultPackage):
-    """A torchmetrics metric, or a collection; results are named ``<metric>_PTLMetrics``."""
+    """A package of a torchmetrics metric or collection. Results are named ``<metric>_PTLMetrics``."""
 
     def __init__(self, torch_metrics: Any) -> None:
         super().__init__("Torch Metrics", np_array=False)
@@ -444,7 +444,7 @@ class TorchMetricsPackage(AbstractResultPackage):
         return {f"{name}_PTLMetrics": value for name, value in result.items()}
 
     def metric_compute(self) -> Any:
-        """Return the metric over all values that it has received."""
+        """Return the metric's value over all values that it has received."""
         return self.metric.compute()
 
     def metric_reset(self) -> None:
@@ -453,7 +453,7 @@ class TorchMetricsPackage(AbstractResultPackage):
 
 
 class HFEvaluateResultPackage(AbstractResultPackage):
-    """A metric of Hugging Face's ``evaluate``; results are named ``<metric>_HFEvaluate``."""
+    """A package of a metric of Hugging Face's ``evaluate``. Results are named ``<metric>_HFEvaluate``."""
 
     def __init__(self, hf_evaluate_metric: Any, use_models_additional_results: bool = True, **kwargs: Any) -> None:
         super().__init__("HuggingFace Evaluate metrics", **kwargs)
@@ -468,7 +468,7 @@ class HFEvaluateResultPackage(AbstractResultPackage):
 
 
 def prepare_package(package: Any, hyperparameters: dict[str, Any], predict: Any, evaluate_loss: Any) -> None:
-    """Compute a package's results from a loop's predictions, and its loss if the package needs it."""
+    """Compute a package's results from predictions, and from the loss if the package needs it."""
     y_pred, y_true, metadata = predict()
     if package.requires_loss:
         metadata = {**metadata, "loss": evaluate_loss(float_dict_format=True)}

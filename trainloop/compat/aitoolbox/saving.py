@@ -1,6 +1,6 @@
-"""AIToolbox's files of an experiment, on the disk and in a cloud: models, optimizers, schedulers, results, settings.
+"""AIToolbox's files of an experiment, on a disk and in a cloud: models, optimizers, schedulers, results, settings.
 
-They are in ``<folder>/<project>/<experiment>_<time stamp>/``: ``model/``, ``checkpoint_model/`` and ``results/``.
+The folder ``<folder>/<project>/<experiment>_<time stamp>/`` has ``model/``, ``checkpoint_model/`` and ``results/``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def new_timestamp() -> str:
 
 
 def write_atomically(path: str, write: Any) -> None:
-    """Write a file atomically, at a path or a URL."""
+    """Write a file at a path or URL atomically."""
     where, name = split_file(path)
     where.write(name, write)
 
@@ -39,7 +39,10 @@ class ExperimentFolder:
 
     @staticmethod
     def create_base_folder(*where: str, **named: str) -> str:
-        """Create the folder if it is missing; return its path. Arguments as in :meth:`get_base_folder_paths`."""
+        """Create the folder if it is missing, and return its path.
+
+        Arguments are as in :meth:`get_base_folder_paths`.
+        """
         _, path = ExperimentFolder.get_base_folder_paths(*where, **named)
         os.makedirs(path, exist_ok=True)
         return path
@@ -53,42 +56,45 @@ class ExperimentFolder:
         return project, os.path.join(project, f"{experiment_name}_{experiment_timestamp}")
 
 
-# -- base classes of a script's own savers and loaders -----------------------------------------------------------------
+# -- base classes of savers and loaders that a script defines ----------------------------------------------------------
 
 
 class AbstractLocalModelLoader(ABC):
-    """Reads models from the local disk, for example as ``custom_local_loader_class`` of a callback."""
+    """Base class of loaders that read models from the local disk, for example as ``custom_local_loader_class``."""
 
     @abstractmethod
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Read an experiment's model."""
+        """Read the model of an experiment."""
 
 
 class AbstractModelSaver(ABC):
-    """Writes models to a cloud."""
+    """Base class of savers that write models to a cloud."""
 
     @abstractmethod
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Write the model; return ``(path with the bucket, time stamp, local path)``; locally ``(file name, path)``."""
+        """Write the model, and return ``(path with the bucket, time stamp, local path)``.
+
+        A local saver returns ``(file name, path)``.
+        """
 
 
 class AbstractLocalModelSaver(AbstractModelSaver):
-    """Writes models to the local disk."""
+    """Base class of savers that write models to the local disk."""
 
 
 class AbstractResultsSaver(ABC):
-    """Writes results to a cloud."""
+    """Base class of savers that write results to a cloud."""
 
     @abstractmethod
     def save_experiment_results(self, *args: Any, **kwargs: Any) -> Any:
-        """Write results; return ``(path of the main file, with the bucket, time stamp)``.
+        """Write results, and return ``(path of the main file, with the bucket, time stamp)``.
 
-        A local saver returns ``[path in the results, local path]`` of each file.
+        A local saver returns ``[path in the results, local path]`` for each file.
         """
 
 
 class AbstractLocalResultsSaver(AbstractResultsSaver):
-    """Writes results to the local disk."""
+    """Base class of savers that write results to the local disk."""
 
     @abstractmethod
     def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,11 +102,11 @@ class AbstractLocalResultsSaver(AbstractResultsSaver):
 
 
 class AbstractExperimentSaver(ABC):
-    """Writes a model and its results."""
+    """Base class of savers that write a model and its results."""
 
     @abstractmethod
     def save_experiment(self, *args: Any, **kwargs: Any) -> Any:
-        """Write both; return the paths."""
+        """Write the model and its results, and return the paths."""
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -115,14 +121,14 @@ def model_file_name(
 
 
 class PyTorchLocalModelSaver(AbstractLocalModelSaver):
-    """Writes a model's state into ``model/`` or ``checkpoint_model/``."""
+    """Write a model's state into ``model/`` or ``checkpoint_model/``."""
 
     def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, checkpoint_model: bool = False) -> None:
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
         self.checkpoint_model = checkpoint_model
 
     def create_experiment_local_models_folder(self, *experiment: str) -> str:
-        """Create the folder of ``(project, experiment, time stamp)`` if it is missing; return its path."""
+        """Create the folder of ``(project, experiment, time stamp)`` if it is missing, and return its path."""
         base = ExperimentFolder.create_base_folder(*experiment, self.local_model_result_folder_path)
         path = os.path.join(base, "checkpoint_model" if self.checkpoint_model else "model")
         os.makedirs(path, exist_ok=True)
@@ -138,7 +144,7 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
         iteration_idx: int | None = None,
         protect_existing_folder: bool = True,
     ) -> tuple[Any, ...]:
-        """Write the model; return ``(file name, path)``."""
+        """Write the model, and return ``(file name, path)``."""
         self.check_model_dict_contents(model)
         stamp = experiment_timestamp or new_timestamp()
         name = model_file_name(experiment_name, stamp, epoch, iteration_idx)
@@ -148,26 +154,27 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
 
     @staticmethod
     def check_model_dict_contents(model: Mapping[str, Any]) -> None:
-        """Raise an error if a state lacks data that is needed to resume from it."""
+        """Raise an error if a saved model lacks data that is needed to resume from it."""
         for name in ("model_state_dict", "optimizer_state_dict", "epoch", "hyperparams"):
             if name not in model:
                 raise ConfigurationError(f"the model's dict has no {name!r}. It has: {', '.join(map(str, model))}.")
 
 
 class LocalSubOptimalModelRemover:
-    """Removes all but the best models, by a metric of the history; the lowest are best for a loss, else the highest."""
+    """Remove all but the best models by a metric of the history. For a loss, lower is better; otherwise higher is."""
 
     def __init__(self, metric_name: str, num_best_kept: int = 2) -> None:
         self.metric_name = metric_name
         self.decrease_metric = "loss" in metric_name
         self.num_best_kept = num_best_kept
-        # Losses exist when a model is saved; other metrics may follow later in the epoch: they wait for the next save.
+        # Losses are known when a model is saved. Other metrics may be computed later in the epoch, so these models are
+        # rated at the next save.
         self.is_default_metric = metric_name in ("loss", "accumulated_loss", "val_loss")
         self.non_default_metric_buffer: list[str] | None = None
         self.model_save_history: list[tuple[list[str], float]] = []
 
     def decide_if_remove_suboptimal_model(self, history: Any, new_model_dump_paths: list[str]) -> None:
-        """After a model was saved, remove the worst one if there are too many."""
+        """Remove the worst model if there are too many. Called after a model was saved."""
         paths = new_model_dump_paths
         if not self.is_default_metric:
             paths, self.non_default_metric_buffer = self.non_default_metric_buffer or [], new_model_dump_paths
@@ -183,15 +190,15 @@ class LocalSubOptimalModelRemover:
 
     @staticmethod
     def rm_suboptimal_model(rm_model_paths: Sequence[str]) -> None:
-        """Remove files."""
+        """Remove the files of a model."""
         for path in rm_model_paths:
             os.remove(path)
 
 
 class PyTorchLocalModelLoader(AbstractLocalModelLoader):
-    """Reads the files that :class:`PyTorchLocalModelSaver` wrote, here or in AIToolbox, and loads them into objects.
+    """Read the files that :class:`PyTorchLocalModelSaver` wrote, here or in AIToolbox, and load them into objects.
 
-    Files are read with ``weights_only=True``: tensors and plain types, no code.
+    Files are read with ``weights_only=True``, which allows only tensors and plain types, and runs no code.
     """
 
     def __init__(self, local_model_result_folder_path: str) -> None:
@@ -207,7 +214,7 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         epoch_num: int | None = None,
         map_location: Any = None,
     ) -> dict[str, Any]:
-        """Read an experiment's model; if an epoch is given, the model of that epoch."""
+        """Read the model of an experiment. If an epoch is given, read the model of that epoch."""
         where = project_name, experiment_name, experiment_timestamp
         _, folder = ExperimentFolder.get_base_folder_paths(*where, self.local_model_result_folder_path)
         name = model_file_name(experiment_name, experiment_timestamp, epoch_num)
@@ -216,10 +223,10 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return self.load_model_from_path(path, map_location)
 
     def fetch(self, path: str, *in_experiments: str) -> None:
-        """Get the file if it is not on the local disk; loaders from a cloud override this."""
+        """Download the file if it is not on the local disk. Loaders from a cloud override this method."""
 
     def load_model_from_path(self, model_path: str, map_location: Any = None) -> dict[str, Any]:
-        """Read a file."""
+        """Read a model's file, and return its content."""
         try:
             state = torch.load(os.path.expanduser(model_path), map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
@@ -232,13 +239,13 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
         return dict(state)
 
     def check_if_model_loaded(self) -> dict[str, Any]:
-        """Return the model that was read; raise an error if there is none."""
+        """Return the content of the model's file, or raise an error if no file was read."""
         if self.model_representation is None:
             raise ConfigurationError("no model has been loaded yet. Call load_model() first.")
         return self.model_representation
 
     def init_model(self, model: Any, used_data_parallel: bool = False) -> Any:
-        """Load the weights into a model; with ``used_data_parallel`` remove the prefix ``module.`` from names."""
+        """Load the weights into a model. With ``used_data_parallel``, remove the prefix ``module.`` from names."""
         state = self.check_if_model_loaded()["model_state_dict"]
         if used_data_parallel:
             state = {name.removeprefix("module."): value for name, value in state.items()}
@@ -253,12 +260,12 @@ class PyTorchLocalModelLoader(AbstractLocalModelLoader):
     def init_scheduler(
         self, scheduler_callbacks_list: list[Any], ignore_saved: bool = False, ignore_missing_saved: bool = False
     ) -> list[Any]:
-        """Load the states into scheduler callbacks.
+        """Load the saved states into scheduler callbacks.
 
         Raises
         ------
         ConfigurationError
-            If the numbers of saved and given states differ, unless an argument says to ignore the difference.
+            If the numbers of saved states and of callbacks are different, unless an argument allows it.
         """
         saved = self.check_if_model_loaded()["schedulers_state_dict"]
         given = scheduler_callbacks_list
@@ -286,7 +293,7 @@ _ENDINGS = {"pickle": ".p", "json": ".json"}
 
 
 class BaseLocalResultsSaver:
-    """Writes dicts into ``results/``, as pickle or JSON."""
+    """Write dicts into ``results/``, as pickle or JSON."""
 
     def __init__(self, local_model_result_folder_path: str = DEFAULT_FOLDER, file_format: str = "pickle") -> None:
         self.local_model_result_folder_path = os.path.expanduser(local_model_result_folder_path)
@@ -296,12 +303,15 @@ class BaseLocalResultsSaver:
         self.file_format = file_format
 
     def create_experiment_local_folder_structure(self, *experiment: str) -> str:
-        """Create ``results/`` of ``(project, experiment, time stamp)``; return its path."""
+        """Create ``results/`` of ``(project, experiment, time stamp)``, and return its path."""
         return self.create_experiment_local_results_folder(*experiment, self.local_model_result_folder_path)
 
     @staticmethod
     def create_experiment_local_results_folder(*where: str, **named: str) -> str:
-        """Create ``results/``; return its path. Arguments as in :meth:`ExperimentFolder.get_base_folder_paths`."""
+        """Create ``results/``, and return its path.
+
+        Arguments are as in :meth:`ExperimentFolder.get_base_folder_paths`.
+        """
         *_, path = BaseLocalResultsSaver.get_experiment_local_results_folder_paths(*where, **named)
         os.makedirs(path, exist_ok=True)
         return path
@@ -313,8 +323,8 @@ class BaseLocalResultsSaver:
         return project, base, os.path.join(base, "results")
 
     def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
-        """Write a file; return ``(file name, path)``, with the format's extension."""
-        if self.file_format not in _ENDINGS:  # may have been set later
+        """Write a file, and return ``(file name, path)`` with the format's extension."""
+        if self.file_format not in _ENDINGS:  # it may have been set after construction
             raise ConfigurationError(f"file_format={self.file_format!r}: must be one of {', '.join(_ENDINGS)}.")
         ending, as_json = _ENDINGS[self.file_format], self.file_format == "json"
         content = json.dumps(result_dict, sort_keys=True, indent=4).encode() if as_json else pickle.dumps(result_dict)
@@ -323,7 +333,7 @@ class BaseLocalResultsSaver:
 
 
 class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
-    """Writes a result package, hyperparameters and the history, with plots of it."""
+    """Write a result package, hyperparameters, the history, and plots of it."""
 
     def save_experiment_results(
         self,
@@ -337,22 +347,22 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         *,
         separate_files: bool = False,
     ) -> list[list[str]]:
-        """Write all to one file, or each to a separate file; return ``[path in the results, local path]`` of each."""
+        """Write one file or separate files, and return ``[path in the results, local path]`` for each file."""
         stamp, package = experiment_timestamp or new_timestamp(), result_package
         folder = self.create_experiment_local_folder_structure(project_name, experiment_name, stamp)
-        place = {"experiment_name": experiment_name, "experiment_results_local_path": folder}
+        names = {"experiment_name": experiment_name, "experiment_results_local_path": folder}
         labels = {"y_true": package.y_true, "y_predicted": package.y_predicted} if save_true_pred_labels else {}
         results = {"results": package.get_results()}
         hyperparams = {"hyperparameters": package.get_hyperparameters()}
         train_history = {"training_history": training_history.get_train_history()}
         files = {
-            "results": {**place, **results},
-            "hyperparams": {**place, **hyperparams},
-            "train_history": {**place, **train_history},
+            "results": {**names, **results},
+            "hyperparams": {**names, **hyperparams},
+            "train_history": {**names, **train_history},
             "true_pred_labels": labels,
         }
         if not separate_files:
-            files = {"results_hyperParams_hist": {**labels, **place, **results, **hyperparams, **train_history}}
+            files = {"results_hyperParams_hist": {**labels, **names, **results, **hyperparams, **train_history}}
         further = package.get_additional_results_dump_paths() or []
         plots = TrainingHistoryPlotter(folder).generate_report(training_history, plots_folder_name="plots")
         saved = []
@@ -363,12 +373,12 @@ class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
         return saved + list(further) + plots
 
     def save_experiment_results_separate_files(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Write each to a separate file, with the arguments of :meth:`save_experiment_results`."""
+        """Write each part to a separate file. Arguments are as in :meth:`save_experiment_results`."""
         return self.save_experiment_results(*args, **kwargs, separate_files=True)
 
 
 class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
-    """Writes a model and its results. Further arguments go to both savers."""
+    """Write a model and its results. Further arguments are passed to both savers."""
 
     kinds: tuple[type[Any], type[Any]] = (PyTorchLocalModelSaver, LocalResultsSaver)
 
@@ -387,7 +397,7 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
         separate_files: bool = False,
         protect_existing_folder: bool = True,
     ) -> Sequence[str]:
-        """Write both; return the paths."""
+        """Write the model and its results, and return the paths."""
         where = self.project_name, self.experiment_name, experiment_timestamp or new_timestamp()
         model_paths = self.model_saver.save_model(model, *where)
         results = result_package, training_history, *where, save_true_pred_labels
@@ -395,21 +405,21 @@ class FullPyTorchExperimentLocalSaver(AbstractExperimentSaver):
         return self.paths(model_paths, results_paths)
 
     def paths(self, of_model: tuple[Any, ...], of_results: Any) -> Sequence[str]:
-        """Return the local paths, from what the two savers have returned."""
+        """Return the local paths from the results of the two savers."""
         return [of_model[1], *(path for _, path in of_results)]
 
 
-# -- the same in a cloud, through fsspec: S3 by s3fs, Google Cloud Storage by gcsfs ------------------------------------
+# -- the same in a cloud, with fsspec: S3 with s3fs, Google Cloud Storage with gcsfs -----------------------------------
 
 s3_available_options = ["s3", "aws_s3", "aws"]
 gcs_available_options = ["gcs", "google_storage", "google storage"]
 
-# fsspec's names of the stores, by AIToolbox's names.
+# fsspec's protocol of each cloud store, by AIToolbox's name.
 PROTOCOLS = {**dict.fromkeys(s3_available_options, "s3"), **dict.fromkeys(gcs_available_options, "gcs")}
 
 
 class Bucket:
-    """Files under a prefix in an S3 bucket; subclasses for Google Cloud Storage have another ``mode``."""
+    """Files under a prefix in an S3 bucket. Subclasses for Google Cloud Storage have a different ``mode``."""
 
     mode = "s3"
 
@@ -422,7 +432,7 @@ class Bucket:
         self.protocol = PROTOCOLS[self.mode]
 
     def url(self, cloud_file_path: str) -> str:
-        """Return fsspec's URL of a path in the bucket."""
+        """Return the URL of a path in the bucket, for fsspec."""
         return f"{self.protocol}://{self.bucket_name}/{cloud_file_path.lstrip('/')}"
 
     def save_file(self, local_file_path: str, cloud_file_path: str) -> None:
@@ -440,12 +450,12 @@ class Bucket:
             write_atomically(local_file_path, lambda file: shutil.copyfileobj(source, file))
 
     def experiment_path(self, project: str, experiment: str, timestamp: str, *parts: str) -> str:
-        """Return a path of an experiment in the bucket."""
+        """Return the path of an experiment in the bucket, with ``parts`` appended."""
         return os.path.join(self.cloud_dir_prefix, project, f"{experiment}_{timestamp}", *parts)
 
 
 def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_prefix: str | None) -> Bucket | None:
-    """Return the bucket to save to; ``None`` (the local disk) for any mode that is not a cloud.
+    """Return the bucket to save to; ``None`` (the local disk) if the mode is not a cloud.
 
     Raises
     ------
@@ -478,7 +488,7 @@ class BaseResultsSaver(Bucket):
 
 
 class BaseResultsGoogleStorageSaver(BaseResultsSaver):
-    """Like the base class, for Google Cloud Storage."""
+    """The same as the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
@@ -506,7 +516,7 @@ class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
         separate_files: bool = False,
         protect_existing_folder: bool = True,
     ) -> tuple[str, str]:
-        """Return ``(path of the main file, with the bucket, time stamp)``."""
+        """Write and upload the results, and return ``(path of the main file, with the bucket, time stamp)``."""
         stamp = experiment_timestamp or new_timestamp()
         where = project_name, experiment_name, stamp
         results = result_package, training_history, *where, save_true_pred_labels
@@ -518,7 +528,7 @@ class S3ResultsSaver(AbstractResultsSaver, BaseResultsSaver):
 
 
 class GoogleStorageResultsSaver(S3ResultsSaver):
-    """Like the base class, for Google Cloud Storage."""
+    """The same as the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
@@ -562,7 +572,10 @@ class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Return ``(path with the bucket, time stamp, local path)``; arguments as in the local saver."""
+        """Write and upload the model, and return ``(path with the bucket, time stamp, local path)``.
+
+        Arguments are as in :class:`PyTorchLocalModelSaver`.
+        """
         stamp = experiment_timestamp or new_timestamp()
         where = project_name, experiment_name, stamp
         name, path = self.pytorch_local_saver.save_model(model, *where, *args, **kwargs)
@@ -572,13 +585,13 @@ class PyTorchS3ModelSaver(AbstractModelSaver, BaseModelSaver):
 
 
 class PyTorchGoogleStorageModelSaver(PyTorchS3ModelSaver):
-    """Like the base class, for Google Cloud Storage."""
+    """The same as the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
 
 class PyTorchS3ModelLoader(PyTorchLocalModelLoader):
-    """Download a model unless it is already on the local disk, and read it."""
+    """Download a model if it is not on the local disk, and read it."""
 
     mode = "s3"
 
@@ -597,7 +610,7 @@ class PyTorchS3ModelLoader(PyTorchLocalModelLoader):
 
 
 class PyTorchGoogleStorageModelLoader(PyTorchS3ModelLoader):
-    """Like the base class, for Google Cloud Storage."""
+    """The same as the base class, for Google Cloud Storage."""
 
     mode = "gcs"
 
@@ -613,14 +626,14 @@ class FullPyTorchExperimentS3Saver(FullPyTorchExperimentLocalSaver):
 
 
 class FullPyTorchExperimentGoogleStorageSaver(FullPyTorchExperimentS3Saver):
-    """Like the base class, for Google Cloud Storage."""
+    """The same as the base class, for Google Cloud Storage."""
 
     kinds = (PyTorchGoogleStorageModelSaver, GoogleStorageResultsSaver)
 
 
 # -- the class for a store ---------------------------------------------------------------------------------------------
 
-# For the local disk, S3 and Google Cloud Storage.
+# Classes for the local disk, for S3 and for Google Cloud Storage.
 MODEL_SAVERS = PyTorchLocalModelSaver, PyTorchS3ModelSaver, PyTorchGoogleStorageModelSaver
 MODEL_LOADERS = PyTorchLocalModelLoader, PyTorchS3ModelLoader, PyTorchGoogleStorageModelLoader
 RESULTS_SAVERS = LocalResultsSaver, S3ResultsSaver, GoogleStorageResultsSaver
@@ -632,7 +645,7 @@ EXPERIMENT_SAVERS = (
 
 
 def in_store(kinds: tuple[Any, Any, Any], bucket: Bucket | None, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """Create the saver or loader for a bucket's store, or for the local disk."""
+    """Create the saver or loader for the bucket's kind of store, or for the local disk."""
     local, s3, google = kinds
     kind = local if bucket is None else google if bucket.mode in gcs_available_options else s3
     if bucket is not None:
@@ -644,7 +657,7 @@ def in_store(kinds: tuple[Any, Any, Any], bucket: Bucket | None, folder: Any, *a
 
 
 class HyperParamSourceReporter:
-    """Writes ``hyperparams_list.txt``, the script, and the source folders as a zip into the experiment's folder."""
+    """Write ``hyperparams_list.txt``, the script, and a zip file of the source folders into the experiment's folder."""
 
     def __init__(
         self,
@@ -669,7 +682,7 @@ class HyperParamSourceReporter:
     def save_experiment_python_file(self, hyperparams: Mapping[str, Any]) -> str | None:
         """Copy the file ``hyperparams['experiment_file_path']``, if it exists."""
         path = hyperparams.get("experiment_file_path")
-        if not path or not os.path.isfile(path):  # a notebook
+        if not path or not os.path.isfile(path):  # for example in a notebook
             print(f"experiment_file_path={path!r} in hyperparams is not a file, so it is not copied to the experiment.")
             return None
         return shutil.copyfile(path, os.path.join(self.experiment_dir_path, os.path.basename(path)))
