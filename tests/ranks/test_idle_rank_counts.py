@@ -1,4 +1,4 @@
-"""What modules count in attributes, as torchmetrics do, on a rank without a batch."""
+"""Ranks with fewer batches than others: counts in attributes of modules, as torchmetrics has, and evaluations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTBasicModel
 from trainloop import distributed as ranks
+from trainloop.errors import ConfigurationError
 
 ROWS, BATCH = 21, 8
 
@@ -71,3 +72,35 @@ def test_each_sample_is_counted_once(mode: str) -> None:
     for kind in ("in_place", "number", "each", "by_name"):
         assert loop.history[f"val_trained_{kind}"] == [ROWS]
         assert loop.history[f"val_evaluated_{kind}"] == [5]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_order_that_ranks_compare_is_compared_after_the_last_batch_of_all_ranks(mode: str) -> None:
+    """Three batches in an order of the user's generator: the rank with one batch less reads its end earlier."""
+    data = TensorDataset(torch.randn(ROWS, 4), torch.arange(ROWS) % 3)
+
+    def evaluated(mode: str, devices: int) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        loader = DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+        loop = TrainLoop(
+            Counted(), None, loader, loader, criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
+            devices=devices, progress_bar=False, seed=1,
+        )  # fmt: skip
+        return loop.evaluate_loss_on_validation_set(), loop.predict_on_test_set()[0]
+
+    (loss, rows), (expected, expected_rows) = evaluated(mode, 2), evaluated("single", 1)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(rows, expected_rows)
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_a_loader_without_batches_is_an_error_before_ranks_start(mode: str) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(3, 4), torch.zeros(3).long()), BATCH, drop_last=True)
+    loop = TrainLoop(
+        Counted(), None, loader, criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
+        devices=1 if mode == "single" else 2, progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(
+        ConfigurationError, match=r"^validation_loader has no batches: its dataset is empty, or smaller"
+    ):
+        loop.evaluate_loss_on_validation_set()

@@ -117,7 +117,7 @@ def check_edges(ranks: list[dict[str, Any]]) -> None:
         for rank in facts:
             assert rank["evaluated"][length][0] == rows
             assert rank["evaluated"][length][1] == (loss if length == 0 else pytest.approx(loss, abs=1e-12))
-    assert facts[0]["evaluated"][0][1].startswith("test_loader has no samples")
+    assert facts[0]["evaluated"][0][1].startswith("test_loader has no batches")
     for shape in SHAPES:
         alone = run_tokens(len(ranks), "single", *shape)
         for rank in facts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,8 @@ from trainloop.data.sources import Columns, Opaque, Source
 from trainloop.data.steps import ExchangeInts
 from trainloop.data.streams import stream_loader
 from trainloop.data.tensors import TensorRows
+
+Batches: TypeAlias = Iterator[tuple[int, Any, int]]
 
 
 class EvalFeed:
@@ -102,11 +104,16 @@ class EvalFeed:
         if self.loader is not self._users_loader:
             end_workers(self.loader)
 
-    def batches(self) -> Iterator[tuple[int, Any, int]]:
+    def batches(self, padded: Callable[[Batches], Batches] | None = None) -> Batches:
         """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
         Ranks may have one batch more or less than others, or none. Collective only at the end of a pass, where every
         rank may have to iterate the loader's sampler to know the order.
+
+        Parameters
+        ----------
+        padded : callable, optional
+            Wraps the iterator if ranks exchange something for each batch. It must end on all ranks at the same time.
 
         Raises
         ------
@@ -116,8 +123,8 @@ class EvalFeed:
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
-        for (batch_index, size), batch in items:
-            yield batch_index, batch, size
+        own = ((batch_index, batch, size) for (batch_index, size), batch in items)
+        yield from own if padded is None else padded(own)
         digest = self._source.order_digest
         if digest is not None and self._world_size > 1 and self._exchange_ints is not None:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)

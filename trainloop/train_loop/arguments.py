@@ -317,11 +317,16 @@ def check_fit_parts(
         )
     loaders = {"train_loader": train_loader, "validation_loader": validation_loader, "test_loader": test_loader}
     for name, loader in loaders.items():
-        if loader is not None and loader_length(loader) == 0:
-            raise ConfigurationError(
-                f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. "
-                "Give it data."
-            )
+        check_not_empty(loader, name)
+
+
+def check_not_empty(loader: Any, name: str) -> None:
+    """Raise an error for a loader that is known to have no batches."""
+    if loader is not None and loader_length(loader) == 0:
+        raise ConfigurationError(
+            f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. "
+            "Give it data."
+        )
 
 
 def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:

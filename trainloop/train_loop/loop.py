@@ -468,6 +468,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
 
     def _evaluate(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
         check.check_loader(loader, name, optional=False)
+        if self.running is None:
+            check.check_not_empty(loader, name)
         return cast("float | dict[str, float]", self._run_now(Run.evaluate, loader, name, kind))
 
     def _predict(self, loader: Any, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ class Run:
 
         with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            own = self._on_all_ranks(feed.batches(), get_loss)
+            own = feed.batches(self._padded(get_loss))
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
             end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
@@ -239,15 +240,15 @@ class Run:
         prefix = _PREFIXES.get(kind, f"{kind}_")
         with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            own = self._on_all_ranks(feed.batches(), forward)
+            own = feed.batches(self._padded(forward))
             batches = _between_hooks(own, hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
 
-    def _on_all_ranks(self, batches: Iterator[Any], forward: Callable[[Any], Any]) -> Iterator[Any]:
-        """Yield an evaluation's batches; if a forward is an exchange, all ranks run the same number."""
+    def _padded(self, forward: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Iterator[Any]] | None:
+        """If a forward is an exchange, return a function by which all ranks run the same number in an evaluation."""
         if not self.place.collective or not self.parallel:
-            return batches
-        return padded_batches(batches, forward, self.idle)
+            return None
+        return partial(padded_batches, forward=forward, idle=self.idle)
 
     def _receivers(self, rows_to: str | None) -> Sequence[int]:
         """Return the ranks that get all rows of predictions."""
