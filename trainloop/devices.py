@@ -356,10 +356,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         return []
     count = _cuda_count()
     if count == 0 or number > count:
+        fewer = f"Request at most {count}, use" if count else "Use"
         raise DeviceError(
             f"num_devices={num_devices}: only {count} CUDA device{'s' * (count != 1)} {_be(count)} visible here. "
-            f"Request at most {count}, use accelerator='cpu', or check CUDA_VISIBLE_DEVICES and the CUDA build of "
-            "torch."
+            f"{fewer} accelerator='cpu', or check CUDA_VISIBLE_DEVICES and the CUDA build of torch."
         )
     return gpus.lease_usable(number, count)
 

@@ -55,6 +55,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "torch crashes": ({"torch": Imported(None, "killed by signal 11")}, "import torch", "problem", "faulthandler"),
     "the driver is old": (torch(gpus=0, warnings=[OLD_DRIVER]), "gpus", "problem", "python -m torch.utils.collect_env"),
     "no Gloo": (torch(gloo=False), "ddp", "problem", "an official build of torch"),
+    "a Python whose forks may hang": (
+        {"python": (3, 11, 7)}, "python", "attention", "3.11.7 install Python 3.11.10 or newer: a DataLoader's"),
+    "a Python that has this repaired": ({"python": (3, 10, 15)}, "python", "ok", "3.10.15"),
     "a package that is too old": (
         {"conflicts": ("torchvision 0.1 requires torch==1.0, but you have torch 2.13.0.",)}, "requirements", "problem",
         "requires torch==1.0, but you have torch 2.13.0. install the packages that are named here"),

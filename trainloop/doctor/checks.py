@@ -49,6 +49,16 @@ def check_distribution(r: Readings) -> Iterator[Check]:
         yield Check(NAME, "problem", f"{r.other_distribution} has the same import name", REINSTALL)
 
 
+def check_python(r: Readings) -> Iterator[Check]:
+    _, minor, micro = r.python
+    fixed = {10: 15, 11: 10}.get(minor, 0)
+    remedy = (
+        f"install Python 3.{minor}.{fixed} or newer: a DataLoader's worker of a rank can hang when it starts "
+        "(python/cpython#112275)."
+    )
+    yield _check("python", ".".join(map(str, r.python)), micro < fixed and r.platform != "win32", remedy)
+
+
 def check_requirements(r: Readings) -> Iterator[Check]:
     found = _line("; ".join(r.conflicts)) or "python -m pip check finds no conflict"
     remedy = "install the packages that are named here; python -m pip check shows the full list."
@@ -220,6 +230,7 @@ def _line(text: str) -> str:
 
 CHECKS: tuple[Callable[[Readings], Iterator[Check]], ...] = (
     check_distribution,
+    check_python,
     check_requirements,
     check_extras,
     check_torch,

@@ -55,6 +55,8 @@ class Readings:
     """Values that the checks need. Tests pass other values than those of this machine."""
 
     torch: Imported
+    python: tuple[int, int, int] = (3, 12, 0)
+    """Version of Python."""
     conflicts: tuple[str, ...] = ()
     """Lines of ``pip check``; empty if it finds no conflict."""
     other_distribution: str = ""
@@ -87,6 +89,7 @@ def read() -> Readings:
     folder = tempfile.gettempdir()
     return Readings(
         torch=in_process(_TORCH),
+        python=sys.version_info[:3],
         conflicts=_conflicts(),
         other_distribution=other_distribution(),
         extras=missing_of_extras(_requirements(NAME)),
