@@ -492,7 +492,7 @@ def test_more_than_visible_is_refused_before_any_try(gpus: list[int]) -> None:
 @pytest.mark.parametrize("number", [1, -1])
 def test_no_visible_gpu_is_an_error(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_cuda_count", lambda: 0)
-    with pytest.raises(DeviceError, match="only 0 CUDA devices are visible here. Use accelerator='cpu'"):
+    with pytest.raises(DeviceError, match=r"only 0 CUDA devices are visible here\. Use accelerator='cpu'"):
         find_usable_cuda_devices(number)
 
 
