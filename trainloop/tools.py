@@ -33,10 +33,11 @@ from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.history import html_table
 from trainloop.optim import MultiLoss, MultiOptimizer, optimizers_of
 from trainloop.resources.quota import format_bytes
+from trainloop.train_loop.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import run_through, split_loss
 from trainloop.train_loop.trained import not_optimized
-from trainloop.train_loop.trial import copies, first_batch, require_training_parts, trial_of, untouched
+from trainloop.train_loop.trial import copies, first_batch, require_training_parts, trial_of
 
 __all__ = ["BatchSizes", "Layer", "LearningRates", "Summary", "find_batch_size", "find_lr", "summary"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import reference
 from conftest import make_data
@@ -294,6 +294,37 @@ def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
     assert halfway == (2, 10, 2)
     assert (tl.epoch, tl.global_step, len(tl.history["loss"])) == (4, 20, 4)
     assert reference.largest_difference(ours, theirs) < 1e-5  # Adam divides small differences by small numbers
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_orders_of_a_loaders_own_generator_go_on_in_a_second_fit(mode: str) -> None:
+    """The ranks draw from copies of the generators; the caller's have the same states afterwards as in ``single``."""
+
+    def weighted(rows: int, batch_size: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(rows)
+        sampler = WeightedRandomSampler(torch.arange(1.0, rows + 1), rows, generator=generator)
+        return DataLoader(make_data(rows), batch_size, sampler=sampler)
+
+    def trained(mode: str, devices: int) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = Net(dropout=0.0).double()
+        model.layers.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+        loaders = weighted(24, 8 // devices), weighted(10, 3), weighted(11, 3)
+        loop = TrainLoop(
+            model, *loaders, optim.SGD(model.parameters(), lr=0.1), CRITERION, gpu_mode=mode, accelerator="cpu",
+            devices=devices, seed=1, progress_bar=False,
+        )  # fmt: skip
+        loop.fit(num_epochs=1)
+        loop.evaluate_loss_on_validation_set()
+        loop.fit(num_epochs=2)
+        states = [loader.sampler.generator.get_state().tolist() for loader in loaders]  # type: ignore[attr-defined]
+        return loop.history.to_dict(), loop.predict_on_test_set()[1].tolist(), states
+
+    ours, expected = trained(mode, 2), trained("single", 1)
+    assert ours[0].keys() == expected[0].keys()
+    for name, values in expected[0].items():
+        assert ours[0][name] == pytest.approx(values, rel=1e-12), name
+    assert ours[1:] == expected[1:]
 
 
 @pytest.mark.parametrize("model_type, seed", [(Winding, 11), (Lazy, 11), (Lazy, None)])

@@ -165,6 +165,21 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, st
     assert same(state_of(second), state_of(whole))
 
 
+def test_the_order_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:
+    def loop() -> TrainLoop:
+        sampler = WeightedRandomSampler(torch.arange(1.0, 102.0), 20, generator=torch.Generator().manual_seed(5))
+        return make_loop(validation_loader=DataLoader(make_data(), 10, sampler=sampler), end_auto_eval=True)
+
+    whole = loop()
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 8, loop())  # in the second epoch, after one evaluation
+    second = loop()
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert second.history["val_loss"] == whole.history["val_loss"]
+    ours, expected = (one.validation_loader.sampler.generator.get_state() for one in (second, whole))
+    assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize(
     ("iterations", "steps"), [(25, 8), (25, 14), (22, 12)], ids=["within", "after the last", "after a whole epoch"]
 )

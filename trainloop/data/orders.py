@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
@@ -92,3 +92,16 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
             found[name] = generator
     return found
+
+
+def generator_states(loaders: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
+    """Return the states of each loader's generators, for :func:`set_generator_states`."""
+    return [{name: own.get_state() for name, own in generators_of(loader).items()} for loader in loaders]
+
+
+def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Set the states of loaders' generators. A generator without a saved state is not changed."""
+    for loader, saved in zip(loaders, states, strict=True):
+        for name, generator in generators_of(loader).items():
+            if name in saved:
+                generator.set_state(saved[name])

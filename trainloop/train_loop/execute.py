@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,14 +21,14 @@ from trainloop._support import rng
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import LocalStop, StopAgreement
 from trainloop._support.user_line import warn
-from trainloop.data.orders import generators_of
+from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.evaluating import evaluating
-from trainloop.train_loop.handover import CallerSide, RankSide
+from trainloop.train_loop.handover import CallerSide, RankSide, loaders_of
 from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.restarts import RestartFolder
 
-__all__ = ["CallersRandomness", "execute", "sent_parts"]
+__all__ = ["execute", "sent_parts", "untouched"]
 
 
 def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
@@ -113,7 +113,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
                 job,
                 caller_side.paths,
                 folder=None if supervisor is None else supervisor.folder,
-                caller=None if has_ranks(loop.gpu_mode) else CallersRandomness.of(loop),
+                caller=None if has_ranks(loop.gpu_mode) else rng.capture(),
             ),
             ranks_per_node=ranks,
             num_nodes=config.num_nodes,
@@ -128,34 +128,8 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
     with uninterrupted():  # a mixture of new and old state would be useless
         result, randomness = caller_side.receive(data)
         if randomness is not None:
-            randomness.put_into(loop)
+            rng.restore(randomness)
         return result
-
-
-class CallersRandomness(NamedTuple):
-    """The caller's random states, which a run without a seed uses in ``single`` and ``dp``."""
-
-    states: dict[str, Any]
-    generators: list[dict[str, torch.Tensor]]
-    """States of each loader's generators."""
-
-    @classmethod
-    def of(cls, loop: TrainLoop[Any]) -> CallersRandomness:
-        """Return the states in this process."""
-        found = [generators_of(loader) for loader in _loaders(loop)]
-        return cls(rng.capture(), [{name: own.get_state() for name, own in each.items()} for each in found])
-
-    def put_into(self, loop: TrainLoop[Any]) -> None:
-        """Set them in this process."""
-        rng.restore(self.states)
-        for loader, saved in zip(_loaders(loop), self.generators, strict=True):
-            for name, generator in generators_of(loader).items():
-                if name in saved:
-                    generator.set_state(saved[name])
-
-
-def _loaders(loop: TrainLoop[Any]) -> tuple[Any, ...]:
-    return loop.train_loader, loop.validation_loader, loop.test_loader
 
 
 def _as_rank(
@@ -167,7 +141,7 @@ def _as_rank(
     stop: StopAgreement,
     *,
     folder: RestartFolder | None = None,
-    caller: CallersRandomness | None = None,
+    caller: dict[str, Any] | None = None,
 ) -> Any:
     """Do the work in a rank; return the loop's state with the work's result and, in one process, random states.
 
@@ -181,8 +155,8 @@ def _as_rank(
     stop : StopAgreement
     folder : RestartFolder, optional
         Private folder of a run that restarts after failures.
-    caller : CallersRandomness, optional
-        Random states for the one process of ``single`` and ``dp``.
+    caller : dict, optional
+        The caller's random states, for the one process of ``single`` and ``dp``: a run without a seed uses them.
     """
     # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
     loop.process = process = launch.place_here()
@@ -197,7 +171,7 @@ def _as_rank(
         loader_workers=_loader_workers(loop, ranks),
     )
     if caller is not None:
-        caller.put_into(loop)
+        rng.restore(caller)
     with applied_here, running(loop, stop, job, joined=paths is None) as run:
         if folder is not None:
             assert isinstance(run, Training)
@@ -207,7 +181,7 @@ def _as_rank(
         result = work(run, *args)
     if rank_side is None:
         return result
-    answer = (result, None if caller is None else CallersRandomness.of(loop))
+    answer = (result, None if caller is None else rng.capture())
     return rank_side.end_state(answer)
 
 
@@ -276,7 +250,7 @@ def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
     """Return the number of loader workers of a rank, under the quota."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader itself will warn
-        return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in _loaders(loop))
+        return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in loaders_of(loop))
 
 
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
@@ -285,12 +259,22 @@ def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
     The weights are those that ``single`` draws in its first forward, unless that draws other numbers before (dropout).
     """
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
-    loader = next((loader for loader in _loaders(loop) if loader is not None), None)
+    loader = next((loader for loader in loaders_of(loop) if loader is not None), None)
     if not lazy or loader is None:
         return
-    before = CallersRandomness.of(loop)
-    with rng.isolated(), evaluating(loop.model):
+    with untouched(loop), evaluating(loop.model):
         batch = next(iter(loader))
         with nullcontext() if loop.seed is None else rng.isolated(_seed_of_run(loop, loop.seed)):
             run_through(loop.model.get_loss(batch, loop.criterion, loop.model.device))
-    before.put_into(loop)
+
+
+@contextmanager
+def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
+    """Restore the global generators and those of the loaders at the end."""
+    loaders = loaders_of(loop)
+    before = generator_states(loaders)
+    try:
+        with rng.isolated():
+            yield
+    finally:
+        set_generator_states(loaders, before)

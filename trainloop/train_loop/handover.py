@@ -16,16 +16,14 @@ from trainloop._transfer import PackedState, pack_state, unpack_state
 from trainloop._transfer.pages import trim
 from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop._transfer.torch_objects import kept_attributes
+from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import is_mark_of_sharding
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
 
-__all__ = [
-    "RankSide",
-    "CallerSide",
-]
+__all__ = ["CallerSide", "RankSide", "loaders_of"]
 
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
@@ -58,6 +56,11 @@ def known_objects(loop: TrainLoop[Any]) -> list[object]:
         add([loader, getattr(loader, "dataset", None)])
     add(loop.callbacks)
     return list(found.values())
+
+
+def loaders_of(loop: TrainLoop[Any]) -> tuple[Any, Any, Any]:
+    """Return the loop's three loaders; ``None`` for a missing one."""
+    return loop.train_loader, loop.validation_loader, loop.test_loader
 
 
 def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
@@ -120,6 +123,7 @@ class RankSide:
         # A part that is missing here keeps its number.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
+        self._loaders = loaders_of(loop)  # a hook may replace them
         self._modules = _modules(loop)
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
@@ -155,6 +159,7 @@ class RankSide:
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
             "parts": changed_parts(self.parts, self._arrived, self.known),
+            "generators": generator_states(self._loaders),
             "history": loop.history.state_dict(),
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS},
@@ -211,6 +216,7 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
     _put_modules(loop, state["modules"])
     _put_tensors(loop, state["tensors"])
     _put_plain_attributes(loop, state["attributes"])
+    set_generator_states(loaders_of(loop), state["generators"])
     loop.history.load_state_dict(state["history"])
     loop.scaler_state = state["scaler"]
     for name, value in state["counters"].items():

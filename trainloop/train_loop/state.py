@@ -20,6 +20,7 @@ from trainloop._support.user_line import warn
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
+from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import optimizers_of
@@ -115,6 +116,7 @@ def _common_state(run: Training) -> dict[str, Any]:
         "groups": group_names(loop),
         "flags": changed_flags(run.began_with, loop.model),
         "scaler": run.place.scaler.state_dict(),
+        "generators": generator_states((loop.validation_loader, loop.test_loader)),
         "place": {
             "start_epoch": run.start_epoch,
             "start_iteration": run.start_iteration,
@@ -341,6 +343,8 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
+    if "generators" in state:  # not in older ones
+        set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
     run.feed.load_state_dict(mine["feed"])
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainloop._support import rng
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
-from trainloop.train_loop.execute import CallersRandomness
 from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["copies", "first_batch", "require_training_parts", "trial_of", "untouched"]
+__all__ = ["copies", "first_batch", "require_training_parts", "trial_of"]
 
 
 def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
@@ -83,14 +79,3 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
     trial.options = replace(loop.options, auto_select_gpus=False)
     trial.run_config = loop.run_config
     return trial
-
-
-@contextmanager
-def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Restore the global generators and those of the loaders at the end."""
-    before = CallersRandomness.of(loop)
-    try:
-        with rng.isolated():
-            yield
-    finally:
-        before.put_into(loop)
