@@ -38,7 +38,7 @@ __all__ = [
     "worker_failed_error",
 ]
 
-# Errors on a rank whose neighbour has gone, from Gloo (TCP), NCCL and the process group's store.
+# Errors of a rank that has lost its neighbour, from Gloo (TCP), NCCL and the process group's store.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"
     r"gloo[/\\]transport|remote process exited|nccl(remote|system|internal) ?error|ncclcomm(was)? ?aborted|"
@@ -74,18 +74,18 @@ class Failure:
     traceback: str = ""
     """Traceback as Python would print it."""
     exitcode: int | None = None
-    """Exit code; the negative number of a signal; ``None`` if the process did not end by itself."""
+    """Exit code, or a signal's number, negated; ``None`` if the process did not end by itself."""
     consequence: bool = False
     """True if the failure probably results from the loss of another rank, and so is not the cause."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
-    """True if it would occur again in a new process: this package rejected something, or a user stopped the run."""
+    """True if a restart would not help: this package rejected something, or a user stopped the run."""
     recorded: str | None = None
     """File in which a ``FailureRecorder`` has recorded the step."""
 
     def to_json(self) -> bytes:
-        """Return JSON for a file or a socket."""
+        """Return the failure as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -159,8 +159,8 @@ _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/to
 def _is_communication(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    # Gloo raises plain RuntimeErrors. Most begin with the place in its source, but not all ("Application timeout caused
-    # pair closure"), and a store's says "Wait timeout": then the place where they were raised decides.
+    # Gloo raises plain RuntimeErrors. Most begin with a position in Gloo's source. Others, such as "Application timeout
+    # caused pair closure" and a store's "Wait timeout", are recognised by the file that raised them.
     return isinstance(error, RuntimeError) and (
         bool(re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE))
         or any(part in _raised_in(error) for part in _COLLECTIVES)
@@ -193,7 +193,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         rank=rank,
         time_ns=time.monotonic_ns(),
         type=type(error).__qualname__,
-        message=_shortened(_text_of(error), _MOST_OF_MESSAGE),
+        message=_shortened(_text_of(error), _MAX_MESSAGE),
         traceback=_shortened_traceback("".join(traceback_module.format_exception(error))),
         exitcode=exitcode,
         consequence=not timeout and _is_consequence(error),
@@ -329,13 +329,13 @@ def worker_failed_error(
     ended : sequence of int
         Global ranks that were ended because of it.
     stacks : dict of int to str, optional
-        Python stacks by rank, if they help (a hang, a crash in native code).
+        Python stacks by rank, to add to the message (after a hang, or a crash in native code).
     hanging : sequence of int
         After a time-out: the ranks that others waited for, as far as known.
     others_done : bool
-        True if those others had finished their work; False if they waited in a collective.
+        True if the waiting ranks had finished their work; False if they waited in a collective.
     timeout_s : float
-        Seconds that they waited.
+        Seconds that ranks waited.
     """
     who = f"rank {failure.rank} of {world_size}"
     if hanging:
@@ -377,7 +377,7 @@ _FRAME_WITHOUT_LINE = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:, in .*)?\n
 
 
 def _with_lines_of_cells(text: str) -> str:
-    """Add the source lines of a notebook's cells to a rank's traceback: only the process of the cell has them."""
+    """Add the source lines of a notebook's cells to a rank's traceback: only the notebook's process has them."""
 
     def with_line(frame: re.Match[str]) -> str:
         indent, file, number = frame.groups()
@@ -409,12 +409,12 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines() or [""]
-    first = _shortened(lines[0], _MOST_OF_FIRST_LINE)
+    first = _shortened(lines[0], _MAX_FIRST_LINE)
     return first if len(lines) == 1 else f"{first} ..."
 
 
-_MOST_OF_FIRST_LINE = 600  # messages end with what to do: those of this package and of torch fit
-_MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
+_MAX_FIRST_LINE = 600  # messages of this package and of torch, which end with advice, fit
+_MAX_MESSAGE, _MAX_LINE, _MAX_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
@@ -425,11 +425,11 @@ def _shortened(text: str, most: int) -> str:
 
 
 def _shortened_traceback(text: str) -> str:
-    """Shorten a long message (a tensor's ``repr``, a server's page) to keep the rest visible on the screen."""
-    if len(text) <= _MOST_OF_LINE:
+    """Shorten long lines (a tensor's ``repr``, a server's HTML page), so that the rest stays visible on the screen."""
+    if len(text) <= _MAX_LINE:
         return text
-    lines = (_shortened(line, _MOST_OF_LINE) for line in text.splitlines(keepends=True))
-    return _shortened("".join(lines), _MOST_OF_TRACEBACK)
+    lines = (_shortened(line, _MAX_LINE) for line in text.splitlines(keepends=True))
+    return _shortened("".join(lines), _MAX_TRACEBACK)
 
 
 def write_record(fd: int, failure: Failure) -> None:

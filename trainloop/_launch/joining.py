@@ -178,12 +178,12 @@ def join(
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
     guard_forks()
-    # Also for a group that the caller has made, and that is still there at exit.
+    # Also for a group that the caller has created, and that still exists at exit.
     atexit.unregister(release_last_work)
     atexit.register(release_last_work)
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
-            # Not by set_device(): on the way back it would make a context on a GPU that belongs to another rank.
+            # Not set_device(): resetting the previous device would create a context on a GPU of another rank.
             undo.enter_context(torch.cuda.device(device))
         if not dist.is_initialized():
             undo.enter_context(_process_group(me, backend, init_method, timeout_s))

@@ -1,4 +1,4 @@
-"""The main module: check its guard before ranks start, and give them its place."""
+"""Check the script's ``__main__`` guard before ranks start, and give ranks the script's file and module name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_main_guard() -> None:
     Raises
     ------
     ConfigurationError
-        With the guard to write.
+        If so; the message shows the guard to write.
     """
     # Check this first: otherwise each process would start more processes.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
