@@ -59,8 +59,8 @@ def _length(batch: Any) -> int | None:
     if isinstance(batch, (Mapping, tuple, list)):
         counts = (_length(part) for part in _parts(batch))
         count = next((count for count in counts if count is not None), None)
-        # The first column has the number. Without columns the values are the samples themselves, but 0-d tensors are
-        # the columns of a single sample.
+        # The first column has the number of samples. Without columns, the values are the samples themselves; but 0-d
+        # tensors are the columns of a single sample.
         if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
             count = len(batch) or None
         return count
@@ -83,7 +83,7 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
     device : torch.device
         Target device.
     non_blocking : bool
-        Don't wait for copies from pinned memory; later work on the current stream does.
+        True to return before copies from pinned memory are complete; later work on the current stream waits for them.
     """
 
     def move(part: Any) -> Any:
@@ -134,7 +134,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item
-        # Batches that a loader's own code put on the GPU are complete on the stream of that code.
+        # The loader's own code may have put the batch on the GPU, by work on the current stream.
         copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             moved = move_to(pin(batch), device, non_blocking=True)

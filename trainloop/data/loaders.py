@@ -72,7 +72,7 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return a loader that is already distributed; check its sampler's rank, or set it if the user could not know it.
+    """Return an already distributed loader, after setting this rank in its sampler, if it has one.
 
     Raises
     ------
@@ -160,7 +160,7 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
 
 
 class Shared(NamedTuple):
-    """Properties of a loader that ranks must have in common, as integers; -1 for one that may differ."""
+    """Properties of a loader that ranks must have in common, as integers; -1 for a property that may differ."""
 
     rule: int = -1
     """Checksum of the kind of loader and of the way in which its order is determined."""

@@ -38,7 +38,7 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # With a generator, the user controls the order. Several permutations, or a part of one, are drawn.
+    # With a generator, the user controls the order. Several permutations, or a part of one, must be drawn.
     if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None or key is None:
         return None
     return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
@@ -60,9 +60,9 @@ def _plain(index: Any) -> Any:
 
 
 def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
-    """Yield the items in lists of ``at_once``, drawn under an isolated random state, the same for the same seed.
+    """Yield the items in lists of ``at_once``, drawn under an isolated random state that depends only on the seed.
 
-    Without a seed they are drawn from the global generators, like in plain iteration.
+    Without a seed, the items are drawn from the global generators, like in plain iteration.
     """
     isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
     with isolated:

@@ -46,7 +46,7 @@ def guard_stop_iteration(batches: Iterator[T], name: str) -> Iterator[T]:
 
 
 def check_end(stop: StopIteration, name: str) -> None:
-    """Raise an error if a loader's ``StopIteration`` is not its own.
+    """Raise an error if a ``StopIteration`` is not the end of the loader.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def check_end(stop: StopIteration, name: str) -> None:
 
 
 def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
-    """Return the error for a ``StopIteration`` of the user's code, like Python's for one from a generator."""
+    """Return the error for a ``StopIteration`` of the user's code, like the one that Python raises in a generator."""
     frames = traceback.extract_tb(stop.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     at = (own or frames)[-1]
