@@ -93,7 +93,7 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     Parameters
     ----------
     module : nn.Module
-        As converted by :func:`convert`.
+        A module that :func:`convert` has converted.
     ranks : sequence of int
         Global ranks that have a batch in this step.
 
@@ -123,8 +123,8 @@ _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 def _group_of(ranks: tuple[int, ...]) -> Any:
     default = dist.group.WORLD
-    made_beside, group = _groups.get(ranks, (None, None))
-    if made_beside is not default:
+    default_then, group = _groups.get(ranks, (None, None))
+    if default_then is not default:
         with only_trusted_peers():
             group = dist.new_group(list(ranks))
         _groups[ranks] = (default, group)
@@ -140,7 +140,7 @@ class CpuSyncBatchNorm(BatchNorm):
 
     Notes
     -----
-    One exchange of ``2 C + 1`` numbers in the forward, one of ``2 C`` in the backward.
+    The forward exchanges ``2 C + 1`` numbers once, the backward ``2 C`` numbers once, for ``C`` channels.
     """
 
     process_group: dist.ProcessGroup | None
@@ -150,7 +150,7 @@ class CpuSyncBatchNorm(BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised input, of the same shape."""
+        """Return the normalised input, in the same shape."""
         over_batch = self.training or (self.running_mean is None and self.running_var is None)
         synchronises = self.training and dist.is_available() and dist.is_initialized()
         if not over_batch or not synchronises or dist.get_world_size(self.process_group) == 1:

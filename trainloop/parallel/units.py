@@ -29,14 +29,14 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     Returns
     -------
     list of (str, nn.Module)
-        Inner ones first, the order in which they must be sharded. No unit shares a parameter with a module outside
-        of it: a block that does (tied weights) is not a unit, and belongs to the next one around it that contains all
-        users of the parameter, or to the root.
+        Inner units first, the order in which they must be sharded. A block that shares a parameter with a module
+        outside of it (tied weights) is not a unit: it belongs to the next enclosing unit that contains all users of the
+        parameter, or to the root.
 
     Raises
     ------
     ConfigurationError
-        If ``shard`` is something else, or matches no module.
+        If ``shard`` has another type, or matches no module.
     """
     chosen = _repeated_blocks(module) if shard is None else _matching(module, shard)
     users = _users(module)
@@ -80,7 +80,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for own_name, member in members:
             path = f"{name}.{own_name}" if name else own_name
             if counts[type(member)] > 1 and _can_be_unit(member):
-                # Nothing inside of it: small units would mean many small exchanges.
+                # Don't search inside of it: small units would mean many small exchanges.
                 found.append((path, member))
             else:
                 look(path, member)
@@ -139,7 +139,7 @@ def _can_be_unit(part: nn.Module) -> bool:
 
 
 def _has_forward(part: nn.Module) -> bool:
-    # Such a container is never called, so FSDP's hooks would not run there.
+    # A plain container is never called, so FSDP's hooks would not run.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 
