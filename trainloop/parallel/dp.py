@@ -173,7 +173,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
     ) -> Iterator[Any]:
-        """Yield the whole batch's losses, if ``get_loss`` yields its losses; after each, renew the replicas' weights."""
+        """Yield the whole batch's losses if ``get_loss`` yields its losses; after each, renew the replicas' weights."""
         ended = object()
         while True:
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)

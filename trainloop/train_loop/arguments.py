@@ -289,7 +289,7 @@ def check_restarts(
 
 
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
-    """Return both as ints; exactly one of them is positive and sets the length of the training."""
+    """Return both numbers as ints; exactly one of them is positive and sets the length of the training."""
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(

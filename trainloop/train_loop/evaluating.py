@@ -42,10 +42,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end restore the mode of each module, frozen or not."""
+    """Switch to evaluation mode without gradients; at the end restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     try:
-        model.eval()  # a Ctrl-C may interrupt it
+        model.eval()  # inside ``try``, since Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:
@@ -170,7 +170,7 @@ def predictions(
     collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
     transform: Callable[[list[Any]], Any] = join_rows,
 ) -> Predictions:
-    """Return ``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on the ranks that get them.
+    """Return ``(y_pred, y_true, metadata)`` of a whole loader, with rows in dataset order, on the ranks that get rows.
 
     Collective if ``gather`` is: one exchange, at the end.
 

@@ -29,7 +29,7 @@ __all__ = [
 
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
-    *("early_stop", "ends"),  # in this order: the first changes the second
+    *("early_stop", "ends"),  # in this order: setting early_stop changes ends
 )
 _MISSING = object()
 # Attributes of every nn.Module that torch maintains.
@@ -102,14 +102,14 @@ class CallerSide:
 class RankSide:
     """The rank's side: remembers the loop's state on arrival, so that only changes are sent back.
 
-    One rank of each host ``sends`` its state. The others only ask callbacks for theirs, since that may be an exchange
-    of all ranks.
+    One rank of each host ``sends`` its state. The other ranks only call the callbacks' ``__getstate__``, since it may
+    be an exchange of all ranks.
     """
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = (), *, sends: bool = True) -> None:
         self._loop, self._sends = loop, sends
         self.callbacks = list(loop.callbacks)
-        """Callbacks that were sent, even if hooks change the loop's list."""
+        """Callbacks that the caller sent; hooks may later change the loop's list."""
         # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         if not sends:
@@ -117,7 +117,7 @@ class RankSide:
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
         """Objects that exist on both sides, by their path."""
-        # A part that is missing here keeps its number.
+        # A part that is missing here is replaced by an object, so that the others keep their numbers.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._modules = _modules(loop)
@@ -173,7 +173,7 @@ class RankSide:
         return can
 
     def _changed_list(self) -> list[Any] | None:
-        """Return the loop's callbacks if a hook has added or removed some; ``None`` if they are those that were sent.
+        """Return the loop's callbacks if a hook has added or removed some; ``None`` if the list is unchanged.
 
         The caller gets copies of new callbacks.
         """
@@ -247,7 +247,7 @@ def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, 
 
 
 def _put_modules(loop: TrainLoop[Any], added: Mapping[tuple[int, str], nn.Module]) -> None:
-    """Add or replace modules as on the other side."""
+    """Add or replace the modules that a callback has added or replaced on the other side."""
     for (root, path), module in added.items():
         owner, _, name = path.rpartition(".")
         _root_modules(loop)[root].get_submodule(owner)._modules[name] = module

@@ -39,7 +39,7 @@ class Idle:
         """Return the ``i``-th batch of the first rank that has one, on ranks without it; else ``None``. Collective."""
         if min(counts) > i:
             return None
-        # Rank 0 may have none.
+        # Rank 0 may have no batch.
         source = next(rank for rank, n in enumerate(counts) if n > i)
         mine = i < len(batches)
         theirs = distributed.broadcast_object(batches[i] if mine else None, source)
@@ -109,7 +109,7 @@ def padded_batches(
         counts = [n for (n,) in distributed.exchange_ints([int(item is not None)])]
         if not any(counts):
             return
-        if last is None and not all(counts):  # this rank may never have had one; all ranks decide the same
+        if last is None and not all(counts):  # this rank may never have had a batch; all ranks enter this branch
             last = idle.borrowed_batch([item[1]] if item is not None else [], counts, 0)
         if item is not None:
             last = item[1]

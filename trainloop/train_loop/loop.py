@@ -208,7 +208,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             gpu_mode, accelerator, devices, cuda_device_idx, check.check_bool(auto_select_gpus, "auto_select_gpus")
         )
         if checkpoint_modules is not None:
-            chosen_modules(model, checkpoint_modules)  # an error now rather than in the ranks
+            chosen_modules(model, checkpoint_modules)  # raise an error here rather than in the ranks
         self.options = Options(
             gpu_mode,
             accelerator,
@@ -227,7 +227,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     # -- fit ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelT:
-        """The same as :meth:`fit`."""
+        """Call :meth:`fit`."""
         return self.fit(*args, **kwargs)
 
     @hides_unknown

@@ -87,7 +87,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:
-    """After an error of backward, raise one that names ``get_loss`` if its loss can't be differentiated."""
+    """After an error of backward, raise an error about ``get_loss`` if its loss can't be differentiated."""
     _check_scalar(loss)
     explain_sharded(error)
     if isinstance(loss, Tensor) and not loss.requires_grad:

@@ -32,7 +32,7 @@ class AmpOptions:
         Raises
         ------
         ConfigurationError
-            If neither works on it.
+            If neither works on the device.
         """
         if self.dtype is None:
             return self
@@ -64,7 +64,7 @@ class AmpOptions:
 
     @property
     def scales(self) -> bool:
-        """True if gradients need a ``GradScaler``: fp16 does."""
+        """True if gradients need a ``GradScaler``, as in fp16."""
         return self.dtype == torch.float16
 
 
@@ -92,7 +92,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """How often ``fit`` restarts after failures, and how often it writes checkpoints for that."""
+    """Options of a ``fit`` that restarts after failures."""
 
     most: int
     """Maximum number of restarts; -1 for no limit."""
@@ -109,4 +109,4 @@ class FitJob:
     resume: dict[str, Any] | None = None
     """State of the checkpoint to resume from."""
     restarts: RestartOptions | None = None
-    """Options of a run that restarts after failures."""
+    """Options of a run that restarts after failures; ``None`` if the first failure ends it."""

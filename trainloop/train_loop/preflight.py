@@ -53,7 +53,7 @@ class Finding:
     ok: bool
     """True if the check passed."""
     detail: str
-    """What was found, and what to do about it."""
+    """Result of the check, with advice if it failed."""
     seconds: float
     """Duration of the check in seconds."""
     traceback: str = ""
@@ -145,7 +145,7 @@ def preflight(
 
 
 class _Found(Exception):
-    """A check's finding."""
+    """Raised by a check that fails, with the finding's detail."""
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
@@ -292,7 +292,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
 
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
-    """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if epochs differ in samples."""
+    """Return the batches of one process, and of ``ranks``, that make the same steps; 0 if epochs differ in samples."""
     single, many = (
         TrainFeed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
         for size in (1, ranks)
@@ -307,9 +307,9 @@ def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: 
 
 def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[str, Any]) -> str:
     # One process that accumulates over `ranks` batches sees the same samples as `ranks` ranks in one step.
-    # But if ranks share each batch, a step has only one.
+    # But if ranks share each batch, a step has only one batch.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
-    # Another check reports parameters without a gradient; the others are compared nevertheless.
+    # Another check reports parameters without a gradient; this check compares the others.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
@@ -317,7 +317,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
-    if mode == "fsdp":  # other precisions would differ, and these ranks may not divide into that many replicas
+    if mode == "fsdp":  # only the units: a precision would change results, and replicas may not divide these ranks
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}

@@ -1,4 +1,4 @@
-"""A rank of a run that restarts: it writes checkpoints into the run's private folder, and resumes from the newest."""
+"""Restarts, in a rank: write checkpoints into the run's private folder, and resume from the newest one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _RUN = "restarts"  # in the names of unfinished files: each start removes those 
 
 
 class RestartCheckpoints:
-    """Writes checkpoints of a run between steps, in case that a rank fails.
+    """Write a run's checkpoints between steps; if a rank fails, the ranks resume from the newest one.
 
     Parameters
     ----------
     run : Training
     folder : RestartFolder
     every : int, optional
-        Steps between two checkpoints; ``None`` for as many as limit their cost to :data:`SHARE_OF_TIME`.
+        Steps between two checkpoints; ``None`` to limit their cost to :data:`SHARE_OF_TIME`.
     """
 
     def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
@@ -69,12 +69,12 @@ class RestartCheckpoints:
         self._progress[self._row, 0] = step
         if self._resumes:
             self._report()
-        # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
+        # At an epoch's end, ranks have agreed on whether to end; within an epoch they have not, so they continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
 
     def _report(self) -> None:
-        """Once the first step after a restart is done: print a line, and give the launching process the time."""
+        """After the first step since a restart, print a line, and report the time to the launching process."""
         self._resumes = False
         assert self._order is not None
         if self._row == 1:
@@ -106,7 +106,7 @@ class RestartCheckpoints:
         self._cost_s = self._written_at - begin
 
     def _write(self, step: int) -> str | None:
-        """Write a checkpoint; return the reason if this rank could not, empty if another one could not. Collective.
+        """Write a checkpoint; return the reason if this rank failed, or an empty text if only another did. Collective.
 
         An error in a user's ``state_dict``, or lack of disk space, does not end the training.
         """
@@ -135,7 +135,7 @@ class RestartCheckpoints:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume_state(self, job_resume: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the state that this start resumes: after a failure, that of the newest checkpoint."""
+        """Return the state that this start resumes: after a failure, the newest checkpoint's state."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
         if self._run.loop.num_nodes > 1:  # the checkpoint is on node 0

@@ -1,4 +1,4 @@
-"""Restarts, in the process that starts the ranks: whether ranks restart after a failure, and from which checkpoint.
+"""Restarts, in the process that starts the ranks: decide if ranks restart after a failure, and from which checkpoint.
 
 ::
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Restart", "RestartFolder", "RestartOrder", "Supervisor", "restart_line"]
 
 _ROOM = 3  # two checkpoints, and the files of the run itself
-_SHARE_OF_MEMORY = 0.5  # of what the run may use, for that room
+_SHARE_OF_MEMORY = 0.5  # maximum share of the run's memory limit for these files
 
 
 class Restart(NamedTuple):
@@ -67,7 +67,7 @@ class RestartOrder(NamedTuple):
 
 
 class RestartFolder:
-    """The private folder of a run that restarts: its checkpoints, how far its ranks are, and the latest order.
+    """The private folder of a run that restarts: its checkpoints, the progress of its ranks, and the latest order.
 
     Parameters
     ----------
@@ -109,13 +109,13 @@ class _SeenFailure(NamedTuple):
     """A failure and the step at which it occurred, to compare it with the next one."""
 
     rank: int
-    """Rank that caused it: if one hangs, not the rank that reported it."""
+    """Rank that caused the failure: after a hang, the rank that hangs, not the one that reported it."""
     failure: Failure
     step: int
     trains: bool
 
     def recurs_in(self, other: _SeenFailure) -> bool:
-        """Return True if the other is the same failure at the same place."""
+        """Return True if ``other`` is the same failure at the same step."""
         a, b = self.failure, other.failure
         if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *other[2:]):
             return False
@@ -223,7 +223,7 @@ class Supervisor:
                 yield one.info.step, one.info.stamp, one.path
 
     def _record_restart(self, failed_ns: int | None) -> None:
-        """Record the last restart: training was resumed, or failed again before that."""
+        """Record the last restart, once training was resumed or has failed again before that."""
         if self._pending is None:
             return
         (restart, begun_ns), self._pending = self._pending, None

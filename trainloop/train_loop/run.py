@@ -4,8 +4,8 @@ A :class:`Run` exists only while its process works for a loop. Its subclass
 :class:`~trainloop.train_loop.training.Training` trains.
 
 A value logged in a hook belongs to the hook's epoch. Hooks of steps log into the epoch that is being recorded. At its
-end all ranks exchange their logs. Then the epoch's last hooks are called, callback by callback; the logs of each are
-exchanged before the next one is called, which finds them in the history.
+end, all ranks exchange their logs. Then the epoch's last hooks are called, one callback after another. The logs of each
+callback are exchanged before the next callback is called, which finds them in the history.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 
 # Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
 STEPS_BETWEEN_FLUSHES = 128
-# Step values are held twice until they are exchanged.
+# Until they are exchanged, step values occupy memory twice.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
 # Prefixes of names logged in an evaluation, by the dataset's type; a user's own type is its own prefix.
@@ -71,7 +71,7 @@ class Run:
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
         self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
-        """True if other ranks do the same; ``ddp`` under a launcher with one process has a group of one."""
+        """True if there are other ranks; False for the only rank of a group, as under a launcher with one process."""
         self.loop = loop
         self.place = place
         self.stop = stop
@@ -108,9 +108,9 @@ class Run:
         loop = self.loop
         workers = getattr(loader, "num_workers", 0)
         # A quota is for the whole run, so each rank gets its share of the workers.
-        most = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
-        if most != workers:
-            loader = with_workers(loader, most)
+        allowed = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
+        if allowed != workers:
+            loader = with_workers(loader, allowed)
         self.undo.enter_context(workers_outlive_signals(loader))
         return make(
             loader,
@@ -123,7 +123,7 @@ class Run:
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
+        if id(loader) not in self._eval_feeds:  # kept for the run, with its persistent workers
             self._eval_feeds[id(loader)] = feed = self.feed_of(EvalFeed, loader, name)
             self.undo.callback(feed.close)
             if self.parallel and id(loader) not in self._compared:
@@ -131,7 +131,7 @@ class Run:
         return self._eval_feeds[id(loader)]
 
     def shared_of(self, loader: Any, name: str) -> Shared:
-        """Return the properties of a loader that must be equal on all ranks; they compare it in another exchange."""
+        """Return the properties of a loader that must be equal on all ranks; the caller must compare them."""
         self._compared[id(loader)] = loader
         loop = self.loop
         return EvalFeed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
@@ -149,7 +149,7 @@ class Run:
             with self.place.autocast:
                 loss = run_through(model.get_loss_eval(batch, criterion, device))
             if self.place.collective and torch.is_grad_enabled():
-                model.reshard_units()  # since no backward does it
+                model.reshard_units()  # no backward follows that would do it
             return loss
 
         with self._evaluation(prefix) as recorder:
@@ -189,7 +189,7 @@ class Run:
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
             write_rows(folder, self.loop.rank, batches, get_predictions)
             end()
-            distributed.barrier()  # all files are there
+            distributed.barrier()  # all ranks have written their files
             files = RowFiles(folder)
             order = feed.row_order(files.sizes)
             files.close()
@@ -205,14 +205,14 @@ class Run:
             order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
             receives = self.loop.rank in self._receivers(rows_to)
             files = RowFiles(folder) if receives else None
-            distributed.barrier()  # until then the files have names
+            distributed.barrier()  # all ranks have opened the files, whose names are removed now
         return PredictionStream(files, order if receives else None)
 
     @contextmanager
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
-        """Yield this rank's feed, its batches, a function that predicts one, and one that exchanges logs at the end."""
+        """Yield this rank's feed, its batches, a function that predicts a batch, and one that exchanges logs after."""
         model, device = self.place.evaluated, self.place.device
         # The model's own hooks are called in any case.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
@@ -225,7 +225,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)  # here, while the batch is known: it isn't once rows are joined
+            check_rows(output)  # checked here, while the batch is known
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -269,9 +269,9 @@ class Run:
 
     @contextmanager
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Evaluate rank 0's model and record what it logs.
+        """Yield a recorder for an evaluation of rank 0's model, and make it the recorder of all logs.
 
-        The training around it does not notice: modes and random numbers are as before.
+        The training around the evaluation is not affected: modules' modes and random states are restored.
         """
         model = self.loop.model
         # A separate recorder: the training's may be in the middle of an epoch.
@@ -294,7 +294,7 @@ class Run:
         """Send everything that the model, callbacks and the loop log to this recorder."""
         model = self.loop.model
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
-        # Through __dict__: nn.Module.__setattr__ first looks through parameters, modules and buffers.
+        # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
         # Compiled code breaks its graph at a log: if traced, the growing lists of logs would recompile it each step.
         # Nothing can be compiled before torch._dynamo is imported, which takes a second.
@@ -311,7 +311,7 @@ class Run:
 
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
-        # All ranks decide the same: hooks of one make all exchange. Without hooks, an occasional exchange is enough.
+        # A hook on any rank makes all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
         if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
@@ -329,7 +329,7 @@ class Run:
     def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
         """Put the logs since the beginning of the epoch (``late``: since the last call) into the history. Collective.
 
-        Returns the losses among them.
+        Return the losses among them.
         """
         history = self.loop.history
         end = self.recorder.finish_epoch(history.take_own(), late=late)
@@ -360,7 +360,7 @@ class Run:
 
     @contextmanager
     def _recording_alone(self) -> Iterator[None]:
-        """Record this rank's logs into its own history, without an exchange: the other ranks may be gone."""
+        """Record this rank's logs into its own history, without an exchange: the other ranks may have ended."""
         recorder = Recorder(rank=self.loop.rank, on_step=False)
         with self.listening(recorder):
             yield

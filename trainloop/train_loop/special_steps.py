@@ -41,7 +41,8 @@ __all__ = [
     "ClosureTraining",
 ]
 
-# Sent to other ranks instead of an optimizer's index: all generators ended, this rank has none, or they differ.
+# Sent to other ranks instead of an optimizer's index: all generators have ended, this rank has no generator, or its
+# generators yielded losses for different optimizers.
 _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 

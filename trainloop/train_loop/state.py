@@ -66,7 +66,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
     run.gradients.check_same_weights()
     last = loop.last_loss
     mine = {
-        # A rank without a batch in its first step after a resume shows callbacks the loss of the step before.
+        # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
         "last_loss": None if last is None else [last.item(), last.dtype],
         "rng": rng.capture(),
         "feed": run.feed.state_dict(plain),
@@ -330,7 +330,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
     mine = ranks[loop.rank if same_ranks else 0]
-    last = mine.get("last_loss")  # not in older ones
+    last = mine.get("last_loss")  # older checkpoints lack it
     loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
     if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
@@ -360,12 +360,11 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
         print(f"Nothing left to do: {why}", flush=True)
-    remove_dead()  # of a training killed at its very end: no rank starts now that would do it
+    remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Load the parts of the loop itself, running or not."""
-
+    """Load the loop's own parts, whether it is running or not."""
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
@@ -383,7 +382,6 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
     """Replace full or not yet read state of the optimizer by this rank's shard."""
-
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():
             if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
@@ -421,7 +419,7 @@ def _about_other_values(run: Training, state: dict[str, Any]) -> str:
 
 
 def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
-    """Return how many steps of this run have the samples of the checkpoint's steps in its epoch."""
+    """Return the number of this run's steps that have the samples of the checkpoint's steps in its epoch."""
     steps = place["epoch_steps"]
     if not steps or None in (place["global_batch_size"], global_batch_size):
         return steps
@@ -446,6 +444,6 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
         if found is not None:
             left.remove(found)
             callback.load_state_dict(found["state"])
-    lost = [entry["name"] for entry in left if entry["state"]]
-    if lost:
-        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(lost)}. That state is ignored.")
+    unused = [entry["name"] for entry in left if entry["state"]]
+    if unused:
+        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")

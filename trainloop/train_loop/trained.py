@@ -40,9 +40,9 @@ _rendezvous = itertools.count()  # per process, so that keys in one process grou
 class TrainedParameters:
     """Parameters that a rank of ``ddp`` trains; detects when some are frozen, unfrozen or added.
 
-    DDP averages the gradients of those parameters that required one when it was made. The loop wraps the model again
-    when that changes: ranks compare their parameters at the start of an epoch; within an epoch each rank checks its own
-    before each step, and only a rank that sees a change synchronizes with the others.
+    DDP averages the gradients of the parameters that required gradients when it was created. If these change, the loop
+    wraps the model again. At the start of an epoch, ranks compare their parameters. Within an epoch, each rank checks
+    its own parameters before each step, and synchronizes with the others only if it detects a change.
 
     Parameters
     ----------
@@ -63,14 +63,14 @@ class TrainedParameters:
         self.note()
 
     def note(self) -> None:
-        """Remember the parameters that train now as those of the wrapper."""
+        """Record the parameters that train now as those of the wrapper."""
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._flags = [p.requires_grad for p in self._parameters]
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
     def changed(self) -> bool:
-        """Return True if a parameter was frozen or unfrozen since then; called before each step."""
+        """Return True if a parameter was frozen or unfrozen since :meth:`note`; called before each step."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
@@ -82,7 +82,7 @@ class TrainedParameters:
             If a parameter trains only on some ranks; the message names it.
         """
         named = dict(self._model.named_parameters())
-        # A digest first: the names of thousands of parameters are exchanged only if they differ.
+        # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in named.items() if p.requires_grad]
         digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
         if any(digest != digests[0] for digest in digests):
@@ -96,7 +96,7 @@ class TrainedParameters:
         Raises
         ------
         ConfigurationError
-            If they don't, or make a different change.
+            If they don't change anything in time, or make a different change.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
@@ -237,11 +237,11 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     return f"modules that stay in eval() while training: {shown} (to train them, call .train() on them before fit)"
 
 
-# -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
+# -- flags and parameter groups that a run has changed, for checkpoints ------------------------------------------------
 
 
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return by name if each parameter requires gradients, and if each module is in training mode."""
+    """Return each parameter's ``requires_grad`` and each module's ``training``, by name."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
         "training": {name: module.training for name, module in model.named_modules()},
@@ -274,7 +274,7 @@ def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """Return for each optimizer and group the names of its parameters; ``None`` for one outside of the model."""
+    """Return, for each optimizer and group, its parameters' names; ``None`` for a parameter of no known module."""
     names = {id(p): name for p, name in _named_parameters(loop)}
     return [
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -289,9 +289,9 @@ def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *,
     ----------
     loop : TrainLoop
     saved : list
-        From :func:`group_names`.
+        Result of :func:`group_names` in the checkpoint's run.
     only_look : bool
-        Change nothing.
+        True to change nothing.
     """
     if saved is None:
         return [False] * len(optimizers_of(loop.optimizer))

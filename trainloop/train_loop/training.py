@@ -66,7 +66,7 @@ class Watch(Protocol):
     """Observer of each forward and backward: a ``FailureRecorder``, or a replay."""
 
     def forward_begins(self, first: bool) -> None:
-        """Called before ``get_loss`` (or its next loss); ``first`` in a pass over the step's micro-batches."""
+        """Called before ``get_loss`` (or its next loss); ``first`` is True at the start of a pass over the step."""
 
     def backward_ended(self, loss: Any) -> None:
         """Called after the backward of the loss of ``get_loss``; gradients may not be complete yet."""
@@ -120,7 +120,7 @@ class Training(Run):
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
-        """Train epoch by epoch; return the reason why it ended; 0 if it ended as planned."""
+        """Train epoch by epoch; return the reasons why training ended early, 0 if it ended as planned."""
         loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
@@ -246,7 +246,7 @@ class Training(Run):
         self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _print_end(self) -> None:
-        """Print what ended training; only one rank may know the reason, such as a time limit."""
+        """Print the reason why training ended early, which only one rank may know (a time limit, for example)."""
         loop = self.loop
         everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
         loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
@@ -276,7 +276,7 @@ class Training(Run):
                     _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
 
     def _close(self) -> None:
-        """End the loaders' persistent workers."""
+        """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
         if "feed" in self.__dict__:
             self.feed.close()
         self.loop.timings_of_last_fit = Timings.over(self.clock.epochs)
@@ -307,7 +307,7 @@ class Training(Run):
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
-        return self._at_most_to_the_last(steps) if loop.num_iterations else steps
+        return self._until_last_iteration(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
         """Warn about parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
@@ -319,7 +319,7 @@ class Training(Run):
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
             )
 
-    def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
+    def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """Yield the steps, the last one cut to the batches that are left, unless its batches are uneven."""
         if self.loop.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
             return
@@ -364,7 +364,7 @@ class Training(Run):
             )
 
     def _agree_at_epoch_end(self) -> int:
-        """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
+        """Return the reasons to stop after this epoch: a callback of any rank requests it, or a signal arrived."""
         if self.parallel:
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))

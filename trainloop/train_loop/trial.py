@@ -78,7 +78,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
         progress_bar=False,
         gradient_clip_norm=loop.gradient_clip_norm,
         sync_batchnorm=loop.sync_batchnorm,
-        accelerator="cpu",  # until the next line
+        accelerator="cpu",  # replaced below
     )
     trial.options = replace(loop.options, auto_select_gpus=False)
     trial.run_config = loop.run_config
@@ -87,7 +87,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
 
 @contextmanager
 def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Restore the global generators and those of the loaders at the end."""
+    """Restore the global generators and the loaders' generators at the end of the block."""
     before = CallersRandomness.of(loop)
     try:
         with rng.isolated():

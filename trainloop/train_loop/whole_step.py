@@ -2,8 +2,8 @@
 
 Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and
 a change causes a recompilation. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A
-changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that a graph can't
-do run as without ``compile``, with a warning.
+changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that can't be one
+graph run as without ``compile``, after a warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class WholeStepTraining(Training):
     """
 
     backend = "inductor"
-    """Arguments of torch.compile."""
+    """Backend of ``torch.compile``."""
     _whole: Callable[[Any], tuple[Tensor, Any]] | None = None
     """Compiled step; ``None`` before the first batch, and if steps are not compiled."""
     _refused = False
@@ -49,12 +49,12 @@ class WholeStepTraining(Training):
     step_taken = False
     """True if the graph has taken the current step."""
     _settings: list[dict[str, Any]]
-    """Settings of the optimizer that are constants of the graph; learning rates only without ``_rates``."""
+    """Optimizer settings that are constants of the graph; these include learning rates if ``_rates`` is ``None``."""
     _rates: list[Tensor] | None = None
     """Learning rates of the groups, as the graph reads them; ``None`` while they are constants of the graph."""
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """Run the whole step if the graph accepts it, else like other trainings."""
+        """Run the whole step in the graph if it accepts the step; otherwise run it as in other trainings."""
         if self._refused or not self._takes(step):
             if self._attached:  # otherwise backward would add to the last step's gradients
                 self._detach()
@@ -109,7 +109,7 @@ class WholeStepTraining(Training):
         for hook in self.hooks.on_batch_end:
             hook()
 
-    # -- whether -----------------------------------------------------------------------------------------------------
+    # -- conditions --------------------------------------------------------------------------------------------------
 
     def _takes(self, step: StepBatches) -> bool:
         if not self._size:
@@ -289,7 +289,7 @@ class WholeStepTraining(Training):
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
         """Send logs to the recorder; values that the graph logs are among its outputs, and are sent after the step."""
-        # One list for the whole run: an evaluation listens in between, but the graph keeps its list.
+        # One list for the whole run: an evaluation calls this method again, but the graph keeps appending to its list.
         self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log
 
@@ -308,7 +308,7 @@ class WholeStepTraining(Training):
 
 @contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """Ignore torch's warnings about its own deprecated parts in compiling; they may be turned into errors."""
+    """Ignore warnings about deprecated parts of torch that compilation uses; a filter may turn them into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
