@@ -227,16 +227,16 @@ def refuse(
         raise UnknownArgumentError("\n".join(messages))
 
 
-def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
+def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, Callable[..., Any]]) -> None:
     """Raise an error for unknown keywords, with a hint at the right names.
 
     Parameters
     ----------
     unknown : iterable of str
         Names that were given.
-    door : str
-        The one of ``doors`` that they were passed to.
-    doors : dict
+    function : str
+        The key in ``functions`` of the function that got them.
+    functions : dict
         The loop's constructor and ``fit``, by the names that messages use.
 
     Raises
@@ -244,8 +244,8 @@ def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[
     UnknownArgumentError
         If there are unknown names.
     """
-    names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
-    refuse(doors[door].__qualname__, unknown, names.pop(door), names)
+    names = {key: [p for p in inspect.signature(f).parameters if p != "self"] for key, f in functions.items()}
+    refuse(functions[function].__qualname__, unknown, names.pop(function), names)
 
 
 def hides_unknown(function: Function) -> Function:

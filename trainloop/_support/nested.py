@@ -74,7 +74,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         if not isinstance(value, (dict, UserDict)):
             # Don't write to a shallow copy: it may share the object that holds its items.
             return _of_type(type(value), content)
-        changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
+        changed = copy.copy(value)  # keeps the type, such as defaultdict or BatchEncoding
         for key, part in content.items():
             changed[key] = part
         return changed

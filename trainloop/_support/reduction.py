@@ -103,10 +103,10 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if an autograd node computed a single number. Nodes before it are the model's: divisions don't count.
+    """Return True if an autograd node computed a single number. Divisions before it belong to the model: don't count.
 
-    ``_input_metadata`` exists in torch 2.1 to 2.13; without it no division is detected, and the criterion's declaration
-    is used.
+    ``_input_metadata`` exists in torch 2.1 to 2.13. Without it, no division is detected, and the criterion's
+    declaration is used.
     """
     metadata: Any = getattr(node, "_input_metadata", ())
     return bool(metadata) and all(size == 1 for size in metadata[0].shape)
@@ -194,7 +194,7 @@ class ClassLosses:
 
     @contextmanager
     def watched(self, *, with_graphs: bool) -> Iterator[None]:
-        """Attach divisors to the losses of these criteria, as far as autograd does not know them.
+        """Attach divisors to the losses of these criteria, as far as autograd nodes don't contain them.
 
         Parameters
         ----------
@@ -218,7 +218,7 @@ class ClassLosses:
         if divisor is None:
             divisor = _divisor(target, criterion.weight, criterion.ignore_index)
             attach_divisor(loss, divisor)
-        if found := _found.get():  # for the function that this criterion calls
+        if found := _found.get():  # an entry for the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         self.uneven = self.uneven or ignores or _weighs_targets(criterion)
@@ -264,8 +264,8 @@ def functional_losses(found: list[bool] | None = None) -> Iterator[None]:
     Parameters
     ----------
     found : list of bool, optional
-        Receives an entry for each such call. By default, the list of the thread whose context variables this thread
-        has inherited, if that thread is in this context; else nothing is done.
+        List that receives an entry for each such call. Default: the list of the surrounding context, which threads
+        inherit by their context variables. If there is none, nothing is done.
     """
     found = _found.get() if found is None else found
     if found is None:

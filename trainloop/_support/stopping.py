@@ -11,11 +11,11 @@ a callback, a signal handler or the launching process may call :meth:`StopAgreem
             if stop.reached():          # the same answer on every rank at the same boundary
                 break
 
-How ranks agree: at boundary ``s`` each rank votes on whether it has seen a request, and never changes its vote. If all
+How ranks agree: at boundary ``s``, each rank votes yes if it has seen a request, and never changes its vote. If all
 voted yes, all stop at ``s``; so a request by every rank in the same step (``EarlyStopping``) costs no more steps than
-in one process. If some voted no, no rank stops at ``s``; they will have seen the request at the next boundary (or a few
-later, if they were ahead), and all stop there. Only ranks that voted yes wait for other votes, so a run without a
-request never waits.
+in one process. If some voted no, no rank stops at ``s``. The ranks that voted no will see the request at the next
+boundary (or a few later, if they were ahead), and all ranks stop there. Only ranks that voted yes wait for other votes,
+so a run without a request never waits.
 """
 
 from __future__ import annotations
@@ -185,9 +185,10 @@ class SharedStop:
 class GroupStop:
     """The agreement for ranks without shared memory (several nodes), by a small all-reduce at each boundary.
 
-    The all-reduce of boundary ``s`` runs during step ``s + 1``: a rank that has seen no request reads its outcome at
-    the next boundary; one that has seen a request waits for it immediately. The rule is that of :class:`SharedStop`.
-    It uses a separate Gloo group, so it never mixes with the loop's exchanges or waits for a GPU.
+    The all-reduce of boundary ``s`` runs during step ``s + 1``. A rank that has seen no request reads the outcome at
+    the next boundary. A rank that has seen a request waits for the outcome immediately. The rule is the same as in
+    :class:`SharedStop`. The all-reduce uses a separate Gloo group, so it never mixes with the loop's exchanges or waits
+    for a GPU.
 
     Parameters
     ----------
@@ -196,7 +197,7 @@ class GroupStop:
     world_size : int
         Number of ranks in it.
     also : SharedStop, optional
-        Requests of this node, by signals or its launching process, which count as this rank's own.
+        Agreement of this node's ranks. Requests to it, by signals or the launching process, count as this rank's.
     """
 
     def __init__(self, group: Any, world_size: int, also: SharedStop | None = None) -> None:
