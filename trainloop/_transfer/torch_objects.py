@@ -52,7 +52,7 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 
 
 def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
-    """Pickle a parameter with its hooks, which torch omits; and dtypes that only ``torch.load`` can read."""
+    """Pickle a tensor with its hooks, which torch omits, or with a dtype that only ``torch.load`` can read."""
     hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
     hooks = hooks if tensor.is_leaf else {}
     if not hooks and tensor.dtype not in _LOADED_ONLY:
@@ -62,7 +62,7 @@ def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
         rebuild, args, *_ = tensor.__reduce_ex__(4)
     if rebuild is getattr(torch._utils, "_rebuild_tensor_v3", None):
         rebuild = _rebuild_loaded_only
-    # After the tensor: a hook may refer to it.
+    # Hooks are set once the tensor exists: a hook may refer to it.
     return rebuild, args, hooks or None, None, None, _set_hooks if hooks else None
 
 
@@ -134,7 +134,7 @@ _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def compile_context_of(function: types.FunctionType) -> Any:
-    """Return how ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
+    """Return the object by which ``torch.compile`` compiled (or disabled) a function; ``None`` for other functions."""
     if _EVAL_FRAME not in sys.modules or not hasattr(function, "_torchdynamo_orig_callable"):
         return None
     # functools.wraps copies a compiled function's attributes, but not its closure.
@@ -149,7 +149,7 @@ def _apply(context: Any, compiled: Any) -> Any:
 
 
 def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
-    """Pickle the original function and its compile options, to compile it again there."""
+    """Pickle the original function and its compile options; the reader compiles it again."""
     return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
 
 
@@ -198,7 +198,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler counts steps of this one
+        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler's wrapper of it
         and (hooks or not (name.startswith("_optimizer_") and name.endswith("_hooks")))
     }
 

@@ -38,12 +38,12 @@ class Unpicklable:
 
 
 def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
-    """Return the parts of ``roots`` that can't be pickled, nearest first; at most a handful.
+    """Return the parts of ``roots`` that can't be pickled, those nearest to the roots first; at most five.
 
     Parameters
     ----------
     roots : mapping of str to object
-        Names that the paths start with.
+        Objects by the names that paths start with.
     """
     found: list[Unpicklable] = []
     visited: set[int] = set()
@@ -85,12 +85,12 @@ def explain(roots: Mapping[str, object], error: Exception) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Trying
+# Trial pickling
 # --------------------------------------------------------------------------------------------------------------------
 
 
 class _Probe(Pickler):
-    """Pickle to nowhere, without reading the data of arrays and tensors."""
+    """Pickle without storing the stream, and without reading the data of arrays and tensors."""
 
     def __init__(self) -> None:
         super().__init__(_Nowhere(), lambda buffer: False)
