@@ -44,7 +44,7 @@ _OF_NUMPY: list[Any] = [
 
 
 def dumps(obj: Any) -> bytes:
-    """Return a pickle of any object; accelerator tensors arrive on the reader's current device of that type."""
+    """Return a pickle of any object; accelerator tensors are loaded on the reader's current device of that type."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
@@ -82,7 +82,7 @@ def encode(obj: Any) -> bytes:
     Raises
     ------
     NotPlain
-        If it contains anything else.
+        If ``obj`` contains anything else.
     """
     buffer = io.BytesIO()
     torch.save(obj, buffer)
@@ -105,7 +105,7 @@ def decode(data: bytes | memoryview) -> Any:
             torch.sparse.check_sparse_tensor_invariants(True),
             warnings.catch_warnings(),
         ):
-            # PyTorch 2.15 warns although it does what was requested.
+            # PyTorch 2.15 warns although it validates these invariants, as requested.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             return torch.load(buffer, map_location=_storage_here, weights_only=True)
     except Exception as error:  # torch's and pickle's errors are of many types

@@ -43,12 +43,12 @@ def run_key() -> bytes | None:
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the key that ``TRAINLOOP_KEY`` holds or names.
+    """Return the key in ``TRAINLOOP_KEY``, or in the file that it names; ``None`` if it is not set.
 
     Raises
     ------
     ConfigurationError
-        If it is too short, or if its file is missing or other users can read or write it.
+        If the key is too short, or if its file is missing or other users can read or write it.
     """
     given = environ.get(KEY_VARIABLE, "").strip()
     if not given:

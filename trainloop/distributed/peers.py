@@ -1,9 +1,9 @@
 """Find out which users of this host are connected to this process.
 
 Gloo's listeners accept every user of the host, and its protocol has no authentication: a process that connects before
-a rank does takes the rank's place, also in the reduction of gradients. It must stay connected, and the kernel knows
-the owner of each end of a local connection. So this module looks up the connections that were made while a process
-group started.
+a rank does takes the rank's place, also in the reduction of gradients. Such a process must stay connected, and the
+kernel knows the owner of each end of a local connection. So this module looks up the connections that were made while a
+process group was created.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def only_trusted_peers(kind: type[ConnectionError] = ConnectionError) -> Iterato
     Raises
     ------
     ConnectionError
-        Names the user. It replaces the group's own error, which would not say what happened.
+        If another user has connected. The error names the user, and replaces the group's own error.
     """
     # A socket that was listening before is a server of the user, to which any process may connect.
     before = _own_sockets()

@@ -97,7 +97,7 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
 
 def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
     """Return the object of a message whose tags were verified."""
-    assert body is not None  # another rank's own affair
+    assert body is not None  # only ranks that receive the body call this
     if message.form == Form.REFUSED:
         reason = bytes(body).decode("utf-8", "replace")
         raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")
@@ -204,7 +204,7 @@ class Session:
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
 
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
-        """Verify that the body of a second exchange is the announced one."""
+        """Verify that the body of a second exchange is the one that the message announced."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.untrusted_error(message.rank, "data that was not signed with this run's key")
 
