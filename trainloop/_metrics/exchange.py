@@ -35,13 +35,13 @@ class Exchanged(NamedTuple):
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]
-    """By name, in the same order on all ranks; one or more entries, to be added up."""
+    """Totals by name, in the same order on all ranks; each has one or more entries, to be added up."""
     attachments: list[Any]
     """The attachments, in the order of ranks; one entry if all ranks sent the same."""
 
 
 class Exchange(Protocol):
-    """Collective: every rank makes the same calls in the same order."""
+    """Exchange logs between ranks. Collective: every rank makes the same calls in the same order."""
 
     carries_objects: bool
     """True if an attachment may be large and is sent with the logs; else attachments are small and mostly equal."""
@@ -131,7 +131,7 @@ class Summed:
         return Exchanged(found, epoch, attachments)
 
     def _reduce(self, arrays: list[Floats], reduce: str) -> None:
-        """Replace each array's numbers by those over all ranks."""
+        """Replace each array's numbers by their reduction over all ranks."""
         flat = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
         if not flat.size:  # the same on every rank
             return
