@@ -169,7 +169,7 @@ class _GivenWork(NamedTuple):
 
 
 class _Starts:
-    """All starts of one call's ranks: the first, and restarts after failures."""
+    """All starts of one call's ranks: the first start, and restarts after failures."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class _Starts:
                     return result
 
     def _agree_on_start(self) -> None:
-        """Wait for all hosts after a failure, and have the policy prepare the start on each of them."""
+        """After a failure, wait for all hosts; before each start, let the policy prepare this host."""
         order = self._policy.next_order() if self._policy is not None else None
         if self._hosts is not None and not self._first:
             try:
@@ -345,12 +345,12 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
 
 
 def _inherited_at_start() -> list[Any]:
-    """Return state that a process inherits at its start and keeps: if it changes, new ranks are needed."""
+    """Return the state that ranks inherit at their start and keep: if it changes, new ranks must be started."""
     return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 
 def _begin_server(method: str) -> bool:
-    """Start the fork server if ranks will be forked from it; it imports its modules in the background."""
+    """Start the fork server, which imports its modules in the background; return False if ranks must be spawned."""
     if method == "spawn":
         return False
     try:

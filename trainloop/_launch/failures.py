@@ -1,4 +1,4 @@
-"""Failures of ranks: find the first one, describe it, and suggest what to do."""
+"""Failures of ranks: find the first failure, describe it, and suggest a remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ RECORDED = "trainloop_recorded"
 
 
 def about_record(path: str) -> str:
-    """Return the sentence that names the record of a failure, and the line that repeats it."""
+    """Return the sentence that names the record of a failure, and the code that repeats the failed step."""
     return f'The failure was recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
 
 
@@ -187,7 +187,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     timeout = is_timeout(error)
     exitcode = 1
     if isinstance(error, SystemExit):
-        # Like the interpreter: sys.exit('text') prints the text and ends with 1.
+        # Like the interpreter: after sys.exit('text'), the exit code is 1.
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failure(
         rank=rank,
@@ -275,7 +275,7 @@ _HINTS = [
 
 
 def hint(failure: Failure) -> str:
-    """Return advice if the cause is known; else an empty text."""
+    """Return advice if the cause is known; otherwise an empty text."""
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
@@ -283,7 +283,7 @@ def hint(failure: Failure) -> str:
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:
-        return ""  # the rank has added it to its error
+        return ""  # the rank has added the advice to its error
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return advice
@@ -327,7 +327,7 @@ def worker_failed_error(
     world_size : int
         Number of ranks of the run.
     ended : sequence of int
-        Global ranks that were ended because of it.
+        Global ranks that were ended because of this failure.
     stacks : dict of int to str, optional
         Python stacks by rank, to add to the message (after a hang, or a crash in native code).
     hanging : sequence of int
@@ -365,7 +365,7 @@ def worker_failed_error(
         message += f"\n{about_record(failure.recorded)}"
     for rank, stack in sorted((stacks or {}).items()):
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
-    if failure.timeout:  # the stacks contain it
+    if failure.timeout:  # the stacks contain the traceback
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     text = _with_lines_of_cells(failure.traceback)
     return WorkerFailedError(
@@ -433,14 +433,14 @@ def _shortened_traceback(text: str) -> str:
 
 
 def write_record(fd: int, failure: Failure) -> None:
-    """Write the record for the parent to read; the first one is never overwritten."""
-    # Errors while the rank unwinds are consequences of the first one.
+    """Write a failure's record for the parent to read; an existing record is not overwritten."""
+    # Errors while the rank unwinds are consequences of the first error.
     if os.fstat(fd).st_size == 0:
         write_all(fd, memoryview(failure.to_json()), 0)
 
 
 def read_record(fd: int) -> Failure | None:
-    """Return the record of :func:`write_record`, or ``None``."""
+    """Return the record that :func:`write_record` wrote; ``None`` if there is no record."""
     data = read_text(fd)
     return Failure.from_json(data) if data else None
 

@@ -56,21 +56,21 @@ class _Entries:
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
         self.session = ""
-        """Node 0's identifier, empty until known. Other hosts' signatures cover it, so entries of earlier runs fail."""
+        """Node 0's identifier; empty until known. Other hosts' signatures cover it, to reject earlier runs' entries."""
 
     def put(self, node: int, entry: dict[str, Any]) -> None:
         data = json.dumps(entry)
         self._store.set(f"host/{node}", f"{data} {self._signature(node, data)}")
 
     def get(self, node: int) -> dict[str, Any] | None:
-        """Return the entry of a host; ``None`` if it has none yet.
+        """Return the entry of a host; ``None`` if the host has not written an entry yet.
 
         Raises
         ------
         _NoProofError
-            If it is not signed with the key of this run.
+            If the entry is not signed with the key of this run.
         ValueError
-            If it is malformed.
+            If the entry is malformed.
         """
         name = f"host/{node}"
         if not self._store.check([name]):
@@ -90,7 +90,7 @@ class _Entries:
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:
-        """Return the arguments, not authenticated, of a host that could not join; ``None`` if it left no note."""
+        """Return the arguments of a host that could not join, without authentication; ``None`` if it left no note."""
         name = f"refused/{node}"
         if not self._store.check([name]):
             return None
@@ -275,8 +275,8 @@ class Hosts:
             try:
                 if self._is_chosen(entries, who, deadline):
                     return entries
-            except RuntimeError as error:  # of torch's store
-                if entries.session:  # otherwise the store may be that of an earlier run, which was just ending
+            except RuntimeError as error:  # raised by torch's store
+                if entries.session:  # otherwise the store may belong to an earlier run, which was just ending
                     raise ConfigurationError(
                         f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error "
                         "on node 0."
@@ -504,7 +504,7 @@ class Hosts:
         return over
 
     def _all(self, what: str, number: int) -> bool:
-        """Return True if all hosts have reached this number of ``what``; other hosts read it in node 0's entry."""
+        """Return True if ``what`` is ``number`` or more on all hosts; node 0's entry has this for other hosts."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
         return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
@@ -530,7 +530,7 @@ class Hosts:
             self._wake.wait(_POLL_S)
 
     def _exchange(self) -> None:
-        """Write this host's entry and read the others'."""
+        """Write this host's entry, and read the entries of other hosts."""
         self._entry["count"] += 1
         if self._me == 0 and self._entry["failed"][:1] != [self._entry["start"]]:
             self._entry["failed"] = self._reported() or self._entry["failed"]
@@ -580,7 +580,7 @@ def meet_hosts(
 ) -> contextlib.AbstractContextManager[Hosts | None]:
     """Return a context in which this host is connected to the other hosts of a run.
 
-    Its value is ``None`` on one node, and if ranks connect by themselves through a ``file://`` that the user gave.
+    The context's value is ``None`` on one node, and if the user gave a ``file://`` through which ranks connect.
     """
     if num_nodes == 1 or (init_method or "").startswith("file:"):
         return contextlib.nullcontext()

@@ -67,7 +67,7 @@ class Liveness:
         working = [r for r, sign in enumerate(signs) if sign.working]
         if not done_since:
             return []
-        # While ranks work, finished ones wait from the first end on; after the last end, processes have time to close.
+        # While some ranks work, others have waited since the first one finished. Finished processes need time to end.
         waited_since = min(done_since) if working else max(done_since)
         waited_for = working or range(len(signs))
         return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]

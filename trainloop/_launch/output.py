@@ -57,7 +57,7 @@ class _Prefixed(io.TextIOBase):
 
 
 def quieten_log_streams(me: Rank) -> None:
-    """On other ranks than global rank 0, show only warnings of the logs that go to the standard streams."""
+    """On all ranks except global rank 0, let log handlers of the standard streams show only warnings and errors."""
     if me.rank == 0 or _all_output_shown():
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):

@@ -53,7 +53,7 @@ __all__ = [
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank write its Python stacks: a real-time signal, which other programs do not use."""
 
-_STACK_WAIT_S = 2.0  # how long a rank stays after a collective timed out, for the parent to collect all stacks
+_STACK_WAIT_S = 2.0  # time before a rank ends after a time-out, for the parent to collect all stacks
 _DAEMONS_S = 5.0  # at a rank's end, time for loader workers to end
 _ORPHAN_GRACE_S = 5.0  # time for a rank to unwind after its parent was killed
 
@@ -66,7 +66,7 @@ class State:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The arguments of a rank. They are small; the work itself is in the payload."""
+    """The arguments of a rank; the work itself is in the payload."""
 
     first_rank: int
     """Global rank of local rank 0."""
@@ -113,7 +113,7 @@ class RankSpec:
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
 
     def numbered(self, received: Mapping[int, int]) -> RankSpec:
-        """Return the arguments with descriptors (except the payload's) as numbered in the rank; -1 if not received."""
+        """Return the arguments with the rank's numbers for descriptors (except the payload's); -1 if not received."""
 
         def here(fd: int) -> int:
             return received.get(fd, -1)
@@ -130,7 +130,7 @@ class RankSpec:
         )
 
     def rank_of(self, local_rank: int) -> Rank:
-        """Return the place of one of this node's ranks among all ranks."""
+        """Return the global and local rank of one of this node's ranks."""
         return Rank(
             rank=self.first_rank + local_rank,
             world_size=self.world_size,
@@ -159,7 +159,7 @@ def started_by_launch() -> bool:
 
 
 def started_as() -> Rank | None:
-    """Return the place that ``launch`` has given this process; ``None`` if ``launch`` did not start it."""
+    """Return the rank that ``launch`` has given this process; ``None`` if ``launch`` did not start this process."""
     return _started_as
 
 
@@ -204,7 +204,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
 
 
 def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
-    """Do one piece of work, from opening it to its result; return the exit code, 0 for success."""
+    """Open the payload, do its work and write the result; return the exit code, 0 for success."""
     global _result_file
     _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
@@ -264,7 +264,7 @@ def _set_up_and_call(
     take_main_place(*spec.main)
     set_run_key(spec.key)
     if spec.settings:
-        # Before the payload is opened: that imports the user's modules, whose warnings must be filtered, too.
+        # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
         quieten_log_streams(me)
     function = spec.handle.open(device, received)
@@ -307,8 +307,8 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         host, port, prefix = spec.store
         client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         store = dist.PrefixStore(prefix, client)
-    # Without device_id: NCCL would create every smaller group by a split that needs all ranks, and a user's group of
-    # some ranks over Gloo would wait there forever (torch 2.6 to 2.13). The current device is set.
+    # Don't pass device_id (the current device is set): NCCL would create every smaller group by a split that needs all
+    # ranks, and a user's Gloo group of some ranks would wait for it forever (torch 2.6 to 2.13).
     dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
 
 
@@ -344,7 +344,7 @@ def _leave(exitcode: int) -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()
-    atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
+    atexit._run_exitfuncs()  # including multiprocessing's, which ends loader workers
     gc.collect()  # closes objects in reference cycles
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -364,7 +364,7 @@ def _kill_stuck_daemons() -> None:
 
 
 def _allow_many_descriptors() -> None:
-    """Allow as many descriptors as possible: each tensor from a DataLoader's worker takes one, in any sharing mode."""
+    """Raise the limit of open descriptors: each tensor from a DataLoader worker needs one, in any sharing mode."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -428,7 +428,7 @@ class Unblocking:
 
     A Gloo collective raises as soon as a neighbour has ended. On one machine, an NCCL collective keeps running on the
     device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
-    killed, after the whole time that the launching process gives it to unwind.
+    killed, once the time that the launching process gives ranks to unwind is over.
 
     Parameters
     ----------

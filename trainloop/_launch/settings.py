@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_LINE = "the line that warnings point to"  # sent too, but not a setting: it differs between calls
+_LINE = "the line that warnings point to"  # also sent, but no setting: it differs between calls
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Setting:
     name: str
     """Name in the documentation: the function or attribute by which a user sets it."""
     read: Callable[[], Any]
-    """Function that returns the current value, which can be compared and pickled; raises if this build lacks it."""
+    """Function that returns the current value, comparable and picklable; it raises if this build lacks the setting."""
     write: Callable[[Any], object]
     """Function that sets a value that ``read`` returned."""
 
@@ -89,7 +89,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def apply_settings(dumped: bytes) -> None:
-    """Apply another process's settings, in the order of the table; skip those that are equal here."""
+    """Apply another process's settings, in the order of the table; skip settings that are equal here."""
     values: dict[str, Any] = pickle.loads(dumped)
     if _LINE in values:
         set_user_place(values.pop(_LINE))
@@ -106,7 +106,7 @@ def write_settings(values: dict[str, Any]) -> None:
     """Apply the result of :func:`read_settings`, in the order of the table; skip settings that are equal here."""
     own = {setting.name: setting for setting in SETTINGS}
     for name, value in values.items():
-        if name not in own:  # of another version
+        if name not in own:  # a setting of another version
             continue
         setting = own[name]
         try:
@@ -143,7 +143,7 @@ class SettingsInit:
 
 
 def _attribute(path: str) -> Setting:
-    """Return a setting that is an attribute of ``torch`` or of something in it."""
+    """Return a setting that is an attribute of ``torch``, or of an object in ``torch``."""
     *owners, name = path.split(".")
 
     def owner() -> Any:
@@ -196,7 +196,7 @@ def _read_default_device() -> str | None:
         kind: str = torch.get_default_device().type
     except AttributeError:  # PyTorch 2.6 after set_default_device(None)
         return None
-    # Without the index: 'cuda' is each rank's own GPU.
+    # Leave out the index: 'cuda' is each rank's own GPU.
     return None if kind == "cpu" else kind
 
 
@@ -257,7 +257,7 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
 
 
 def _formatter_of(handler: logging.Handler) -> bytes:
-    """Return the handler's formatter, pickled for comparisons; None, pickled, for a formatter of another class."""
+    """Pickle the handler's formatter, for comparisons; a formatter of another class is pickled as ``None``."""
     return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
 
 
@@ -352,8 +352,7 @@ SETTINGS: list[Setting] = [
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
     Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    # others
-    # Otherwise a spawned rank would also spawn its children.
+    # processes and pickles (a spawned rank would spawn its children by default)
     Setting(
         "multiprocessing.set_start_method",
         _read_start_method,

@@ -191,7 +191,7 @@ class Ranks:
                 self.fail(overdue)
 
     def wait_for_other_hosts(self) -> None:
-        """Report that this host's ranks are done, and wait until those of all hosts are.
+        """Report that this host's ranks are done, and wait until the ranks of all hosts are done.
 
         Raises
         ------
@@ -288,7 +288,7 @@ class Ranks:
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
-        self._report()  # at once: the others do not wait for long
+        self._report()  # immediately, since the other hosts do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
             # The watchdogs of the waiting ranks will soon end these, too; the hanging rank's will not.
@@ -355,7 +355,7 @@ class Ranks:
         return self._reported or own
 
     def _first_failure(self, elsewhere: Failure | None) -> Failure:
-        """Return the run's first failure: this host's, ``elsewhere``, or one that another host reports soon."""
+        """Return the run's first failure: this host's failure, ``elsewhere``, or a failure that arrives soon."""
         cause = self._report() or elsewhere
         if cause is None and self._hosts is not None:
             cause = self._hosts.wait_for_failure(_REPORT_S)
@@ -378,7 +378,7 @@ class Ranks:
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
-            # Not ranks whose work is over: their interpreter is about to end.
+            # Don't signal ranks whose work is over: their interpreter is about to end.
             if self._state(r) not in (State.DONE, State.FAILED):
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
@@ -480,7 +480,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _has_answered(line: connection.Connection) -> bool:
-    """Read a rank's message that it is ready for more work, and return True, also if the rank has died instead."""
+    """Read a rank's message that it is ready for more work; return True, even if the rank has died instead."""
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     return True

@@ -56,7 +56,7 @@ class Work:
 
     def apply(self) -> None:
         """Apply the caller's current folder, environment and CPUs to this rank."""
-        # Only the caller's changes: settings by the rank's own code and libraries are kept.
+        # Apply only the caller's changes, to keep variables that the rank's own code and libraries have set.
         for name, value in self.environment.items():
             set_variable(name, value)
         if self.folder is not None:
@@ -82,7 +82,10 @@ def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
 
 
 def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
-    """Wait in a rank for more work; return it with its descriptors' numbers in this process, ``None`` at the end."""
+    """Wait in a rank for more work; return it with this process's descriptors by the sender's numbers.
+
+    Return ``None`` if the caller has ended or closed the connection.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Wait for the sentinel too: a fork of the caller may hold the connection's other end.
