@@ -15,9 +15,9 @@ T = TypeVar("T")
 def count_samples(batch: Any, default: int | None = None) -> int:
     """Return the number of samples in a batch of any shape.
 
-    It is the leading dimension of the first tensor or array that has one, found depth first in tuples, lists,
-    mappings and attributes of objects; without one, the length of the first list of other objects (such as strings),
-    or of an object that has a length; else ``default``; else 1.
+    This is the leading dimension of the first tensor or array that has a dimension, found depth first in tuples, lists,
+    mappings and attributes of objects. If there is none, it is the length of the first list of other objects (such as
+    strings), or of an object that has a length; otherwise ``default``; otherwise 1.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return int(shape[0]) if len(shape) else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
-    # A generator: it reads parts only up to the first match.
+    # A generator, which reads parts only up to the first match.
     counts = (_leading_dimension(part) for part in _parts(batch))
     return next((count for count in counts if count is not None), None)
 
@@ -113,7 +113,7 @@ def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
 
 def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     """Return a batch with ``function`` applied to every part that has ``method``: tensors, and users' objects."""
-    if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
+    if callable(getattr(batch, method, None)):  # before containers: BatchEncoding and TensorDict have the method
         return function(batch)
     return map_parts(lambda part: _map(function, method, part), batch)
 

@@ -123,7 +123,7 @@ class EvalFeed:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
-        """Yield ``((batch_index, size), batch)`` for rounds of ``world_size`` batches in which this rank has one."""
+        """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches, if this rank has a batch."""
         rank, known = self._rank, self._source.sizes_known
         least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
@@ -157,7 +157,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
-    if given or world_size == 1:  # in one process, a sampler for several would leave out rows
+    if given or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)

@@ -47,7 +47,7 @@ def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int |
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
-    """Return a rank's shard of every global batch: some samples if the sampler yields samples, else some batches."""
+    """Return a rank's shard of every global batch: of its samples, or of its batches if the sampler yields batches."""
     plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
     # batch_size=None, and an index refers to an element that is a batch.
     scalar = loader.batch_sampler is None and plain is None
@@ -69,7 +69,7 @@ def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) 
 
 
 def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """Return a rank's shard of the batches that one process would see, each whole."""
+    """Return a rank's shard of the batches that one process would see, as whole batches."""
     num_samples = length_of(loader.dataset)
     return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
 

@@ -21,9 +21,9 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 def copy_loader(loader: Loader, **changes: Any) -> Loader:
     """Copy a loader, of any class, with some attributes changed.
 
-    The attributes are copied, since a subclass may have computed them from constructor arguments that are gone.
-    ``DataLoader`` forbids setting some of them later, but only because its constructor has derived other attributes
-    from them, which the caller replaces too.
+    The attributes are copied, since a subclass may have computed them from constructor arguments that are not stored.
+    ``DataLoader`` forbids setting some attributes later, but only because its constructor has derived other attributes
+    from them. The caller replaces these, too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -72,9 +72,9 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers, now.
 
-    Workers also end when nothing refers to them. But if a traceback or a reference cycle does, they end only when the
-    garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each worker and
-    kills it.
+    Workers also end when nothing refers to them. But if a traceback or a reference cycle refers to them, they end only
+    when the garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each
+    worker, and kills it.
     """
     workers = persistent_workers(loader)
     if workers is not None:

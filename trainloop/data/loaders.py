@@ -105,7 +105,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
     users = loader.worker_init_fn
     with contextlib.ExitStack() as undo:
         temporary = None
-        # A rank uses its launch's folder; workers that outlive this context keep Python's.
+        # A rank uses its launch's folder; workers that outlive this context keep Python's own folder.
         if "tempdir" not in process_config() and not loader.persistent_workers:
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
         # Set on the user's loader, since a copy would not share its persistent workers; restored below.
@@ -176,7 +176,7 @@ NO_LOADER = Shared(rule=-2)
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
-    """Raise an error if ranks would do different steps: one would then wait for others forever.
+    """Raise an error if ranks would do different steps and wait for each other forever.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
     Raises
     ------
     ConfigurationError
-        If it can't be iterated, has no samples, or drops all of them.
+        If the loader can't be iterated, has no samples, or drops all samples.
     """
     check_iterable(loader, name)
     batches = plain_batches(loader)

@@ -17,7 +17,7 @@ from trainloop.data.randomness import IsolatedRandomState
 
 
 def length_of(sized: Any) -> int | None:
-    """Return ``len(sized)``; None if it has no length, or raises an error."""
+    """Return ``len(sized)``; None if that raises an error."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -32,7 +32,7 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
     sampler
         Any iterable of indices.
     key : int or None
-        Key of a shuffled order that replaces the sampler's. None: only the sampler's own order is acceptable.
+        Key of a shuffled order that replaces the sampler's order; None if only the sampler's own order is acceptable.
     """
     if type(sampler) is SequentialSampler:
         return IdentityOrder(len(sampler))
@@ -76,7 +76,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers and their samplers, by attribute; None for a sampler that it lacks."""
+    """Return a loader, its samplers and their samplers, by attribute; None for a missing sampler."""
     parts = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         parts[name] = getattr(loader, name, None)
@@ -85,7 +85,7 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that the user gave a loader, by the attribute that holds them; each once."""
+    """Return the generators that the user gave a loader, by the attribute that refers to them; each only once."""
     found: dict[str, torch.Generator] = {}
     for name, holder in parts_of_loader(loader).items():
         generator = getattr(holder, "generator", None)

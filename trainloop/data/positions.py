@@ -51,10 +51,10 @@ def is_stateful(thing: Any) -> bool:
 
 
 def holder_of(loader: Any) -> Any:
-    """Return the object that holds the position of a loader read in this process; None if there is none.
+    """Return the object whose state is the position of a loader read in this process; None if there is no such object.
 
-    A loader of an indexed dataset has none: its epoch is repeated from the beginning, with the workers' random numbers,
-    which no loader's state contains.
+    A loader of an indexed dataset has no such object: its epoch is repeated from the beginning, with the workers'
+    random numbers, which no loader's state contains.
     """
     if not isinstance(loader, DataLoader):
         return loader if is_stateful(loader) else None
@@ -76,11 +76,11 @@ def drawn() -> tuple[Any, ...]:
 
 
 class InProcess:
-    """The position of a loader that this process iterates, from the object that holds it."""
+    """The position of a loader that this process iterates, from the state of :func:`holder_of`'s object."""
 
     @classmethod
     def of(cls, loader: Any, name: str) -> InProcess | None:
-        """Return the position of a user's loader; None if no object holds it."""
+        """Return the position of a user's loader; None if no object's state has it."""
         holder = holder_of(loader)
         return None if holder is None else cls(holder, loader, name)
 
@@ -93,7 +93,7 @@ class InProcess:
         self._loaded: dict[str, Any] | None = None
         self.resumes = False
         self.isolated: IsolatedRandomState | None = None
-        """Random state in which the loader is iterated; None for the process's."""
+        """Random state in which the loader is iterated; None for the process's own state."""
 
     def now(self) -> dict[str, Any] | None:
         """Return a copy of the position: a holder may return an object that it keeps changing."""
@@ -129,7 +129,7 @@ class InProcess:
         return True
 
     def read(self) -> Iterator[Any]:
-        """Return an iterator over the loader's batches from the loaded position on, which counts them."""
+        """Return an iterator over the loader's batches from the loaded position on; it counts the batches."""
         loaded, self._loaded = self._loaded, None
         if self.resumes and loaded is not None and loaded["ended"] and not isinstance(self._holder, DataLoader):
             self.resumes = False
@@ -164,10 +164,10 @@ class InProcess:
 
 
 class Place:
-    """A stream's position in the process that reads it: this one, or a loader's worker.
+    """A stream's position in the process that reads it: this process, or a loader's worker.
 
-    If the stream draws from global generators for each item, its position includes their state. If it draws only at its
-    start (for example an order) or never, it starts again from the epoch's first state, to get the same order.
+    If the stream draws from global generators for each item, its position includes their state. If the stream draws
+    only at its start (for example an order) or never, it restarts from the epoch's first state, to get the same order.
     """
 
     def __init__(self, dataset: Any, worker: Any, loaded: dict[str, Any] | None) -> None:
@@ -199,7 +199,7 @@ class Place:
         }
         try:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
-        except Exception as error:  # a user's __reduce__ may raise anything; reported where the state is used
+        except Exception as error:  # a user's __reduce__ may raise anything; state() reports it
             data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
         return 0 if self._worker is None else self._worker.id_unasked, data
 
@@ -225,7 +225,7 @@ class StreamPlaces:
     def read(self, parts: Iterator[Any]) -> Iterator[Any]:
         """Yield the parts of an epoch, from its beginning or from a loaded position; omit a worker's skipped turns."""
         if not self.resumes:
-            # Until its first turn, a persistent worker's position is that of the last epoch's end.
+            # Until its first turn, a persistent worker's position is the end of the last epoch.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
         self._ended = self.resumes = False
         if self._loader.num_workers:

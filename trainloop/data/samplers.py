@@ -98,7 +98,7 @@ class RankShard:
 
 
 class ShardSampler(RankShard, DistributedSampler[Any]):
-    """This rank's shard of any sampler's order: each sample is on one rank; none is padded or left out.
+    """This rank's shard of any sampler's order: each sample is on exactly one rank, without padding.
 
     Global batches are defined in :mod:`trainloop._support.sharding`. Every rank reads the sampler's full order,
     under the same random state, and takes its shard; orders that are known by position (sequential, and shuffled
@@ -196,7 +196,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
 
 class _UserBatches(RankShard, Sampler[Any]):
-    """A rank's shard of what a user's sampler yields: lists of indices, or any index that the dataset accepts.
+    """A rank's shard of the items of a user's sampler: lists of indices, or any index that the dataset accepts.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ class BatchShardSampler(_UserBatches):
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """Yield this rank's batch of each round from ``first_batch`` on (None: no batch), and each rank's samples."""
         self.digest = None
-        # One round at a time: the sampler may depend on the training so far.
+        # Read one round at a time, since the sampler may depend on the training so far.
         for batch_index, group in enumerate(self._read(self.num_replicas)):
             if self.digest is None:
                 self.digest = digest_of(group)

@@ -273,7 +273,7 @@ class Opaque(Source):
     given : bool
         True if the iterable is already this rank's shard, so that the rank keeps all batches.
     with_position : bool
-        True to track its position, if it has one: training resumes from there.
+        True to track the iterable's position, if it has a state, so that training can resume from it.
     """
 
     sizes_known = False

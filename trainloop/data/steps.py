@@ -41,7 +41,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
     Parameters
     ----------
     items : iterator of (sizes, batch)
-        Samples on each rank in each global batch, and this rank's part of it (any object if it has none).
+        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples).
     grad_accumulation : int
         Micro-batches of a step.
     rank : int

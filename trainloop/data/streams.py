@@ -86,7 +86,7 @@ class StreamShard(IterableDataset[Any]):
         self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
         """Position from which each worker (0: this process) resumes once; see :class:`StreamPlaces`."""
-        self._at_end = False  # a loaded state is that of an epoch's end
+        self._at_end = False  # True if the loaded state is the end of an epoch
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
         """Yield for each global batch this rank's samples (maybe none), its index in this worker, and the position.
@@ -129,7 +129,7 @@ class StreamShard(IterableDataset[Any]):
             group_index += 1
             mine, count = [], 0
         if place is not None:
-            place.ended = True  # after the short last batch, too: the dataset has reached its end
+            place.ended = True  # also before a short last batch: the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
             yield mine, group_index, place
             group_index += 1
@@ -157,7 +157,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     Raises
     ------
     ConfigurationError
-        If the dataset asks torch.distributed for its rank, and it is unknown if it splits its samples.
+        If the dataset asks torch.distributed for its rank, and does not declare if it splits its samples.
     """
     asked: list[str] = []
 
@@ -226,7 +226,7 @@ class PartCollate:
         samples, group_index, place = group
         part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
         if place is not None:
-            part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw too
+            part.place = place.saved(group_index + (samples is not None))  # after collating, which may also draw
         return part
 
     def _part(self, samples: list[Any], group_index: int) -> StreamPart:

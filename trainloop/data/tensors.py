@@ -62,7 +62,7 @@ class TensorRows:
         return [tensor[start:stop].clone() for tensor in self._tensors]
 
     def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
-        """Yield batches of ``batch_size`` of the indices (int64, not negative); the last one may be shorter."""
+        """Yield the indexed rows (int64 indices, not negative) in batches; the last batch may be shorter."""
         tensors, rows = self._tensors, self._rows
         at_once = batch_size * _BATCHES_AT_ONCE
         # In blocks: split() of a whole epoch would create a view for each batch at once.
@@ -106,7 +106,7 @@ def loads_batches_here(loader: Any) -> bool:
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
-    """Draw the workers' base seed like ``iter(loader)``: before anything else, and also without workers."""
+    """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and also without workers."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 

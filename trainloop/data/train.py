@@ -151,7 +151,7 @@ class TrainFeed:
             If the epoch is empty.
         """
         self._at_epoch_begin = self._states()
-        if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current ones
+        if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current states
             self._at_epoch_begin["global"] = self._global_rng
         # One item per micro-batch; the items are grouped into steps below.
         read = self._items_of_new_workers if self._replaces_workers else self._items
@@ -187,7 +187,7 @@ class TrainFeed:
         return chain(first, items)
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
-        """Yield the items, after checking that ranks read the same order (one exchange per epoch, if it may differ)."""
+        """Yield the items, after checking that ranks read the same order (one exchange per epoch, if it is needed)."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
@@ -261,15 +261,15 @@ class TrainFeed:
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """Return the random states that determine the order, as plain types and tensors.
 
-        Within an epoch these are the states at its beginning, between epochs the current ones. The result also has the
-        position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load the
-        result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
+        Within an epoch, these are the states at its beginning; between epochs, the current states. The result also has
+        the position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load
+        the result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
 
         Parameters
         ----------
         plain : callable
-            Called with the user's state and a name for it. If it raises, because a checkpoint can't hold the state, a
-            warning reports that and the state is left out.
+            Function that is called with the user's state and a name for it. If it raises an error, because a checkpoint
+            can't contain the state, a warning reports the error, and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
         position = self._source.position
@@ -292,7 +292,7 @@ class TrainFeed:
         return {**states, "position": {**sizes, "state": state}}
 
     def _now(self) -> Any:
-        assert self._source.position is not None  # the callers ensure it
+        assert self._source.position is not None  # checked by the callers
         try:
             return self._source.position.now()
         except Exception as error:

@@ -52,7 +52,7 @@ class WholeBatches(BatchShardSampler):
         return not isinstance(self._order, IdentityOrder)
 
     def batch_seed(self, batch_index: int) -> int:
-        """Return a seed that depends only on the batch's index: each rank draws the numbers that one process would."""
+        """Return a seed that depends only on the batch's index, so that ranks draw the numbers of a single process."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
 
@@ -118,7 +118,7 @@ class WholeBatches(BatchShardSampler):
 
 
 def _compact(unit: Any) -> Any:
-    """Return a batch's indices as an array if they are integers: a pass may have many."""
+    """Return a batch's indices as an array if they are integers, to save memory."""
     if not isinstance(unit, (list, tuple)):
         return unit
     try:
