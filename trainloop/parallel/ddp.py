@@ -133,7 +133,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         forward then makes the buckets. With ``find_unused_parameters``, DDP keeps its initial layout, and this does
         nothing.
         """
-        if hasattr(self, "reducer"):  # DDP has none if it averages no gradients itself
+        if hasattr(self, "reducer"):  # DDP has no reducer if it averages no gradients itself
             self.reducer._push_all_rebuilt_params()
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -154,14 +154,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
 
     def _joined(self, method: str, output: Any) -> Any:
-        """Return the output of a method in the form in which DDP receives it."""
+        """Return a method's output, in the form that DDP's forward must return."""
         return output
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
-        """Yield each loss of a ``get_loss`` that yields them; each is a separate forward pass of DDP."""
+        """Yield the losses that ``get_loss`` yields, each from a separate forward pass of DDP."""
         while True:
             with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
-                # Once per loss: DDP's reducer expects one backward for each of its forwards.
+                # Once per loss, since DDP's reducer expects one backward for each of its forwards.
                 self._pre_forward(*args, **kwargs)
                 with self._inside_ddp_forward():
                     output = next(losses, losses)
@@ -271,7 +271,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         exact = all(p.dtype is torch.float64 for p in parameters)
         dtype = torch.float64 if exact else torch.float32
         carrier = torch.zeros(2, dtype=dtype, device=parameters[0].device, requires_grad=True)
-        # Through __dict__: it is not a parameter of the module.
+        # Set through __dict__, since the carrier must not be a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
         carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
@@ -384,7 +384,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     if not dist.is_available() or not dist.is_initialized():
         return
     world_size = dist.get_world_size(group)
-    trained = list(parameters)  # frozen ones too, as a get_loss may freeze parameters after using them
+    trained = list(parameters)  # also frozen ones: a get_loss may freeze parameters after using them
     if world_size == 1 or not trained:
         return
     # 0: no gradient, 1: dense, 2: sparse; the maximum over ranks counts.

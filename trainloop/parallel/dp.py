@@ -277,7 +277,7 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
     """Give replicas in the middle of a method the parameters of newer replicas, attribute by attribute."""
     for replica, newer in zip(replicas, with_weights_of, strict=True):
         for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
-            part._parameters.clear()  # else a tensor can't replace a parameter
+            part._parameters.clear()  # otherwise a tensor can't replace a parameter
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
                 setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]

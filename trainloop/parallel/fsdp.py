@@ -222,7 +222,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that are not sharded: scalar and empty ones."""
+        """Parameters that are not sharded: scalar and empty parameters."""
         return self._tt_whole
 
     def reshard_units(self) -> None:
@@ -322,7 +322,7 @@ def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
 
 
 def _send_from_first(tensor: Tensor, mesh: Any) -> None:
-    """Overwrite a tensor with that of the mesh's first rank. Ranks outside the mesh (other pipeline stages) differ."""
+    """Overwrite a tensor with the first rank's of the mesh; ranks outside the mesh may have another model part."""
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
@@ -346,7 +346,7 @@ def _common_seed(mesh: Any) -> int:
 
 
 def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate and initialize those of a unit's tensors that are on the meta device."""
+    """Allocate and initialize a unit's tensors that are on the meta device."""
     parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):

@@ -49,7 +49,8 @@ def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
     value : nested dicts, lists, tuples, namedtuples, dataclasses
         Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
         lists and tuples of that length that hold plain items (strings, numbers, objects): one item per sample.
-        Everything else is in every part unchanged: other tensors (e.g. class weights), scalars, modules, devices.
+        All other values are passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and
+        devices.
     num_chunks : int
     dim : int
         Dimension of the samples in tensors and arrays.
@@ -81,12 +82,12 @@ def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
 
 
 def _length(item: Any, dim: int) -> int | None:
-    """Return the length of a tensor or array along the batch's dimension; None for anything else."""
+    """Return the length of a tensor or array along the batch's dimension; None for other values."""
     return item.shape[dim] if isinstance(item, (Tensor, np.ndarray)) and -item.ndim <= dim < item.ndim else None
 
 
 def _list_length(item: Any) -> int | None:
-    """Return the length of a list with an item per sample; None for anything else, also for lists of lists or tensors.
+    """Return the length of a list with one item per sample; None for other values, also lists of lists or tensors.
 
     The list ``[x, y]`` that a DataLoader makes of pairs is not a list of two samples, so a list whose items can be cut
     themselves is treated as structure.

@@ -74,9 +74,9 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a full one on the CPU of rank 0. Collective.
+    """Return a sharded tensor's full tensor on the CPU of rank 0, and an empty tensor on other ranks. Collective.
 
-    Other ranks get an empty tensor. A plain tensor is returned unchanged.
+    A plain tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -153,7 +153,7 @@ def free(tensor: Any) -> None:
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
-    """Return a tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
+    """Return a tensor of the given shape, sharded like ``like``, from this rank's ``part``; no exchange."""
     from torch.distributed.tensor import DTensor
 
     if part.device.type != like.device_mesh.device_type:  # the part is on the host, and from_local would move it
@@ -238,7 +238,7 @@ def clip_gradients(
             "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch does it
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as in torch
     for gradient in gradients:
         part = local_shard(gradient)
         part.mul_(factor.to(part.device, part.real.dtype))

@@ -99,9 +99,9 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
 
     Notes
     -----
-    The first call with these ranks creates a process group of them, in which every rank must participate (torch can
-    create one among its members alone, but fails if some of them have created more groups before, as here). The group
-    is kept as long as the default group exists.
+    The first call with given ranks creates a process group of these ranks, for which every rank must make the call.
+    (torch can create a group by calls of its members only, but this fails if some members have created more groups
+    before, as here.) The group is kept as long as the default group exists.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -220,7 +220,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
             grad_input = _along(scale, x) * (grad - _along(mean_grad, x) - normal * _along(mean_grad_normal, x))
             grad_input = grad_input.to(input.dtype)
-        # Only this rank's part: DDP averages gradients of parameters.
+        # Return only this rank's part, since DDP averages gradients of parameters.
         grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None

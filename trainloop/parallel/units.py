@@ -24,7 +24,7 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         The whole model.
     shard : type, sequence of types or callable, optional
         Classes of modules, or a predicate ``module -> bool`` or ``(name, module) -> bool``. Default: the repeated
-        blocks of a model, members of one class in a ``ModuleList`` or ``Sequential``, and nothing inside of them.
+        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
     Raises
     ------
     ConfigurationError
-        If they differ; the error names two of them.
+        If the dtypes differ; the error names a parameter of each dtype.
     """
     found: dict[torch.dtype, str] = {}
     for name, p in parameters.items():
@@ -114,7 +114,7 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
         try:
-            # Inspect its signature instead of calling it: an error in it must not look like one argument too many.
+            # Inspect the signature instead of calling it: an error inside must not look like a wrong argument count.
             inspect.signature(shard).bind("", nn.Module())
         except TypeError:
             return lambda name, part: bool(shard(part))
