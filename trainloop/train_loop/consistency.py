@@ -1,4 +1,4 @@
-"""Check that all ranks of a training have the same settings, before any rank waits for another.
+"""Check that all ranks of a training run have the same settings, before any rank waits for another.
 
 Ranks that a ``fit`` starts have its settings. With torchrun, Slurm or several hosts, each script runs independently.
 A rank with other arguments, loaders or checkpoints would wait for steps and exchanges that never happen, and then
@@ -26,7 +26,7 @@ _LOADERS = ("train_loader", "validation_loader", "test_loader")
 
 @contextmanager
 def share_refusals(*, enabled: bool) -> Iterator[None]:
-    """Report a ``ConfigurationError`` in the block to the ranks that already wait in :func:`check_same_on_all_ranks`.
+    """Report a ``ConfigurationError`` in the block to the ranks that are waiting in :func:`check_same_on_all_ranks`.
 
     Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """

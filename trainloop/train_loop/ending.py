@@ -1,4 +1,4 @@
-"""Find out why a training ended early, and whether any work is left after a checkpoint."""
+"""Find out why training ended early, and whether any work is left after a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do a piece of a loop's work: in this process, in ranks started for it, or as a rank that a launcher has started.
+"""Do a loop's work: in this process, in ranks that are started for it, or as a rank that a launcher has started.
 
 :func:`execute` makes all runs of a :class:`~trainloop.TrainLoop`. In one process, it makes the run here. For ``ddp``
 and ``fsdp``, it sends the loop to the ranks, each rank makes a run, and the loop's state is sent back.
@@ -59,7 +59,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     *args
         Further arguments of ``work``.
     job : FitJob, optional
-        The work of a training; without it, the run can only evaluate and predict.
+        Options of a training run; without them, the run can only evaluate and predict.
 
     Returns
     -------
@@ -182,9 +182,9 @@ def _as_rank(
     folder : RestartFolder, optional
         Private folder of a run that restarts after failures.
     caller : CallersRandomness, optional
-        Random states for the one process of ``single`` and ``dp``.
+        Random states for the single process of ``single`` and ``dp``.
     """
-    # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
+    # The loop was sent by a process that is not a rank, so it still has the caller's rank attributes.
     loop.process = process = launch.place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     rank_side = None if paths is None else RankSide(loop, paths, sends=process.local_rank == 0)

@@ -37,10 +37,10 @@ _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocato
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, for sharded and unsharded gradients, with one decision for all ranks.
+    """torch's scaler, for sharded and unsharded gradients, which skips a step on all ranks or on none.
 
-    torch's kernel does not accept both in one call. With sharded gradients only, it missed another rank's overflow
-    (torch 2.13, Gloo).
+    torch's kernel does not accept sharded and unsharded gradients in one call. With sharded gradients only, it missed
+    another rank's overflow (torch 2.13, Gloo).
     """
 
     def _unscale_grads_(
@@ -70,7 +70,7 @@ class ShardedPlacement(Placement):
         """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Do nothing: gradients are reduced in each micro-batch, since full ones would be as large as the model."""
+        """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""
         return nullcontext()
 
     def share_buffers(self) -> None:
@@ -133,7 +133,7 @@ def sharded(
     for tensor in in_place if optimizers else ():  # copies: a run that fails must not change the caller's tensors
         tensor.data = tensor.data.clone()
     returned = False
-    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have created their own
+    if "init_sync" not in wrapper_args:  # not if all ranks map the same weights, which the launching process has sent
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
@@ -183,7 +183,7 @@ def _is_first_of_host() -> bool:
 def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
     """Return the parameters that were sharded: their current and former names, and their current values.
 
-    A callback may have replaced a module by one with an adapter.
+    A callback may have replaced a module by another module, for example one with an adapter.
     """
     names = {id(p): name for name, p in shards.items()}
     found = [(now, names.get(id(p), now), p) for now, p in model.named_parameters() if id(p) in names or is_sharded(p)]

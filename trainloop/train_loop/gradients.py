@@ -111,7 +111,7 @@ class Gradients:
             self._follow(self.trained)
 
     def follow_at_step_begin(self) -> None:
-        """Wrap the model again within an epoch: a rank that sees a change waits for the others."""
+        """Within an epoch, wrap the model again if trained parameters have changed, after waiting for other ranks."""
         if self.trained is not None and self.trained.changed():
             self.trained.meet()
             self._follow(self.trained)
@@ -163,7 +163,7 @@ class Gradients:
         if is_sum:  # micro-batches add up without scaling, ranks are averaged
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
-            return loss  # already the mean over the step's units: multiplying and dividing would only round it
+            return loss  # already the mean over the step's units: scaling would only add rounding errors
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
@@ -178,7 +178,7 @@ class Gradients:
         return loss * _like(loss, units)
 
     def _add(self, weight: Any, uneven: float) -> None:
-        """Add a micro-batch's weight to the step's; ``uneven`` is 1 if it differs from the number of samples."""
+        """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
         self._weight, self._uneven = self._weight + weight, self._uneven + uneven
         carrier = self._carrier
         if carrier is not None:
@@ -196,7 +196,7 @@ class Gradients:
             return torch.stack([weight, torch.full_like(weight, uneven)])
         known = self._known_numbers.get((weight, uneven))
         if known is None:
-            if len(self._known_numbers) > 64:  # in case weights never repeat
+            if len(self._known_numbers) > 64:  # limits the memory if weights never repeat
                 self._known_numbers.clear()
             known = torch.stack([self._zero() + weight, self._zero() + uneven])
             self._known_numbers[weight, uneven] = known

@@ -39,7 +39,7 @@ _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_lo
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
     """Return the objects of a loop that both sides have, in the same order.
 
-    They are sent as references, so that a callback that is sent back still has the caller's model.
+    These objects are sent as references, so that a callback that is sent back still refers to the caller's model.
     """
     found: dict[int, object] = {}
 
@@ -133,7 +133,7 @@ class RankSide:
         if not self._sends:
             return None
         modules = _modules(loop)
-        # Only the outermost modules that a callback has added. References to the caller's objects remain references.
+        # Send only the outermost modules that a callback has added. References to the caller's objects are kept.
         added = {key for key, module in modules.items() if self._modules.get(key) is not module}
         added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
         changed: dict[Any, Any] = {}
@@ -239,7 +239,7 @@ def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[to
 
 
 def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
-    """Write the other side's :func:`_plain_attributes` into this side's modules; skip modules that it lacks."""
+    """Write the other side's :func:`_plain_attributes` into this side's modules; skip missing modules."""
     modules = _modules(loop)
     for (root, path, name), value in values.items():
         if (root, path) in modules:
@@ -272,7 +272,7 @@ def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:
 
 
 def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """Yield parameters and buffers, tied ones once and non-persistent ones too, by root module and name."""
+    """Yield parameters and buffers (also non-persistent buffers), by root module and name; tied ones only once."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor

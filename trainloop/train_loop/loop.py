@@ -474,7 +474,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the work in the current run; without one, in the loop's own mode."""
+        """Do the work in the current run; if there is no run, start one in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
         self._check_has_values("evaluate_*" if work is Run.evaluate else "predict_*")
@@ -484,7 +484,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return result
 
     def _check_has_values(self, who: str) -> None:
-        """Raise an error if the model does not have the values of the training whose history the loop has."""
+        """Raise an error if the trained values were not written into the model (``fit(gather=False)``)."""
         if self.left_behind:
             raise ConfigurationError(
                 f"{who}: the model still has its initial values. The trained values are only in the checkpoint, "

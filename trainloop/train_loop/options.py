@@ -97,12 +97,12 @@ class RestartOptions:
     most: int
     """Maximum number of restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two checkpoints; ``None`` to choose it by the time that a checkpoint takes."""
+    """Steps between two checkpoints; ``None`` to choose them by the time that a checkpoint takes."""
 
 
 @dataclass(frozen=True)
 class FitJob:
-    """The work of one ``fit``, as it is sent to the ranks."""
+    """Options of one ``fit``, as they are sent to the ranks."""
 
     gather: bool = True
     """In ``fsdp``, True if the trained values are written into the caller's model and optimizers."""

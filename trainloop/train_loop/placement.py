@@ -115,9 +115,10 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     loop : TrainLoop
         In ``ddp`` and ``fsdp``, this process is a rank of an initialised process group.
     job : FitJob or None
-        Work of a training; None for evaluation only, which needs no wrapper in ``ddp``.
+        Options of a training run; None for evaluation only, which needs no wrapper in ``ddp``.
     joined : bool
-        True if a launcher started this rank: in ``fsdp`` each rank then needs the trained values, else one per host.
+        True if a launcher started this rank. In ``fsdp``, every rank then gets the trained values, instead of one per
+        host.
     """
     model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
     optimizers = optimizers_of(loop.optimizer)
@@ -128,8 +129,8 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
     with ExitStack() as undo:
         if device.type == "cuda":
-            # Also for code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
-            # Restored without creating a context on the GPU that was current before, as set_device() would.
+            # Needed by code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
+            # At the end, set_device() would create a context on the GPU that was current before.
             undo.enter_context(torch.cuda.device(device))
         if mode != "fsdp":  # in fsdp a device may not have room for the whole model
             model.to(device)
@@ -174,7 +175,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
 
 
 def check_values(model: nn.Module) -> None:
-    """Raise an error for parameters and buffers on the meta device. (``fsdp`` gives them values.)"""
+    """Raise an error for parameters and buffers on the meta device, which only ``fsdp`` initializes."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigurationError(

@@ -90,7 +90,7 @@ class PreflightReport:
 def preflight(
     loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2, fsdp_model_args: dict[str, Any] | None = None
 ) -> PreflightReport:
-    """Look for problems that would otherwise show up later in training.
+    """Look for problems that would otherwise appear later in training.
 
     Parameters
     ----------
@@ -199,10 +199,10 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
-    model.eval()  # BatchNorm makes a sample's loss depend on the others, dropout on chance
+    model.eval()  # BatchNorm makes a sample's loss depend on other samples, dropout makes it random
     try:
         whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
-    except Exception:  # a model for batches of one size: nothing to compare
+    except Exception:  # the model accepts only batches of one size: nothing to compare
         return
     is_sum = math.isclose(whole, first + second, rel_tol=1e-4)
     is_mean = math.isclose(whole, (first * sizes[0] + second * sizes[1]) / sum(sizes), rel_tol=1e-4)

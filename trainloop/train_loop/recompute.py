@@ -19,7 +19,7 @@ __all__ = ["chosen_modules", "recomputing"]
 
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
-    """Return the modules that ``checkpoint_modules`` selects; none is inside another one.
+    """Return the modules that ``checkpoint_modules`` selects, without modules inside of selected modules.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
-        # Without gradients there is no backward, and nothing to keep for it.
+        # Without gradients, there is no backward that would need activations.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         contexts = partial(_contexts, self, logging)

@@ -340,7 +340,7 @@ def _notes(record: dict[str, Any]) -> list[str]:
 
 
 def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> float:
-    """Return 0.0 only for equal values and NaN in the same places; infinity if a tensor is missing, or NaN in one."""
+    """Return the largest difference; infinity if a tensor is missing, or a value is NaN on one side only."""
     if own.keys() != recorded.keys():
         return math.inf
     largest = 0.0

@@ -24,7 +24,7 @@ __all__ = ["RestartCheckpoints", "steps_between"]
 
 SHARE_OF_TIME = 0.01
 """Maximum share of time for restart checkpoints, unless the user sets how often they are written."""
-_RUN = "restarts"  # in the names of unfinished files: each start removes those of the previous one
+_RUN = "restarts"  # part of the names of unfinished files, so that each start removes files of the previous start
 
 
 class RestartCheckpoints:
@@ -117,7 +117,7 @@ class RestartCheckpoints:
             state = run_state.whole_state(run, ranks)
         except Exception as raised:
             problem = described(raised)
-        # If all ranks write, the others would wait for one that can't.
+        # If all ranks write, a rank that can't would leave the others waiting.
         if self._sharded and any(theirs for (theirs,) in distributed.exchange_ints([int(problem is not None)])):
             return problem or ""
         if state is None:
@@ -161,5 +161,5 @@ def _put(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo)
 
 
 def steps_between(cost: float, step: float) -> int:
-    """Return the steps between two checkpoints that keep their share of the time; ``cost`` and ``step`` in one unit."""
+    """Return the number of steps between checkpoints that limits their cost; ``cost`` and ``step`` have one unit."""
     return max(1, math.ceil(cost / SHARE_OF_TIME / max(step, 1)))

@@ -81,7 +81,7 @@ class RestartFolder:
         self._progress, self._order = os.path.join(path, "progress"), os.path.join(path, "order")
 
     def begin(self, ranks: int, step: int, order: RestartOrder | None) -> None:
-        """Record, before ranks start, that all of them are at this step and do not train yet."""
+        """Record, before ranks start, that all ranks are at this step and do not train yet."""
         np.array([(0, 0), *[(step, 0)] * ranks], np.int64).tofile(self._progress)
         if order is not None:
             with open(self._order, "w") as file:
@@ -100,7 +100,7 @@ class RestartFolder:
         """Return an array in memory shared by all processes of the run.
 
         Row 0: the time (monotonic clock) at which the first step after a restart was done, or 0. Row ``1 + r``: the
-        steps that local rank ``r`` has done, and 1 once it trains.
+        number of steps that local rank ``r`` has done, and 1 once this rank trains.
         """
         return np.memmap(self._progress, np.int64, "r+").reshape(-1, 2)
 
@@ -119,7 +119,7 @@ class _SeenFailure(NamedTuple):
         a, b = self.failure, other.failure
         if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *other[2:]):
             return False
-        # A bug occurs on all ranks, and any of them may report first; a signal or a lost connection affects one.
+        # A bug occurs on all ranks, and any rank may report it first; a signal or a lost connection affects one rank.
         of_code = a.type is not None and not (a.timeout or a.consequence or b.consequence)
         return self.rank == other.rank or (of_code and a.message == b.message)
 
@@ -189,7 +189,7 @@ class Supervisor:
             return None
         rank, failure = self._last_failure.rank, self._last_failure.failure
         reached = int(self.folder.progress()[1:, 0].max())
-        # Of two checkpoints of the same step, the later one counts: it may be from after the epoch's end.
+        # Of two checkpoints at the same step, use the later one, which may have been written after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
         cause = "hangs" if failure.timeout and rank != failure.rank else describe_failure(failure)
         restart = Restart(rank, cause, step, max(reached - step, 0), 0.0)

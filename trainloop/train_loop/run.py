@@ -84,11 +84,11 @@ class Run:
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """Recorder that currently receives logs: the training's, or that of an evaluation inside it."""
+        """Function that currently receives logs: of the training's recorder, or of an evaluation's recorder."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """Epoch that logs currently belong to; outside of training, the last one."""
+        """Epoch that logs currently belong to; outside of training, the last epoch."""
         self.records_evaluations = False
-        """True if values of evaluations are written to the history: only inside a training."""
+        """True if values of evaluations are written to the history, as in training."""
         self.epoch_steps = 0
         """Steps since the epoch began."""
         self.undo = ExitStack()
@@ -198,7 +198,7 @@ class Run:
     def predict_stream(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None
     ) -> PredictionStream:
-        """Return predictions over a loader as an iterator, on the ranks that get them; empty on others."""
+        """Return an iterator over a loader's predictions, which is empty on ranks that get no rows."""
         first = distributed.is_global_zero()
         with rows_folder() if first else nullcontext() as own:
             folder = Path(distributed.broadcast_object(str(own)))
@@ -274,7 +274,7 @@ class Run:
         The training around the evaluation is not affected: modules' modes and random states are restored.
         """
         model = self.loop.model
-        # A separate recorder: the training's may be in the middle of an epoch.
+        # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
@@ -282,7 +282,7 @@ class Run:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
-        """Record the values of an evaluation inside a training."""
+        """Record the values of an evaluation, if it is part of training."""
         if self.records_evaluations and prefix:
             for name, value in values.items():
                 self.loop.history.record(name, value, self.history_epoch, replace=True)
@@ -296,8 +296,8 @@ class Run:
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
         # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
-        # Compiled code breaks its graph at a log: if traced, the growing lists of logs would recompile it each step.
-        # Nothing can be compiled before torch._dynamo is imported, which takes a second.
+        # Compiled code breaks its graph at a log: tracing the growing lists of logs would recompile it at each step.
+        # Don't import torch._dynamo here, which takes a second: before its import, nothing can be compiled.
         sink = torch.compiler.disable(recorder.log) if "torch._dynamo" in sys.modules else recorder.log
         own_before, self.sink = self.sink, sink
         for part in parts:
@@ -341,13 +341,13 @@ class Run:
         return losses
 
     def _call_in_turn(self, name: str) -> None:
-        """Call a hook that runs after its epoch was recorded; each callback sees the logs of those before it."""
+        """Call a hook that runs after its epoch was recorded; each callback sees the logs of earlier callbacks."""
         for hook, may_log in self.hooks.in_turn(name):
             if hook is not None:
                 hook()
             if may_log and self._same_callbacks:
                 self._record_late()
-        # Ranks with different callbacks can't exchange between two of them: one exchange, after all of them.
+        # Ranks with different callbacks can't exchange after each callback: do one exchange after all callbacks.
         if not self._same_callbacks:
             self._record_late()
 
@@ -369,7 +369,7 @@ class Run:
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """Yield an evaluation's batches between its hooks, whose logs are exchanged with those of the batches."""
+    """Yield an evaluation's batches; call hooks before and after, whose logs are exchanged with the batches' logs."""
     recorder.batch_size = 1  # a hook's logs do not belong to a batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
@@ -381,7 +381,7 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Give all ranks rank 0's buffers in the block: if DDP doesn't broadcast them, they differ."""
+    """Give all ranks rank 0's buffers in the block; buffers differ between ranks if DDP doesn't broadcast them."""
     buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:

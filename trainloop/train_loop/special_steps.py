@@ -47,7 +47,7 @@ _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 
 class AlternatingTraining(Training):
-    """Run backward and the optimizer's step for each loss that micro-batches yield; all of it counts as one step."""
+    """Run backward and an optimizer's step for each loss that micro-batches yield; together they count as one step."""
 
     _sizes: list[int]
 
@@ -64,7 +64,7 @@ class AlternatingTraining(Training):
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
-        # In ddp without the wrapper: DDP's reducer expects one backward per forward.
+        # In ddp, the wrapper is not used: DDP's reducer expects one backward per forward.
         batches = step.batches
         if counts and place.collective:  # every rank must run the same number
             borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
@@ -104,7 +104,7 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> int | None:
-        """Run backward of each generator's next loss; return the index of the optimizer, None once all have ended."""
+        """Run backward of each generator's next loss; return the optimizer's index, None once all generators end."""
         sums = self.gradients.sums
         indices: set[int] = set()
         for i, generator in enumerate(generators):

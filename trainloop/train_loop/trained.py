@@ -58,12 +58,12 @@ class TrainedParameters:
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
-                # As DDP does with the model when it is made.
+                # DDP's constructor does the same with the model.
                 dist.broadcast(tensor.detach(), 0)
         self.note()
 
     def note(self) -> None:
-        """Record the parameters that train now as those of the wrapper."""
+        """Record that the wrapper trains the parameters that require gradients now."""
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._flags = [p.requires_grad for p in self._parameters]
@@ -74,7 +74,7 @@ class TrainedParameters:
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
-        """Return, at the start of an epoch, True if trained parameters changed, equally on all ranks. Collective.
+        """Check that all ranks train the same parameters; return True if these have changed. Collective at epoch begin.
 
         Raises
         ------
@@ -91,19 +91,19 @@ class TrainedParameters:
         return not same or self.changed()
 
     def meet(self) -> None:
-        """Within an epoch, wait for the other ranks to make the change that this one has detected.
+        """Within an epoch, wait until the other ranks make the change that this rank has detected.
 
         Raises
         ------
         ConfigurationError
-            If they don't change anything in time, or make a different change.
+            If the other ranks make no change in time, or a different one.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the process group's store: a collective could match another one on a rank without a change. torch
-        # 2.6 to 2.13 has no public access to the store.
+        # Use the process group's store: a collective could be matched with another one on a rank without a change.
+        # torch 2.6 to 2.13 has no public access to the store.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -123,7 +123,7 @@ class TrainedParameters:
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average gradients outside of DDP: those of the criterion, and of parameters unfrozen in this step."""
+        """Average the gradients that DDP doesn't: of the criterion, and of parameters unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
@@ -202,8 +202,8 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     Parameters
     ----------
     model : nn.Module
-        If it is in evaluation mode as a whole, as a loaded model may be, its modules' modes are ignored: all of them
-        train, except ``kept``.
+        Model to train. If the model itself is in evaluation mode, as a loaded model may be, its modules' modes are
+        ignored: all modules except ``kept`` train.
     kept : sequence of nn.Module
         The modules that the last call returned.
 
@@ -229,7 +229,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """Return a line that names modules in evaluation mode: some libraries return their models in it."""
+    """Return a line that names modules in evaluation mode, in which some libraries return their models."""
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
@@ -274,7 +274,7 @@ def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """Return, for each optimizer and group, its parameters' names; ``None`` for a parameter of no known module."""
+    """Return the parameters' names for each optimizer and group; ``None`` for one that no known module contains."""
     names = {id(p): name for p, name in _named_parameters(loop)}
     return [
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
