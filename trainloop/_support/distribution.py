@@ -1,4 +1,4 @@
-"""The distribution: its name on the package index, how to install an extra, and another one that overwrites its files.
+"""The distribution: its name on the package index, its extras, and another distribution that overwrites its files.
 
 The import name is ``trainloop``; the distribution is ``tt-trainloop``, because ``trainloop`` on the index is another
 project's package.
@@ -21,7 +21,7 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file_
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra, for the source folder if this package runs from one."""
+    """Return the command that installs an extra, from the source folder if this package runs from there."""
     try:
         with open(os.path.join(FOLDER, "setup.cfg"), encoding="utf-8") as file:
             from_source = f"name = {NAME}\n" in file.read()

@@ -1,4 +1,4 @@
-"""Raise errors for unknown keywords that suggest the right one, also for names of other libraries."""
+"""Raise errors for unknown keywords that suggest the right keyword, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ def hint(name: str, own: Sequence[str], others: Mapping[str, Sequence[str]] | No
     name : str
         The keyword.
     own : sequence of str
-        The arguments of the function that it was given to.
+        Arguments of the function that got the keyword.
     others : mapping of str to sequence of str, optional
-        Functions that it may have been meant for, with their arguments.
+        Other functions that the user may have meant, with their arguments.
     """
     others = others or {}
     for function, arguments in others.items():

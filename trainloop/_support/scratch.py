@@ -33,7 +33,7 @@ SHARED_MEMORY = "/dev/shm"
 """Folder in memory, in which Linux also keeps semaphores."""
 _SEMAPHORES = "mp-"
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; on Linux, 107
-_SOCKET = f"/{PREFIX}12345678/pymp-12345678/listener-12345678"  # by which loader workers send tensors
+_SOCKET = f"/{PREFIX}12345678/pymp-12345678/listener-12345678"  # loader workers send tensors through such a socket
 _FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -47,7 +47,7 @@ class Scratch(NamedTuple):
 
 @contextlib.contextmanager
 def scratch_folder(token: str) -> Iterator[Scratch]:
-    """Make a launch's folder; remove it at the end, and at once the folders of launches without a living process.
+    """Make a launch's folder, and remove it at the end; first remove folders of launches without a living process.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def name_semaphores(token: str) -> None:
 
 
 def _remove_semaphores(token: str, *, tracked: bool) -> None:
-    """Remove semaphores of killed ranks and workers; their shared tracker would do so only when this process ends."""
+    """Remove semaphores of killed ranks and workers; multiprocessing's tracker would do this only at process end."""
     for path in Path(SHARED_MEMORY).glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()

@@ -103,8 +103,8 @@ class BatchPlan:
     def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
         """Return the positions, as a range, of rank ``rank``'s samples in some global batches.
 
-        A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
-        epoch, independent of the batches.
+        The length of a full global batch is a multiple of ``world_size``, so a rank's samples have the same stride over
+        the whole epoch, also from one batch to the next.
         """
         start = first_batch * self.global_batch_size + rank
         stop = min((first_batch + num_batches) * self.global_batch_size, self.num_taken)
@@ -235,7 +235,7 @@ class StepWeights(NamedTuple):
     """Weights of one rank's micro-batches, with which the mean over ranks is the mean over the step's samples."""
 
     scales: list[float] | None
-    """Factor of each of this rank's losses; None if they are equal: each loss is divided by their number."""
+    """Factor of each of this rank's losses; None if all are equal: divide each loss by the number of losses."""
 
     total: int
     """Samples of all ranks in the step."""

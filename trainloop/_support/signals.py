@@ -101,7 +101,7 @@ class _Handlers:
                 continue
             current = signal.getsignal(number)
             # None: a handler that was not installed from Python and could not be restored.
-            # SIG_IGN: whoever started this process (nohup, a shell's background job) wants it to ignore this signal.
+            # SIG_IGN: the program that started this process (nohup, a shell) wants it to ignore this signal.
             if current is None or current is signal.SIG_IGN:
                 continue
             self._users[number] = current
@@ -196,7 +196,7 @@ def signals(
     (e.g. by ``sys.exit()``) is raised at the end of the context, so that it can't prevent the last checkpoint. Then the
     handlers are restored. In a thread other than the main one nothing is done, since Python allows no handlers there.
 
-    A context inside another adds its ``stop`` to the outer one's, and passes it the signals that have arrived before.
+    A context inside another one adds its ``stop`` to the outer context, which passes it signals that arrived before.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ class _Mark:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._fd = -1  # anonymous memory: forked workers inherit it, spawned ones get no notice of signals
+        self._fd = -1  # anonymous memory: forked workers inherit it, spawned workers get no notice of signals
         if sys.platform == "linux" and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
                 self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
@@ -340,7 +340,7 @@ class _Mark:
 
     @property
     def received(self) -> bool | None:
-        """In a worker: True if its process got a signal, too, and needs the worker; ``None`` if it got no signal."""
+        """True if the worker's process got a signal, too, and still needs the worker; ``None`` if it got no signal."""
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._RECEIVED
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -47,7 +47,7 @@ CHECKPOINT = 8
 """SIGUSR1: the job's time is almost up (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
 
 _REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT)
-_BITS = 8  # bits of a vote that hold the reasons seen; the others hold the boundary's number
+_BITS = 8  # lower bits of a vote, with the reasons seen; the upper bits are the boundary's number
 
 
 class LocalStop:
@@ -68,8 +68,9 @@ class LocalStop:
 class SharedStop:
     """The agreement for ranks of one node, through a few int64 slots of shared memory.
 
-    The slots: one whose bytes are the requested reasons, one for the abort flag, then one per rank for its latest vote.
-    Each slot or byte can change to one value only, or has one writer, and is written atomically; so there are no locks.
+    The bytes of the first slot are the requested reasons. The second slot is the abort flag. Then each rank has a slot
+    for its latest vote. Each slot or byte can change to one value only, or has one writer, and is written atomically,
+    so that no locks are needed.
     A boundary without a request costs one read and one write.
 
     Parameters
@@ -82,7 +83,7 @@ class SharedStop:
     timeout_s : float
         Seconds that a rank that votes to stop waits for the others to reach the boundary.
     pids : sequence of int, optional
-        Process of each rank, if no launching process watches them: a rank then stops waiting for a dead one.
+        Process of each rank, if no launching process watches the ranks: a rank then stops waiting for a dead process.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
@@ -149,7 +150,7 @@ class SharedStop:
         """
         self._boundary += 1
         slots = self._slots
-        # All bytes at once: the usual case is one read.
+        # Read all bytes at once, so that the usual case is one read.
         if not slots[self._REQUESTED]:
             slots[self._slot] = self._boundary << _BITS
             return 0
@@ -247,6 +248,6 @@ class GroupStop:
 StopAgreement = LocalStop | SharedStop | GroupStop
 """The agreement by which a loop stops all ranks at one boundary.
 
-``request(reason)`` asks all ranks to stop, for one of the constants: any rank, any thread, any number of times.
-``reached()`` returns the reasons to stop here, OR-ed, and 0 to continue; every rank calls it at every boundary.
+``request(reason)`` asks all ranks to stop, for one of the constants; any thread of any rank may call it repeatedly.
+Every rank calls ``reached()`` at every boundary; it returns the reasons to stop here, OR-ed, or 0 to continue.
 """

@@ -1,4 +1,4 @@
-"""Issue warnings at the user's line: the innermost one outside of this package and torch."""
+"""Issue warnings at the user's line: the innermost line outside of this package and torch."""
 
 from __future__ import annotations
 
