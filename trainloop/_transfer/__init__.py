@@ -1,7 +1,7 @@
 """Send objects between processes: models, datasets and callbacks to the ranks, and their state back.
 
 ``pack`` sends any object, defined anywhere, to all ranks of a node through shared memory. ``pack_state`` and
-``unpack_state`` send state back into objects that both sides have; a ``ResultFile`` carries it.
+``unpack_state`` send state back into objects that both sides have, through a ``ResultFile``.
 """
 
 from __future__ import annotations

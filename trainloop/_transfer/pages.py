@@ -41,7 +41,7 @@ _READ_WRITE = 0x1 | 0x2
 
 
 def anonymous_file(name: str) -> int:
-    """Return a descriptor of an empty unnamed file, which disappears with its users, however they end.
+    """Return a descriptor of an empty unnamed file, which disappears when all processes that use it have ended.
 
     The file is in memory if the system supports that (``memfd_create``: not counted against ``/dev/shm``, which is 64
     MiB in many containers), otherwise it is an unlinked temporary file. Programs inherit the descriptor only if it is
@@ -105,7 +105,7 @@ def trim() -> None:
 
 
 def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Evict pages of mapped files, if this process has only read them, from its memory; the files keep their contents.
+    """Evict pages of mapped files that were only read from this process's memory; the files keep their contents.
 
     The next access maps them again. Pages that were written exist in no file (the mapping is private) and are kept,
     and so is memory that belongs to no file. No other thread may write to these pages meanwhile.
@@ -256,7 +256,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def _movable_memory() -> tuple[list[int], list[int]]:
-    """Return begins and ends of the private anonymous mappings of this process, with adjacent ones joined."""
+    """Return starts and ends of this process's private anonymous mappings, with adjacent mappings joined."""
     starts: list[int] = []
     ends: list[int] = []
     try:

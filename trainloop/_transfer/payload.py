@@ -77,17 +77,17 @@ _sent_to_main: set[str] = set()
 
 
 class _LateNames:
-    """Definitions of ``__main__`` that a pickler has sent by value; complete when it reaches this object, its last."""
+    """Definitions of ``__main__`` that a pickler has sent by value; the pickler must pickle this object last."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names  # not the pickler, whose memo refers to this object
+        self._names = names  # without a reference to the pickler, whose memo refers to this object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self._names),)
 
 
 class Payload:
-    """The sender's side of a payload; keeps it alive until :meth:`close`.
+    """The sender's side of a payload; keeps the payload alive until :meth:`close`.
 
     Parameters
     ----------

@@ -242,7 +242,7 @@ def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
 
 
 def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the lowest address of an array's memory, and the one past its highest."""
+    """Return the lowest address of an array's memory, and the address behind its end."""
     low = high = array.__array_interface__["data"][0]
     for length, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:
@@ -464,7 +464,7 @@ def _tracked_class(tracker_id: str) -> type:
 
 
 class PackedState(NamedTuple):
-    """A pickled state, with its large memory in separate buffers; they stay separate if it is pickled again."""
+    """A pickled state, with its large memory in separate buffers, which stay separate if the state is pickled again."""
 
     stream: bytes
     buffers: list[Any]

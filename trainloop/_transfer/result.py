@@ -107,7 +107,7 @@ class ResultFile:
     # -- in the process that started the ranks -------------------------------------------------------------------------
 
     def read(self) -> Any:
-        """Return the result, with its tensors on the CPU. The file is emptied, but not cut: ranks may map it."""
+        """Return the result, with its tensors on the CPU. The file is emptied, but not truncated: ranks may map it."""
         stream_at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
         table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
         stream = self._taken(stream_at, size)

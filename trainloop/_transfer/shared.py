@@ -62,7 +62,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # not writable themselves
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only their parts can be written to
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
@@ -109,7 +109,7 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
 
 
 def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
-    """Return fingerprints of each part's current contents, for :func:`changed_parts`; ``None`` if not picklable."""
+    """Return a fingerprint of each part's contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
     return {
         path: fingerprint(_contents(obj), known, fixed=True)
         for path, obj in parts.items()

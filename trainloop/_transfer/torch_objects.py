@@ -1,7 +1,8 @@
 """Pickling of torch objects that torch itself can't pickle.
 
 Module-like objects and operators are sent by name, compiled functions by their original and its options, parametrized
-and scripted modules by their parts. All private torch names that this needs are here; they exist in 2.6 to 2.15.
+and scripted modules by their parts. All private torch names that this needs are in this file; torch 2.6 to 2.15 has
+them.
 """
 
 from __future__ import annotations
@@ -240,9 +241,9 @@ def _set_script_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> None:
 def kept_attributes(obj: object) -> dict[str, Any]:
     """Return the attributes that pickling an object keeps, according to its ``__getstate__``.
 
-    Attributes that it leaves out (weak references, locks, files) are missing; attributes that it replaces are replaced:
-    an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if the state is not a
-    dictionary, or if pickling is refused.
+    Attributes that ``__getstate__`` leaves out (weak references, locks, files) are missing. Attributes that it replaces
+    have the new value: an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if
+    the state is not a dictionary, or if pickling is refused.
     """
     kind = unparametrized_class(type(obj))
     get_state = getattr(kind, "__getstate__", None)

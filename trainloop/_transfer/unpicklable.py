@@ -125,7 +125,7 @@ def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         return []
     if len(parts) == 1:
         return parts
-    # Trying whole halves takes log2(n) tries per bad part, not one try per part.
+    # Testing halves takes log2(n) tests for each part that can't be pickled, instead of one test for every part.
     middle = len(parts) // 2
     return _failing(parts[:middle]) + _failing(parts[middle:])
 
@@ -198,7 +198,7 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     try:
         reduced = obj.__reduce_ex__(4)
-    except Exception:  # it raises by itself: it is the culprit
+    except Exception:  # the object itself can't be pickled, rather than a part of it
         return
     if not isinstance(reduced, tuple):
         return
