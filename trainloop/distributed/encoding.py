@@ -1,6 +1,6 @@
 """Encode objects as bytes: pickled between ranks that share a key, else in the safe form of ``torch.load``.
 
-A pickle is a program: whoever writes one can execute code in the process that reads it. So :func:`dumps` and
+A pickle is a program: its writer can execute code in the process that reads it. So :func:`dumps` and
 :func:`loads` are for messages that are signed with the run's key, and for a process's own files. Without a key,
 :func:`encode` uses ``torch.save``, and :func:`decode` reads with ``weights_only=True``, which builds numbers, text,
 containers and tensors; numpy's arrays and scalars, frozensets and named tuples are allowed in addition.
@@ -113,7 +113,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _allowed(buffer: io.BytesIO) -> list[Any]:
-    """Return the globals to allow for these bytes; raise NotPlain if they need any other."""
+    """Return the globals to allow for these bytes; raise NotPlain if the bytes need other globals."""
     buffer.seek(0)
     allowed = list(_OF_NUMPY)
     with safe_globals(allowed):

@@ -72,7 +72,7 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
     if uids:
         users = " and ".join(sorted({_user(uid) for uid in uids}))
         then = "" if cause is None else f" Creating the group then failed: {str(cause).rstrip('.')}."
-        # Without the cause, which would look like the loss of another rank.
+        # Raise without the cause, which would look like the loss of another rank.
         raise kind(
             f"{users} connected to this run's process group while it was being created, but only the run's ranks may "
             f"connect (seen by the run's process {os.getpid()} at {time.strftime('%H:%M:%S')}). No data was "
@@ -83,12 +83,12 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
 
 def _untrusted_users(own: set[int]) -> list[int]:
     """Return the other users that connected to the listeners among these sockets."""
-    sockets = _sockets() if own else []  # once: listing them takes the kernel some milliseconds
+    sockets = _sockets() if own else []  # read once, since listing sockets takes the kernel some milliseconds
     listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}
     owners = {(s.local, s.remote): s.uid for s in sockets}
     taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
     others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
-    # Root can read every process anyway.
+    # Root is allowed, since it can read every process in any case.
     return [uid for uid in others if uid is not None and uid not in (user_id(), 0)]
 
 

@@ -72,7 +72,7 @@ class Message:
 
 
 def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
-    """Return the form and bytes of an object; if it can't be sent, those of the reason, cut to ``SHORT`` bytes.
+    """Return the form and bytes of an object; if it can't be sent, REFUSED and the reason, cut to ``SHORT`` bytes.
 
     It never raises: a rank that raised here would leave the others waiting in the exchange.
     """
@@ -160,7 +160,7 @@ class Session:
                 shared.close()
 
     def _confirm(self, group: dist.ProcessGroup | None) -> None:
-        """Check on all ranks that all have the same key: later a rank might wait for one that has failed."""
+        """Check that all ranks have the same key; a later failure of one rank would leave other ranks waiting."""
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
@@ -186,7 +186,7 @@ class Session:
         Raises
         ------
         ConnectionError
-            If it is not a message of that rank, or not its next one.
+            If the block is not that rank's next message.
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
