@@ -79,7 +79,7 @@ _READ_AT_LOAD = (
 )
 _NOT_AT_LOAD = (
     *(*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_"),
-    # Set by scikit-learn and others when they are imported, which may be after the server's start.
+    # Set by scikit-learn and other libraries when they are imported, which may be after the server's start.
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 # Lines of /proc/self/status about inherited state that a running process cannot change, or that is not sent.
@@ -96,7 +96,7 @@ class NoServerError(Exception):
 
 
 class NoOwnServerError(NoServerError):
-    """The server ended while it imported its modules, or other code of this program has started it."""
+    """The server ended while it imported its modules, or other code of this program has started the server."""
 
 
 def chosen_method(asked: str = "auto") -> str:
@@ -117,7 +117,7 @@ def chosen_method(asked: str = "auto") -> str:
 # In the caller
 # --------------------------------------------------------------------------------------------------------------------
 
-_process_lock = threading.Lock()  # os.environ and __main__ belong to the process, and several threads may start others
+_process_lock = threading.Lock()  # several threads may start processes, for which os.environ and __main__ are changed
 
 
 def begin_server(modules: Sequence[str]) -> None:
@@ -135,8 +135,8 @@ def begin_server(modules: Sequence[str]) -> None:
     if getattr(sys, "frozen", False):
         raise NoServerError("this program is frozen into one file")
     forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
-    # Only a single-threaded server can be forked safely, so its libraries start no threads; processes set their own.
-    # Its own sys.path would not contain the script's folder.
+    # Only a single-threaded server can be forked safely, so its libraries must start no threads; its forks set their
+    # own numbers. PYTHONPATH is set because the server's own sys.path would not contain the script's folder.
     changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
     order = {
         "caller": os.getpid(),
@@ -521,7 +521,7 @@ def _take_over(
 
 
 def set_threads() -> None:
-    """Set the numbers of threads that loaded libraries would read from the environment if they were loaded now."""
+    """Set the numbers of threads of loaded libraries to those that the environment's variables request now."""
 
     def number(*names: str) -> int:
         for name in names:
