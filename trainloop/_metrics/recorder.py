@@ -116,7 +116,7 @@ class Recorder:
     ----------
     rank : int
     exchange : Exchange, optional
-        Exchange of logs between ranks. Default: one process.
+        Exchange of logs between ranks. Default: no other ranks.
     on_step : bool
         True to keep step values (in training, not in evaluation).
     prefix : str
@@ -164,11 +164,11 @@ class Recorder:
     # -- in the step ---------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Tensor | float, asked: LogCall, batch_size: Tensor | float | None = None) -> None:
-        """Record a value for ``TTModel.log``; see there. Replicas call it from their threads.
+        """Record a value for :meth:`.TTModel.log`. Thread-safe, since replicas call it from their threads.
 
         Parameters
         ----------
-        asked : LogCall, or a tuple of the same
+        asked : LogCall, or a tuple with the same items
         """
         # The usual case first: a known name with the same options; at most two comparisons.
         series = self._logged.get(name)

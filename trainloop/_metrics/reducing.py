@@ -34,7 +34,7 @@ StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
 
 
 class Options(NamedTuple):
-    """Options by which a metric's values are reduced and kept; sent to the other ranks with them."""
+    """Options by which a metric's values are reduced and kept; they are sent to the other ranks with the values."""
 
     on_step: bool
     on_epoch: bool
