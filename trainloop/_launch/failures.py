@@ -95,7 +95,7 @@ class Failure:
 
 
 def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
-    """Return the error with another sentence in its first line."""
+    """Return the error with a sentence added to its first line."""
     first, newline, rest = error.message.partition("\n")
     message = f"{first} {note}{newline}{rest}"
     return WorkerFailedError(

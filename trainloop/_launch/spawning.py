@@ -323,7 +323,7 @@ class Ranks:
     def _end_lingering(self, ranks: list[int]) -> None:
         """Kill processes that don't end although all work is done and the result has been written."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others were about to end
+        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
         self.end()
         if not still:
             return
@@ -364,7 +364,7 @@ class Ranks:
         return cause
 
     def end(self) -> list[int]:
-        """End all ranks, by a request before signals; return the global ranks that had not finished by themselves."""
+        """End all ranks, first by a request, then by signals; return the global ranks whose work was not finished."""
         running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
