@@ -152,7 +152,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     ahead = None
     for item in items:
-        # Started before the present batch is yielded, so that the copy runs during that batch's step.
+        # Start this copy before yielding the previous batch, so that it runs during that batch's step.
         following = start(item)
         if ahead is not None:
             yield finish(ahead)

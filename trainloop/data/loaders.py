@@ -117,7 +117,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
-    """Return the loader's ``worker_init_fn``; workers that a rank does not fork first apply the rank's settings."""
+    """Return the loader's ``worker_init_fn``; if a rank spawns the workers, it first applies the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings.
     if context.get_start_method() != "fork" and started_by_launch():
