@@ -309,7 +309,7 @@ _REQUIRED = (
         "_pre_forward _post_forward _inside_ddp_forward _check_reducer_finalized _ddp_init_helper _sync_buffers"
         " _remove_autograd_hooks to_kwargs",
     ),
-    # A torch without distributed has no Reducer, and no wrapper can be created.
+    # A torch build without distributed has no Reducer; no wrapper can be created there.
     (getattr(dist, "Reducer", object), "_push_all_rebuilt_params _rebuild_buckets" if dist.is_available() else ""),
 )
 for _owner, _names in _REQUIRED:

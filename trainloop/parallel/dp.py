@@ -338,7 +338,7 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
 def _thread_settings(
     devices: list[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Return a function that makes, for a device, a context with this thread's torch settings; for other threads.
+    """Return a function ``device -> context``; the context applies this thread's torch settings in another thread.
 
     ``nn.parallel.parallel_apply`` enables autocast in its threads, but not with this thread's dtype: bf16 becomes fp16.
     """
