@@ -17,7 +17,7 @@ _MPS_SCALER = TorchVersion("2.8")  # the first torch whose GradScaler works on m
 
 @dataclass(frozen=True)
 class AmpOptions:
-    """The settings that ``use_amp`` stands for."""
+    """Settings of mixed precision, from the argument ``use_amp``."""
 
     dtype: torch.dtype | None = None
     """Dtype of autocast; ``None`` for off."""

@@ -271,7 +271,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
             rank=rank,
             world_size=ranks,
             seed=loop.seed or 0,
-            exchange_ints=lambda values: [values] * ranks,  # as if the other ranks were like this one
+            exchange_ints=lambda values: [values] * ranks,  # as if all ranks had this rank's values
         )
         for rank in range(ranks)
     ]

@@ -63,7 +63,7 @@ def run_config_of(
             raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # Not when the loop is created: fit may run hours later, and the lease lasts as long as the process.
+        # Chosen by fit, which may run hours after the loop is created: the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
     devices = devices_under(options.quota, found, options.devices)

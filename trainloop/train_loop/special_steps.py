@@ -9,7 +9,7 @@ A ``get_loss`` that yields its losses steps one optimizer after another within a
         yield "generator", fools
 
 With several micro-batches in a step, their generators run side by side: the first loss of every micro-batch, one
-optimizer step for all of them, then the second losses. The step equals that of one batch with all their samples.
+optimizer step for all of them, then the second losses. The step equals the step of one batch with all these samples.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class ClosureTraining(Training):
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
-                # In every run, not once per step: else a line search would compare clipped with unclipped gradients.
+                # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
             assert value is not None  # because of wants_loss

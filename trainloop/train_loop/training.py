@@ -217,7 +217,7 @@ class Training(Run):
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
-        """Return True if no step is left, and no end of a resumed epoch."""
+        """Return True if neither a step nor the end of a resumed epoch is left."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
         # A state after the last iteration may still need the end of its epoch.

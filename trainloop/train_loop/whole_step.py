@@ -179,7 +179,7 @@ class WholeStepTraining(Training):
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
     def _is_scheduled(self) -> bool:
-        """Return True if a learning rate is likely to change and is not a tensor, which graphs always read."""
+        """Return True if learning rates are numbers that are likely to change; graphs read tensors at each step."""
         (optimizer,) = self.gradients.optimizers
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
