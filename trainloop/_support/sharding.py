@@ -185,7 +185,7 @@ class PermutedOrder:
         return numbers.astype(np.int64)
 
     def _encrypt(self, numbers: _UInt64s) -> _UInt64s:
-        # An unbalanced network: the halves' widths differ by one where the number of bits is odd, and swap each round.
+        # If the number of bits is odd, the network is unbalanced: the halves' widths differ by one and swap each round.
         low_bits, high_bits = self._low_bits, self._high_bits
         low, high = numbers & np.uint64(2**low_bits - 1), numbers >> np.uint64(low_bits)
         for round_key in self._round_keys:
@@ -232,7 +232,7 @@ def index_blocks(order: Order, plan: BatchPlan, rank: int, first_batch: int = 0,
 
 
 class StepWeights(NamedTuple):
-    """Weights of one rank's micro-batches, with which the mean over ranks is the mean over the step's samples."""
+    """Weights of one rank's micro-batches, such that the mean over ranks is the mean over the step's samples."""
 
     scales: list[float] | None
     """Factor of each of this rank's losses; None if all are equal: divide each loss by the number of losses."""
