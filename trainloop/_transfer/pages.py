@@ -105,10 +105,10 @@ def trim() -> None:
 
 
 def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Evict pages of mapped files that were only read from this process's memory; the files keep their contents.
+    """Evict clean pages of mapped files from this process's memory; the files keep their contents.
 
-    The next access maps them again. Pages that were written exist in no file (the mapping is private) and are kept,
-    and so is memory that belongs to no file. No other thread may write to these pages meanwhile.
+    The next access maps them again. Pages that were written to are kept, since they exist in no file (the mapping is
+    private), and so is memory that belongs to no file. No other thread may write to the pages meanwhile.
 
     Parameters
     ----------
