@@ -96,7 +96,7 @@ def decode(data: bytes | memoryview) -> Any:
     Raises
     ------
     Malformed
-        If :func:`encode` did not write the bytes. No function that they name has been called.
+        If :func:`encode` did not write the bytes. No function that the bytes name has been called.
     """
     buffer = io.BytesIO(data)
     try:

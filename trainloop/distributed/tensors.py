@@ -75,7 +75,7 @@ def _leaves(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
-    """Replace the leaves of ``value`` by the given items, in the order of :func:`_leaves`."""
+    """Return ``value`` with its leaves replaced by the given items, in the order of :func:`_leaves`."""
     return _map_leaves(value, lambda _item, _path: next(tensors))
 
 

@@ -3,7 +3,7 @@
 A process of another user can take a rank's place at a Gloo connection, since listeners on loopback accept every local
 user. So a message contains its sender and its number, and both are checked before its size is used and before it is
 decoded. If the run has a key (:mod:`trainloop.distributed.key`), a message is signed with HMACs under a key of this
-process group only: without the key, nobody can create, change, repeat or reflect a message. Only such messages may
+process group only: without the key, no process can create, change, repeat or reflect a message. Only such messages may
 contain pickles.
 
 ::
