@@ -123,7 +123,7 @@ _process_lock = threading.Lock()  # several threads may start processes, for whi
 def begin_server(modules: Sequence[str]) -> None:
     """Start the fork server unless it is running, without waiting until it has imported ``modules``.
 
-    A server that is already running keeps its imports: its processes import the rest themselves.
+    A server that is already running does not import them: the processes forked from it import missing modules.
 
     Raises
     ------
