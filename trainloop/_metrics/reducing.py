@@ -72,7 +72,7 @@ def reduced(reduce: str, values: list[float]) -> list[float]:
     """Return fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
     if reduce in ("mean", "sum"):
         return exact_sum(values)
-    # Not Python's min and max: their result depends on the position of a NaN.
+    # Python's min and max are not used: their result depends on the position of a NaN.
     return [float(np.min(values) if reduce == "min" else np.max(values))] if values else []
 
 
