@@ -257,5 +257,5 @@ def test_loops_of_ranks_say_what_differs_before_the_first_step(tmp_path: Path) -
         assert predicted == [40, 40]
     assert everyone[0][0] == everyone[1][0]
     for name, (_, message) in REFUSED.items():
-        assert "rank 1 refused its arguments" in everyone[0][1][name], name
+        assert "rank 1 rejected its arguments" in everyone[0][1][name], name
         assert message in everyone[1][1][name], name

@@ -1,8 +1,8 @@
 """Run one function in many processes; return local rank 0's result, or raise the first failure.
 
 :func:`launch` starts the ranks of this node; :func:`join` runs it in this process, as a rank that ``torchrun`` or Slurm
-started; :func:`rank_from_launcher` decides between the two. Nothing here knows models or training: the function
-receives a :class:`~trainloop._support.stopping.StopAgreement`, and runs in an initialized process group.
+started; :func:`rank_from_launcher` decides between the two. This package does not depend on models or training. The
+function receives a :class:`~trainloop._support.stopping.StopAgreement`, and runs in an initialized process group.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ def launch(
     num_nodes, node_rank : int
         Number of hosts of the run, and index of this one. Each calls ``launch`` and starts its own ranks only.
     devices : sequence of torch.device, optional
-        One for each local rank; the CPU by default.
+        Device of each local rank; the CPU by default.
     backend : str, optional
         Backend of the process group; by default Gloo, with NCCL for CUDA tensors if each rank has its own GPU.
     init_method : str, optional
-        Rendezvous point of several nodes, ``tcp://host:port`` or a ``file://`` that all can access; ``MASTER_ADDR`` and
-        ``MASTER_PORT`` by default. One node needs none: its ranks use an unnamed file.
+        Rendezvous point of several nodes: ``tcp://host:port``, or a ``file://`` URL that all nodes can access;
+        ``MASTER_ADDR`` and ``MASTER_PORT`` by default. A single node does not need one: its ranks use an unnamed file.
     timeout_s : float
         Seconds that a rank waits for another in a collective or at a step boundary, before the run fails.
     child_env : dict of str to str, optional
         Environment variables of the ranks, set before their interpreters start.
     start_method : {'auto', 'forkserver', 'spawn'}
         Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
-        ``'auto'``: by ``TRAINLOOP_START_METHOD``, else a fork server if possible.
+        ``'auto'``: the value of ``TRAINLOOP_START_METHOD``; if it is not set, a fork server if possible.
     roots : dict of str to object, optional
-        Names that paths in an ``UnpicklableError`` start with.
+        Objects by name. Paths in an ``UnpicklableError`` start with these names.
     restart_policy : RestartPolicy, optional
         Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
         run.
@@ -102,24 +102,24 @@ def launch(
     Raises
     ------
     ConfigurationError, UnpicklableError
-        Before any rank starts: no ``__main__`` guard, hosts that don't connect, an object that can't be sent, or no
-        fork server although one was requested.
+        Before any rank starts, if the script has no ``__main__`` guard, a host does not connect, an object can't be
+        sent, or a requested fork server can't be used.
     WorkerFailedError
         If a rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
     KeyboardInterrupt
-        At the second Ctrl-C. The first asks the ranks to stop at a step boundary, like SIGTERM and SIGUSR1; no rank is
-        started if the surrounding :func:`trainloop._support.signals.signals` has received a signal before. If that
-        context is ``at_once``, any signal ends the ranks, also one to a rank.
+        At the second Ctrl-C. The first Ctrl-C, SIGTERM and SIGUSR1 ask the ranks to stop at a step boundary. No rank
+        is started if the surrounding :func:`trainloop._support.signals.signals` context has already received a signal.
+        If that context is ``at_once``, any signal ends the ranks, including a signal that only one rank receives.
 
     Notes
     -----
-    The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks take
-    over its process-wide settings: see :mod:`trainloop._launch.settings`.
+    The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
+    its process-wide settings: see :mod:`trainloop._launch.settings`.
     """
     _check_caller()
     check_main_guard()
     method = chosen_method(start_method)
-    served = _begin_server(method)  # it imports its modules while the payload is packed
+    served = _begin_server(method)  # the server imports its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     backend = backend or _backend_for(chosen)
     environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
@@ -160,7 +160,7 @@ def launch(
 
 
 class _GivenWork(NamedTuple):
-    """The part of a call that differs from the previous one, for ranks that are still running."""
+    """The parts of a call that may differ from the previous call's; sent to ranks that are still running."""
 
     handle: PayloadHandle
     payload_fds: Sequence[int]
@@ -169,7 +169,7 @@ class _GivenWork(NamedTuple):
 
 
 class _Starts:
-    """All starts of one call's ranks: the first, and restarts after failures."""
+    """All starts of one call's ranks: the first start, and restarts after failures."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Starts:
         self._first = True
         self._disturbed = False  # True once a start was repeated because an untrusted process had connected
         self._failed: WorkerFailedError | None = None
-        """Failure after which the ranks restart."""
+        """Failure after which the ranks restart; None before the first failure."""
 
     def run(self) -> Any:
         """Start ranks until their work is done; return the result of local rank 0's function."""
@@ -204,7 +204,7 @@ class _Starts:
                     return result
 
     def _agree_on_start(self) -> None:
-        """Wait for all hosts after a failure, and have the policy prepare the start on each of them."""
+        """After a failure, wait for all hosts; before each start, let the policy prepare this host."""
         order = self._policy.next_order() if self._policy is not None else None
         if self._hosts is not None and not self._first:
             try:
@@ -226,7 +226,7 @@ class _Starts:
                     if not are_up:
                         self._served = _start(ranks, self._work.environment, self._method, self._served)
                         if self._first:
-                            received.raise_if_any()  # the server's imports may have taken long
+                            received.raise_if_any()  # again, since the server's imports may take long
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
                         ranks.give(*self._work)
@@ -242,7 +242,7 @@ class _Starts:
 
     def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
         """Raise the error if it ends the run; otherwise print or record why ranks restart."""
-        # With several hosts, each would have to start again.
+        # Not with several hosts: every host would have to restart its ranks.
         if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
             self._disturbed = True
             print(f"Restarting the ranks (only once): {ranks.disturbance}", file=sys.stderr, flush=True)
@@ -271,18 +271,18 @@ def _backend_for(devices: Sequence[torch.device]) -> str:
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
-def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int | None]:
-    """Return the ranks' environment with the number of threads, and that number if a rank has to set it.
+def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int]:
+    """Return the ranks' environment, which includes the number of threads of a rank, and that number.
 
-    Otherwise each rank would start a thread for every core, and ranks would compete for cores.
+    By default, each rank would start a thread for every core, and the ranks would compete for cores.
     """
     environment = dict(child_env)
     if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
-        return environment, own  # set it nevertheless: MKL's variable takes precedence when torch is loaded
+        return environment, own  # the rank sets it too: MKL's variable takes precedence when torch is loaded
     threads = torch.get_num_threads()  # the caller may have set fewer threads than the variable
     if not os.environ.get("OMP_NUM_THREADS"):
         threads = min(threads, max(1, usable_cores() // ranks_per_node))
-        environment["OMP_NUM_THREADS"] = str(threads)  # also for libraries that read it before a rank can set theirs
+        environment["OMP_NUM_THREADS"] = str(threads)  # some libraries read the variable when they are imported
     return environment, threads
 
 
@@ -291,7 +291,7 @@ def _new_ranks(
     hosts: Hosts | None,
     undo: contextlib.ExitStack,
 ) -> Ranks:
-    """Create the files and connections of one start, and ranks that are not started yet; ``undo`` removes all."""
+    """Return ranks that are not started yet, with the files of one start; ``undo`` removes all of these."""
     ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
@@ -316,7 +316,7 @@ def _new_ranks(
 def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
     try:
         yield
-    except WorkerFailedError:  # raised after all have ended
+    except WorkerFailedError:  # all ranks have ended already
         raise
     except BaseException:
         with uninterrupted():  # a second Ctrl-C must not leave processes behind
@@ -333,7 +333,7 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
 
 
 def _this_process(undo: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has none."""
+    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has no pidfds."""
     if sys.platform != "linux":
         return None
     try:
@@ -345,12 +345,12 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
 
 
 def _inherited_at_start() -> list[Any]:
-    """Return state that a process inherits at its start and keeps: if it changes, new ranks are needed."""
+    """Return the state that ranks inherit at their start and keep: if it changes, new ranks must be started."""
     return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 
 def _begin_server(method: str) -> bool:
-    """Start the fork server if ranks will be forked from it; it imports its modules in the background."""
+    """Start the fork server, which imports its modules in the background; return False if ranks must be spawned."""
     if method == "spawn":
         return False
     try:
@@ -362,7 +362,7 @@ def _begin_server(method: str) -> bool:
 
 
 def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool) -> bool:
-    """Start the ranks' processes; return whether they were forked from the server. If they can't be, spawn them."""
+    """Start the ranks' processes; return True if they were forked from the server, False if they were spawned."""
     if served:
         try:
             ranks.start(environment, served=True)
@@ -382,11 +382,11 @@ def _explain(error: NoServerError, method: str) -> None:
     logger.info("ranks are spawned: a fork server can't be used, because %s", error)
 
 
-# -- ranks that stay for the next call ---------------------------------------------------------------------------------
+# -- ranks that are kept for the next call -----------------------------------------------------------------------------
 
 
 class KeptRanks:
-    """The running ranks of one block, if any."""
+    """The running ranks of one :func:`keeping` block, if any."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
@@ -394,7 +394,10 @@ class KeptRanks:
         self._undo = contextlib.ExitStack()
 
     def resume(self, terms: object, undo: contextlib.ExitStack) -> Ranks | None:
-        """Return the ranks, reset for new work and ended by ``undo``; end them if settings differ or one has ended."""
+        """Return the ranks, reset for new work; ``undo`` will end them.
+
+        If settings differ or a rank has ended, end all ranks here and return None.
+        """
         if self._ranks is not None and (self._terms != terms or not self._ranks.are_up()):
             self.close()
         if self._ranks is not None:
@@ -403,7 +406,7 @@ class KeptRanks:
         return self._ranks
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
-        """Keep these ranks, whose work has succeeded; ``undo`` then runs when they end."""
+        """Keep these ranks after their work has succeeded; ``undo`` then runs when they end."""
         ending = undo.pop_all()
         if ranks is not self._ranks:  # otherwise ``undo`` has only this object's close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
@@ -415,7 +418,7 @@ class KeptRanks:
 
 
 class _Block(threading.local):
-    """The block that a thread is in: several threads may call fit, each with its own ranks."""
+    """The :func:`keeping` block that a thread is in. Several threads may call ``fit``, each with its own ranks."""
 
     kept: KeptRanks | None = None
     pid = 0
@@ -425,7 +428,7 @@ _block = _Block()
 
 
 def kept_here() -> KeptRanks | None:
-    """Return the ranks of this thread's block, if it is in one; None in a forked child, whose ranks they are not."""
+    """Return the ranks of this thread's block; None outside of a block and in a forked child, which can't use them."""
     return _block.kept if _block.pid == os.getpid() else None
 
 
@@ -437,8 +440,8 @@ def keeping() -> Iterator[None]:
 
         with keeping():                 # TrainLoop.ranks()
             launch(first, ...)          # starts ranks
-            launch(second, ...)         # the same processes: their group, their GPUs' memory, what they have imported
-        # here the ranks end
+            launch(second, ...)         # in the same processes, with their process group, GPU memory and imports
+        # the ranks have ended
     """
     if kept_here() is not None:
         yield

@@ -21,7 +21,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
     Raises
     ------
     ConfigurationError
-        If there is neither, or it can't be parsed.
+        If neither is given, or if it can't be parsed.
     """
     if init_method is None or init_method == "env://":
         host, port_text = environ.get("MASTER_ADDR", "").strip("[]"), environ.get("MASTER_PORT", "")
@@ -35,7 +35,7 @@ def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.en
     else:
         given = f"init_method={init_method!r}"
         host, port_text = "", ""
-        with contextlib.suppress(ValueError):  # a bracket without its pair, or a port above 65535
+        with contextlib.suppress(ValueError):  # an unpaired bracket, or a port above 65535
             parts = urlsplit(init_method)
             if parts.scheme == "tcp":
                 host, port_text = parts.hostname or "", str(parts.port or "")

@@ -1,4 +1,4 @@
-"""Failures of ranks: find the first one, describe it, and suggest what to do."""
+"""Failures of ranks: find the first failure, describe it, and suggest a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "worker_failed_error",
 ]
 
-# Errors on a rank whose neighbour has gone, from Gloo (TCP), NCCL and the process group's store.
+# Errors of a rank that has lost its neighbour, from Gloo (TCP), NCCL and the process group's store.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"
     r"gloo[/\\]transport|remote process exited|nccl(remote|system|internal) ?error|ncclcomm(was)? ?aborted|"
@@ -55,7 +55,7 @@ RECORDED = "trainloop_recorded"
 
 
 def about_record(path: str) -> str:
-    """Return the sentence that names the record of a failure, and the line that repeats it."""
+    """Return the sentence that names the record of a failure, and the code that repeats the failed step."""
     return f'The failure was recorded. Repeat it in one process, in your own script: tl.replay("{path}")'
 
 
@@ -74,18 +74,18 @@ class Failure:
     traceback: str = ""
     """Traceback as Python would print it."""
     exitcode: int | None = None
-    """Exit code; the negative number of a signal; ``None`` if the process did not end by itself."""
+    """Exit code, or a signal's number, negated; ``None`` if the process did not end by itself."""
     consequence: bool = False
     """True if the failure probably results from the loss of another rank, and so is not the cause."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
-    """True if it would occur again in a new process: this package rejected something, or a user stopped the run."""
+    """True if a restart would not help: this package rejected something, or a user stopped the run."""
     recorded: str | None = None
     """File in which a ``FailureRecorder`` has recorded the step."""
 
     def to_json(self) -> bytes:
-        """Return JSON for a file or a socket."""
+        """Return the failure as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -95,7 +95,7 @@ class Failure:
 
 
 def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
-    """Return the error with another sentence in its first line."""
+    """Return the error with a sentence added to its first line."""
     first, newline, rest = error.message.partition("\n")
     message = f"{first} {note}{newline}{rest}"
     return WorkerFailedError(
@@ -159,8 +159,8 @@ _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/to
 def _is_communication(error: BaseException) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
-    # Gloo raises plain RuntimeErrors. Most begin with the place in its source, but not all ("Application timeout caused
-    # pair closure"), and a store's says "Wait timeout": then the place where they were raised decides.
+    # Gloo raises plain RuntimeErrors. Most begin with a position in Gloo's source. Others, such as "Application timeout
+    # caused pair closure" and a store's "Wait timeout", are recognised by the file that raised them.
     return isinstance(error, RuntimeError) and (
         bool(re.search(r"gloo[/\\]|nccl|process group|store", str(error), re.IGNORECASE))
         or any(part in _raised_in(error) for part in _COLLECTIVES)
@@ -187,13 +187,13 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     timeout = is_timeout(error)
     exitcode = 1
     if isinstance(error, SystemExit):
-        # Like the interpreter: sys.exit('text') prints the text and ends with 1.
+        # Like the interpreter: after sys.exit('text'), the exit code is 1.
         exitcode = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Failure(
         rank=rank,
         time_ns=time.monotonic_ns(),
         type=type(error).__qualname__,
-        message=_shortened(_text_of(error), _MOST_OF_MESSAGE),
+        message=_shortened(_text_of(error), _MAX_MESSAGE),
         traceback=_shortened_traceback("".join(traceback_module.format_exception(error))),
         exitcode=exitcode,
         consequence=not timeout and _is_consequence(error),
@@ -275,7 +275,7 @@ _HINTS = [
 
 
 def hint(failure: Failure) -> str:
-    """Return advice if the cause is known; else an empty text."""
+    """Return advice if the cause is known; otherwise an empty text."""
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
@@ -283,7 +283,7 @@ def hint(failure: Failure) -> str:
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:
-        return ""  # the rank has added it to its error
+        return ""  # the rank has added the advice to its error
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
             return advice
@@ -327,15 +327,15 @@ def worker_failed_error(
     world_size : int
         Number of ranks of the run.
     ended : sequence of int
-        Global ranks that were ended because of it.
+        Global ranks that were ended because of this failure.
     stacks : dict of int to str, optional
-        Python stacks by rank, if they help (a hang, a crash in native code).
+        Python stacks by rank, to add to the message (after a hang, or a crash in native code).
     hanging : sequence of int
         After a time-out: the ranks that others waited for, as far as known.
     others_done : bool
-        True if those others had finished their work; False if they waited in a collective.
+        True if the waiting ranks had finished their work; False if they waited in a collective.
     timeout_s : float
-        Seconds that they waited.
+        Seconds that ranks waited.
     """
     who = f"rank {failure.rank} of {world_size}"
     if hanging:
@@ -365,7 +365,7 @@ def worker_failed_error(
         message += f"\n{about_record(failure.recorded)}"
     for rank, stack in sorted((stacks or {}).items()):
         message += f"\n\nPython stack of rank {rank}:\n{stack.rstrip()}"
-    if failure.timeout:  # the stacks contain it
+    if failure.timeout:  # the stacks contain the traceback
         return WorkerFailedError(message, rank=hanging[0] if hanging else failure.rank)
     text = _with_lines_of_cells(failure.traceback)
     return WorkerFailedError(
@@ -377,7 +377,7 @@ _FRAME_WITHOUT_LINE = re.compile(r'^([ |]*)File "(.+)", line (\d+)(?:, in .*)?\n
 
 
 def _with_lines_of_cells(text: str) -> str:
-    """Add the source lines of a notebook's cells to a rank's traceback: only the process of the cell has them."""
+    """Add the source lines of a notebook's cells to a rank's traceback: only the notebook's process has them."""
 
     def with_line(frame: re.Match[str]) -> str:
         indent, file, number = frame.groups()
@@ -409,12 +409,12 @@ def _names(ranks: Sequence[int]) -> str:
 
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines() or [""]
-    first = _shortened(lines[0], _MOST_OF_FIRST_LINE)
+    first = _shortened(lines[0], _MAX_FIRST_LINE)
     return first if len(lines) == 1 else f"{first} ..."
 
 
-_MOST_OF_FIRST_LINE = 600  # messages end with what to do: those of this package and of torch fit
-_MOST_OF_MESSAGE, _MOST_OF_LINE, _MOST_OF_TRACEBACK = 16_384, 4096, 65_536
+_MAX_FIRST_LINE = 600  # messages of this package and of torch, which end with advice, fit
+_MAX_MESSAGE, _MAX_LINE, _MAX_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
@@ -425,22 +425,22 @@ def _shortened(text: str, most: int) -> str:
 
 
 def _shortened_traceback(text: str) -> str:
-    """Shorten a long message (a tensor's ``repr``, a server's page) to keep the rest visible on the screen."""
-    if len(text) <= _MOST_OF_LINE:
+    """Shorten long lines (a tensor's ``repr``, a server's HTML page), so that the rest stays visible on the screen."""
+    if len(text) <= _MAX_LINE:
         return text
-    lines = (_shortened(line, _MOST_OF_LINE) for line in text.splitlines(keepends=True))
-    return _shortened("".join(lines), _MOST_OF_TRACEBACK)
+    lines = (_shortened(line, _MAX_LINE) for line in text.splitlines(keepends=True))
+    return _shortened("".join(lines), _MAX_TRACEBACK)
 
 
 def write_record(fd: int, failure: Failure) -> None:
-    """Write the record for the parent to read; the first one is never overwritten."""
-    # Errors while the rank unwinds are consequences of the first one.
+    """Write a failure's record for the parent to read; an existing record is not overwritten."""
+    # Errors while the rank unwinds are consequences of the first error.
     if os.fstat(fd).st_size == 0:
         write_all(fd, memoryview(failure.to_json()), 0)
 
 
 def read_record(fd: int) -> Failure | None:
-    """Return the record of :func:`write_record`, or ``None``."""
+    """Return the record that :func:`write_record` wrote; ``None`` if there is no record."""
     data = read_text(fd)
     return Failure.from_json(data) if data else None
 

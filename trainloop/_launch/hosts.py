@@ -1,8 +1,8 @@
 """The hosts of one run: they connect to a ``TCPStore`` at the rendezvous point, and report failures and progress there.
 
-The launching process of node 0 runs the store, on the interface of the rendezvous point only. Each host has one entry
-in it, which only this host writes: its arguments, a heartbeat count, and whether its ranks are done or have failed. The
-other hosts read node 0's entry; node 0 reads all entries, and repeats in its own what all hosts need. With a key, each
+The launching process of node 0 runs the store, on the interface of the rendezvous point only. Each host writes one
+entry, with its arguments, a heartbeat count, and the state of its ranks (done or failed). The other hosts read only
+node 0's entry. Node 0 reads all entries, and copies into its own the information that all hosts need. With a key, each
 entry is signed. The ranks use the same store, under a prefix for each start.
 """
 
@@ -34,12 +34,12 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Hosts", "meet_hosts"]
 
 RENDEZVOUS_WAIT_S = 600.0
-"""Longest time that hosts wait for each other at the start; a shorter time-out of the run takes precedence."""
+"""Seconds that hosts wait for each other at the start, unless the run has a shorter time-out."""
 
 SILENCE_S = 15.0
-"""Seconds after which a host without heartbeat is lost: its link was cut, or it is down."""
+"""Seconds without a heartbeat after which a host counts as lost: its link was cut, or it is down."""
 
-_MISSED_S = 2.5  # the same, once a rank has lost its connection, to find the lost host
+_MISSED_S = 2.5  # the same after a rank has lost its connection, to find the lost host soon
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
 _CONNECT_S = 15.0
@@ -47,7 +47,7 @@ _MEET_S = 0.1
 
 
 class _NoProofError(ConnectionError):
-    """An entry does not carry the signature of this run's key."""
+    """An entry is not signed with this run's key."""
 
 
 class _Entries:
@@ -56,21 +56,21 @@ class _Entries:
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
         self.session = ""
-        """Node 0's identifier, with which other hosts sign their entries: those of an earlier run are rejected."""
+        """Node 0's identifier; empty until known. Other hosts' signatures cover it, to reject earlier runs' entries."""
 
     def put(self, node: int, entry: dict[str, Any]) -> None:
         data = json.dumps(entry)
         self._store.set(f"host/{node}", f"{data} {self._signature(node, data)}")
 
     def get(self, node: int) -> dict[str, Any] | None:
-        """Return the entry of a host; ``None`` if it has none yet.
+        """Return the entry of a host; ``None`` if the host has not written an entry yet.
 
         Raises
         ------
         _NoProofError
-            If it is not signed with the key of this run.
+            If the entry is not signed with the key of this run.
         ValueError
-            If it is not an entry.
+            If the entry is malformed.
         """
         name = f"host/{node}"
         if not self._store.check([name]):
@@ -90,7 +90,7 @@ class _Entries:
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:
-        """Return the arguments of a host that could not join; ``None`` if there is none. It is not authenticated."""
+        """Return the arguments of a host that could not join, without authentication; ``None`` if it left no note."""
         name = f"refused/{node}"
         if not self._store.check([name]):
             return None
@@ -127,7 +127,7 @@ class Hosts:
     point : (str, int)
         Host and port of node 0.
     node_rank, num_nodes, ranks_per_node : int
-        Index of this host, hosts, and ranks on each; the last two must be the same on all hosts.
+        Index of this host, number of hosts, and ranks on each; the last two must be the same on all hosts.
     wait_s : float
         Seconds to wait for all hosts.
     key : bytes, optional
@@ -164,7 +164,7 @@ class Hosts:
             "address": "",
             "count": 0,  # increases while the host is alive
             "start": 1,
-            "done": 0,  # the start whose ranks are done
+            "done": 0,  # number of the start whose ranks are done
             "failed": [],  # start, node, failure
             "left": "",  # reason
         }
@@ -173,17 +173,17 @@ class Hosts:
         self._losses: dict[int, str] = {}
         self._refused: dict[int, str] = {}
         self.done_since: float | None = None
-        """Time at which the ranks of another host were first seen to be done (monotonic clock)."""
+        """Time at which the ranks of another host were first seen to be done (monotonic clock); None before."""
         self._wake, self._leaving = threading.Event(), threading.Event()
         with signals() as received:
             self._check_signals: Callable[[], None] = received.raise_if_any
             self._entries = self._join() if node_rank else self._gather()
         other = self._others[1]["address"] if node_rank == 0 else point[0]
-        # Gloo uses the interface of the host's name, which often is loopback or the wrong network.
+        # By default, Gloo uses the interface to which the host's name resolves: often loopback or the wrong network.
         self.interface: str | None = os.environ.get("GLOO_SOCKET_IFNAME")
         """Name of the network interface to the other hosts; ``None`` if unknown."""
         if not self.interface:
-            with contextlib.suppress(OSError):  # an address that is unknown here, behind NAT for instance
+            with contextlib.suppress(OSError):  # this host may not know the address, for example behind NAT
                 self.interface = interface_of(local_address(other, point[1]))
         self._seen_at = dict.fromkeys(self._others, time.monotonic())
         self._thread = threading.Thread(target=self._watch, name="trainloop-hosts", daemon=True)
@@ -192,7 +192,7 @@ class Hosts:
     # -- rendezvous ------------------------------------------------------------------------------------------------
 
     def _gather(self) -> _Entries:
-        """Node 0: open the store and wait until each host has an entry."""
+        """On node 0, open the store and wait until each host has an entry."""
         host, port = self.store_address
         listener = listener_at(host, port)
         store = dist.TCPStore(
@@ -218,14 +218,14 @@ class Hosts:
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
                 entries.put(0, {**self._entry, "left": str(error) or type(error).__name__})
-                time.sleep(4 * _MEET_S)  # the others read it
+                time.sleep(4 * _MEET_S)  # for the others to read it
             raise
         self._entry["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
         entries.put(0, self._entry)
         return entries
 
     def _look_for(self, node: int, entries: _Entries) -> None:
-        """Node 0: take the entry of another host, or print once why a host could not join."""
+        """On node 0, accept the entry of another host, or print once why that host could not join."""
         # Any process can write to the store; a host's valid entry replaces a rejected one.
         with contextlib.suppress(_NoProofError, ValueError):
             entry = entries.get(node)
@@ -251,13 +251,13 @@ class Hosts:
         )
 
     def _join(self) -> _Entries:
-        """Another node: connect to the store of node 0, and wait until all hosts have an entry there."""
+        """On other nodes, connect to the store of node 0, and wait until all hosts have an entry in it."""
         deadline = time.monotonic() + self._wait_s
         who, reason = f"node {self._me} of {self._num_nodes}", "no answer"
         while (left := deadline - time.monotonic()) > 0:
             self._check_signals()
             try:
-                # torch's store would print each attempt, with a stack.
+                # Try a plain socket first: torch's store would print each failed attempt, with a stack.
                 with socket.create_connection(self.store_address, timeout=min(left, 5.0)) as connection:
                     self._entry["address"] = connection.getsockname()[0]
                 store = self._connected()
@@ -275,8 +275,8 @@ class Hosts:
             try:
                 if self._is_chosen(entries, who, deadline):
                     return entries
-            except RuntimeError as error:  # of torch's store
-                if entries.session:  # otherwise the store may be that of an earlier run, which was just ending
+            except RuntimeError as error:  # raised by torch's store
+                if entries.session:  # otherwise the store may belong to an earlier run, which was just ending
                     raise ConfigurationError(
                         f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error "
                         "on node 0."
@@ -290,7 +290,7 @@ class Hosts:
         )
 
     def _connected(self) -> dist.TCPStore | None:
-        """Connect to the store, in a thread: torch waits forever for a program that listens but never answers.
+        """Connect to the store in a thread, since torch waits forever for a program that listens but never answers.
 
         Returns
         -------
@@ -303,7 +303,7 @@ class Hosts:
 
         def connect() -> None:
             timeout = timedelta(seconds=_CONNECT_S)
-            for _ in range(2):  # the first may reach a store that is just closing; torch prints each failure
+            for _ in range(2):  # the first attempt may reach a store that is just closing; torch prints each failure
                 with contextlib.suppress(RuntimeError):
                     stores.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
                 if stores or time.monotonic() > deadline:
@@ -318,7 +318,7 @@ class Hosts:
         return stores[0] if stores else None
 
     def _is_chosen(self, entries: _Entries, who: str, deadline: float) -> bool:
-        """Write this host's entry, and wait until node 0 has one of each host.
+        """Write this host's entry, and wait until node 0 has accepted an entry of each host.
 
         Returns
         -------
@@ -403,7 +403,7 @@ class Hosts:
         reported = self._reported()
         if reported:
             with contextlib.suppress(TypeError):
-                return replace(Failure(**reported[2]), time_ns=time.monotonic_ns())  # that of another host's clock
+                return replace(Failure(**reported[2]), time_ns=time.monotonic_ns())  # other hosts' clocks differ
         lost = self._lost(SILENCE_S if silence_s is None else silence_s)
         if lost is None:
             return None
@@ -421,7 +421,7 @@ class Hosts:
         return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
 
     def _lost(self, silence_s: float) -> tuple[int, str] | None:
-        """Return a host that was lost, and how; ``None`` if all are alive."""
+        """Return a lost host, and how it was lost; ``None`` if all are alive."""
         now = time.monotonic()
         for node, entry in self._others.items():
             silent_s = now - self._seen_at[node]
@@ -440,7 +440,7 @@ class Hosts:
     def wait_for_failure(self, seconds: float) -> Failure | None:
         """Wait for the failure of another host, after a rank of this host has lost its connection.
 
-        A host that may start its ranks again is given more time: it may be busy, and its loss would end the run.
+        If failed ranks restart, a silent host is given more time: it may be busy, and its loss would end the run.
         """
         silence_s = SILENCE_S if self._restarts else _MISSED_S
         deadline = time.monotonic() + max(seconds, silence_s + _POLL_S)
@@ -471,7 +471,7 @@ class Hosts:
         ConfigurationError
             If another host has ended its run, or was lost.
         """
-        # Keep the failure: other hosts may not have read it yet. Set the start last: another thread sends these.
+        # Keep the failure: other hosts may not have read it yet. Set the start last: another thread sends the entry.
         self._entry["order"] = order
         self._entry["start"] += 1
         self.done_since = None
@@ -495,7 +495,7 @@ class Hosts:
         return number
 
     def leave(self, seconds: float) -> bool:
-        """Return True if, after this host's ranks, those of all hosts are done within ``seconds``."""
+        """Report that this host's ranks are done; return True if those of all hosts are done within ``seconds``."""
         self._entry["done"] = self._entry["start"]
         self._wake.set()
         deadline = time.monotonic() + seconds
@@ -504,12 +504,12 @@ class Hosts:
         return over
 
     def _all(self, what: str, number: int) -> bool:
-        """Return True if all hosts have reached this number; node 0 decides, the others read it there."""
+        """Return True if ``what`` is ``number`` or more on all hosts; node 0's entry has this for other hosts."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
         return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
 
-    # -- the thread, which alone uses the store during the run ------------------------------------------------------
+    # -- the thread that exchanges entries; during the run, only this thread uses the store -------------------------
 
     def _watch(self) -> None:
         leave_at = float("inf")
@@ -530,7 +530,7 @@ class Hosts:
             self._wake.wait(_POLL_S)
 
     def _exchange(self) -> None:
-        """Write this host's entry and read the others'."""
+        """Write this host's entry, and read the entries of other hosts."""
         self._entry["count"] += 1
         if self._me == 0 and self._entry["failed"][:1] != [self._entry["start"]]:
             self._entry["failed"] = self._reported() or self._entry["failed"]
@@ -565,7 +565,7 @@ class Hosts:
         )
         self._leaving.set()
         self._wake.set()
-        self._thread.join(_LEAVE_S + 1.0)  # it may wait for a host that is down
+        self._thread.join(_LEAVE_S + 1.0)  # the thread may wait for a host that is down
         del self._entries
 
 
@@ -580,7 +580,7 @@ def meet_hosts(
 ) -> contextlib.AbstractContextManager[Hosts | None]:
     """Return a context in which this host is connected to the other hosts of a run.
 
-    Its value is ``None`` on one node, and if ranks connect by themselves through a ``file://`` that the user gave.
+    The context's value is ``None`` on one node, and if the user gave a ``file://`` through which ranks connect.
     """
     if num_nodes == 1 or (init_method or "").startswith("file:"):
         return contextlib.nullcontext()

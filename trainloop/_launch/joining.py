@@ -54,7 +54,7 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
     if environ is None and started_by_launch():
         return None
     env = os.environ if environ is None else environ
-    # Before Slurm's: torchrun in a Slurm job is itself the task, and this process is one of several that it started.
+    # Before Slurm's variables: if torchrun runs as a Slurm task, this process is one of several in the same task.
     if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
         local_world_size = _number(env, "LOCAL_WORLD_SIZE", world_size)
@@ -82,7 +82,7 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
 
 
 def place_here() -> Rank:
-    """Return this process's place among all ranks and among those of its host, however they were started."""
+    """Return this process's rank among all ranks and among its host's ranks, however they were started."""
     return started_as() or rank_from_launcher() or Rank()
 
 
@@ -122,7 +122,7 @@ def first_host(nodelist: str) -> str:
 
 
 def rendezvous_point(environ: Mapping[str, str]) -> str:
-    """Return the ``tcp://host:port`` of a Slurm job: ``MASTER_ADDR``/``MASTER_PORT``, else derived from the job."""
+    """Return ``tcp://host:port`` for a Slurm job, from ``MASTER_ADDR`` and ``MASTER_PORT`` or derived from the job."""
     nodes = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
     )
@@ -178,12 +178,12 @@ def join(
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
     guard_forks()
-    # Also for a group that the caller has made, and that is still there at exit.
+    # Also for a group that the caller has created, and that still exists at exit.
     atexit.unregister(release_last_work)
     atexit.register(release_last_work)
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
-            # Not by set_device(): on the way back it would make a context on a GPU that belongs to another rank.
+            # Not set_device(): resetting the previous device would create a context on a GPU of another rank.
             undo.enter_context(torch.cuda.device(device))
         if not dist.is_initialized():
             undo.enter_context(_process_group(me, backend, init_method, timeout_s))
@@ -239,7 +239,7 @@ def _common_slots(me: Rank) -> memoryview | None:
             # The file must belong to this user, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
                 slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        barrier()  # rank 0 keeps the file open until all have mapped it
+        barrier()  # rank 0 keeps the file open until all ranks have mapped it
         return slots
     finally:
         if me.rank == 0:
@@ -248,7 +248,7 @@ def _common_slots(me: Rank) -> memoryview | None:
 
 @contextlib.contextmanager
 def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
-    """Return the stop agreement: through shared memory if all ranks share some, else through a separate Gloo group."""
+    """Yield the stop agreement: by shared memory if all ranks can map it, else by a separate Gloo group."""
     if me.world_size == 1:
         yield LocalStop()
         return

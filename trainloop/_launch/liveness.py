@@ -1,14 +1,14 @@
-"""Find the rank that hangs, from what the launching process can read; ranks only have to report their stacks.
+"""Find the rank that hangs, from shared memory that the launching process reads, and from the stacks of ranks.
 
 Each rank writes the number of its last step boundary and its state into shared memory
 (:mod:`trainloop._support.stopping`); a change of either is a sign of life. The rules:
 
-* Working ranks may take any time while no rank waits for another: the first compilation, a
-  long evaluation, a checkpoint that all write.
-* A rank waits for up to ``timeout`` seconds in a collective or at a step boundary. It notices by itself.
-* A finished rank can't notice that it waits for others. So the launching process counts: if a rank shows
+* Working ranks may take any time while no rank waits for another: for the first compilation, a
+  long evaluation, or a checkpoint that all ranks write.
+* A rank waits for up to ``timeout`` seconds in a collective or at a step boundary. It detects the time-out itself.
+* A finished rank can't detect that another hangs, so the launching process does. If a rank shows
   no sign of life for ``timeout`` seconds after another has finished, the run ends.
-* When all have finished, a process that does not end within ``timeout`` seconds is killed; nothing is lost.
+* When all have finished, a process that does not end within ``timeout`` seconds is killed. No result is lost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["Liveness", "Sign", "hanging_ranks"]
 
 
 class Sign(NamedTuple):
-    """A rank's state and last boundary, as seen from outside."""
+    """A rank's state and last boundary, as the launching process reads them."""
 
     boundary: int
-    """Number of step boundaries that it has reached."""
+    """Number of step boundaries that the rank has reached."""
     working: bool
-    """True if its work has neither succeeded nor failed yet."""
+    """True if the rank's work has neither succeeded nor failed yet."""
 
 
 class Liveness:
@@ -43,14 +43,16 @@ class Liveness:
         self._since: list[float] = []
 
     def overdue(self, signs: Sequence[Sign], now: float, *, done_elsewhere_since: float | None = None) -> list[int]:
-        """Return local ranks for which finished ranks waited too long; once all have finished, those still running.
+        """Return the local ranks for which finished ranks have waited too long.
+
+        Once all ranks have finished, return those whose processes are still running after the time-out.
 
         Parameters
         ----------
         signs : sequence of Sign
-            The present sign of each local rank.
+            Current sign of each local rank.
         now : float
-            Monotonic clock.
+            Current time (monotonic clock).
         done_elsewhere_since : float, optional
             Time at which the ranks of another host had finished.
         """
@@ -65,7 +67,7 @@ class Liveness:
         working = [r for r, sign in enumerate(signs) if sign.working]
         if not done_since:
             return []
-        # While ranks work, finished ones wait from the first end on; after the last end, processes have time to close.
+        # While some ranks work, others have waited since the first one finished. Finished processes need time to end.
         waited_since = min(done_since) if working else max(done_since)
         waited_for = working or range(len(signs))
         return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]
@@ -85,7 +87,7 @@ def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[in
     Parameters
     ----------
     stacks : dict of int to str
-        Stacks by :mod:`faulthandler`, of ranks that did not report a time-out, or the loss of another, themselves.
+        Stacks by :mod:`faulthandler` of the ranks that reported neither a time-out nor the loss of another rank.
     boundaries : dict of int to int
         Number of step boundaries that each rank of this node has reached.
     """

@@ -1,4 +1,4 @@
-"""The main module: check its guard before ranks start, and give them its place."""
+"""Check the script's ``__main__`` guard before ranks start, and give ranks the script's file and module name."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Put the script's code into a function, and call it from the guard:
 def check_main_guard() -> None:
     """Raise an error if processes are started from the top level of a script, outside its ``__main__`` guard.
 
-    Notebooks, interactive shells, ``python -c`` and scripts on standard input have no guard and need none.
+    Notebooks, interactive shells, ``python -c`` and scripts on standard input don't need a guard.
 
     Raises
     ------
     ConfigurationError
-        With the guard to write.
+        If so; the message shows the guard to write.
     """
     # Check this first: otherwise each process would start more processes.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A process that is just being started imports the script it came from.
+        # A process that is just being started imports the script that started it.
         raise ConfigurationError(_MESSAGE.format(where="The script"))
     frame = _main_frame(sys._getframe(1))
     if frame is None:
@@ -85,7 +85,7 @@ def _is_guarded(tree: ast.Module, line: int) -> bool:
 
 
 def _compares_main(test: ast.expr) -> bool | None:
-    """Return True if the test holds in the main module only, False if elsewhere only, None for any other test."""
+    """Return True if the test is true in the main module only, False if in other modules only, else None."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return True if any(_compares_main(value) for value in test.values) else None
     if not isinstance(test, ast.Compare) or len(test.ops) != 1:
@@ -101,7 +101,7 @@ def _compares_main(test: ast.expr) -> bool | None:
 
 
 def main_place() -> tuple[str | None, str | None]:
-    """Return the file of the running script and its module name under ``python -m``; ``None`` if there is none."""
+    """Return the running script's file, and its module name under ``python -m``; ``None`` for a missing one."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return (os.path.abspath(file) if file else None), (spec.name if spec is not None else None)

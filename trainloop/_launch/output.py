@@ -1,4 +1,4 @@
-"""Output of ranks: global rank 0's unchanged, the errors of others with the rank before each line."""
+"""Output of ranks: global rank 0's is unchanged; lines that others write to stderr begin with their rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Prefixed(io.TextIOBase):
         with self._lock:
             *lines, self._line = (self._line + text).split("\n")
             if lines:
-                # One write for all lines, so that ranks don't mix within a line.
+                # One write for all lines, so that the output of two ranks does not mix within a line.
                 self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
                 self._stream.flush()
         return len(text)
@@ -38,7 +38,7 @@ class _Prefixed(io.TextIOBase):
         self._stream.flush()
 
     def finish(self) -> None:
-        """Write the last line, if it has no end."""
+        """Write the last line if it does not end with a newline."""
         if self._line:
             self.write("\n")
 
@@ -57,12 +57,12 @@ class _Prefixed(io.TextIOBase):
 
 
 def quieten_log_streams(me: Rank) -> None:
-    """On other ranks than global rank 0, show only warnings of the logs that go to the standard streams."""
+    """On all ranks except global rank 0, let log handlers of the standard streams show only warnings and errors."""
     if me.rank == 0 or _all_output_shown():
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(log, "handlers", ()):
-            # Not its subclasses: a FileHandler's file is the user's business.
+            # Not subclasses: a FileHandler writes to a file that the user has chosen.
             if type(handler) is logging.StreamHandler:
                 handler.setLevel(max(handler.level, logging.WARNING))
 
@@ -73,7 +73,7 @@ def _all_output_shown() -> bool:
 
 @contextlib.contextmanager
 def rank_streams(me: Rank) -> Iterator[None]:
-    """Leave global rank 0's output unchanged; prefix the errors of others, and show their output on request only."""
+    """Leave global rank 0's output unchanged; prefix other ranks' stderr, and hide their stdout by default."""
     if me.rank == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""The life of a rank that ``launch`` started."""
+"""Run a rank that ``launch`` started: receive its work, do it, report its failure, and end."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
-"""Signal that makes a rank write its Python stacks: a real-time one, which other programs do not use."""
+"""Signal that makes a rank write its Python stacks: a real-time signal, which other programs do not use."""
 
-_STACK_WAIT_S = 2.0  # how long a rank stays after a collective timed out, for the parent to collect all stacks
+_STACK_WAIT_S = 2.0  # time before a rank ends after a time-out, for the parent to collect all stacks
 _DAEMONS_S = 5.0  # at a rank's end, time for loader workers to end
 _ORPHAN_GRACE_S = 5.0  # time for a rank to unwind after its parent was killed
 
@@ -66,7 +66,7 @@ class State:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """The arguments of a rank. They are small; the work itself is in the payload."""
+    """The arguments of a rank; the work itself is in the payload."""
 
     first_rank: int
     """Global rank of local rank 0."""
@@ -89,31 +89,31 @@ class RankSpec:
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
     caller_fd: int | None = None
-    """The caller's process (``pidfd_open``), where the system has such descriptors."""
+    """Descriptor of the caller's process (``pidfd_open``); ``None`` if the system has no pidfds."""
     interface: str | None = None
-    """Network interface of Gloo."""
+    """Network interface for Gloo; ``None`` for Gloo's choice."""
     init_method: str | None = None
     """A ``file://`` rendezvous point of several nodes, given by the user."""
     payload_fds: tuple[int, ...] = ()
-    """Descriptors of the payload, and of what it refers to."""
+    """Descriptors of the payload, and of the files that it refers to."""
     key: bytes | None = field(default=None, repr=False)
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
     outlives_work: bool = False
-    """True if a rank waits for further work after the first."""
+    """True if a rank waits for more work after the first."""
     main: tuple[str | None, str | None] = (None, None)
-    """The script that runs, see :func:`~trainloop._launch.main_guard.main_place`."""
+    """File and module name of the running script; see :func:`~trainloop._launch.main_guard.main_place`."""
 
     def descriptors(self, local_rank: int) -> list[int]:
-        """Return all descriptors that a rank needs; :meth:`numbered` takes those that it has received."""
+        """Return all descriptors that a rank needs, as numbered in the launching process."""
         own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.payload_fds]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
         own += [] if self.caller_fd is None else [self.caller_fd]
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
 
     def numbered(self, received: Mapping[int, int]) -> RankSpec:
-        """Return the arguments with the numbers that descriptors (except the payload's) have in a rank, or -1."""
+        """Return the arguments with the rank's numbers for descriptors (except the payload's); -1 if not received."""
 
         def here(fd: int) -> int:
             return received.get(fd, -1)
@@ -130,7 +130,7 @@ class RankSpec:
         )
 
     def rank_of(self, local_rank: int) -> Rank:
-        """Return the place of one of this node's ranks among all ranks."""
+        """Return the global and local rank of one of this node's ranks."""
         return Rank(
             rank=self.first_rank + local_rank,
             world_size=self.world_size,
@@ -159,7 +159,7 @@ def started_by_launch() -> bool:
 
 
 def started_as() -> Rank | None:
-    """Return the place that ``launch`` has given this process; ``None`` if ``launch`` did not start it."""
+    """Return the rank that ``launch`` has given this process; ``None`` if ``launch`` did not start this process."""
     return _started_as
 
 
@@ -204,7 +204,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
 
 
 def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
-    """Do one piece of work, from opening it to its result; return the exit code, 0 for success."""
+    """Open the payload, do its work and write the result; return the exit code, 0 for success."""
     global _result_file
     _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
@@ -264,7 +264,7 @@ def _set_up_and_call(
     take_main_place(*spec.main)
     set_run_key(spec.key)
     if spec.settings:
-        # Before the payload is opened: that imports the user's modules, whose warnings must be filtered, too.
+        # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
         quieten_log_streams(me)
     function = spec.handle.open(device, received)
@@ -307,13 +307,13 @@ def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
         host, port, prefix = spec.store
         client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         store = dist.PrefixStore(prefix, client)
-    # Without device_id: NCCL would create every smaller group by a split that needs all ranks, and a user's group of
-    # some ranks over Gloo would wait there forever (torch 2.6 to 2.13). The current device is set.
+    # Don't pass device_id (the current device is set): NCCL would create every smaller group by a split that needs all
+    # ranks, and a user's Gloo group of some ranks would wait for it forever (torch 2.6 to 2.13).
     dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
 
 
 def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slots: memoryview, state: int) -> int:
-    """Record the error while the group is still up, so that no other rank's error can be earlier."""
+    """Record the error, before this rank leaves the group and others fail as a consequence; return the exit code."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
     slots[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
@@ -326,7 +326,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break
     if failure.timeout:
-        # Stay, so that the others stay where they hang until the parent has their stacks.
+        # Don't end yet, so that the others remain where they hang until the parent has read their stacks.
         slots[state] = State.TIMED_OUT
         deadline = time.monotonic() + _STACK_WAIT_S
         while not stop.aborted and time.monotonic() < deadline:
@@ -337,14 +337,14 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
 
 
 def _leave(exitcode: int) -> None:
-    """End this process in order, but without finalizing the interpreter.
+    """Join threads, run exit handlers and end this process, without finalizing the interpreter.
 
     Native threads may still be running, for instance of a process group. A thread that requests the lock of a
     finalizing interpreter is ended in the middle of C++ code, which can abort the process although all work is done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()
-    atexit._run_exitfuncs()  # multiprocessing's among them: loaders' workers end
+    atexit._run_exitfuncs()  # including multiprocessing's, which ends loader workers
     gc.collect()  # closes objects in reference cycles
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -364,7 +364,7 @@ def _kill_stuck_daemons() -> None:
 
 
 def _allow_many_descriptors() -> None:
-    """Allow as many descriptors as possible: each tensor from a DataLoader's worker takes one, in any sharing mode."""
+    """Raise the limit of open descriptors: each tensor from a DataLoader worker needs one, in any sharing mode."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -380,7 +380,7 @@ def _allow_many_descriptors() -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-_parent: list[int] = []  # descriptors that become readable at its end
+_parent: list[int] = []  # descriptors that become readable when the parent ends
 
 
 def parent_has_ended() -> bool:
@@ -389,13 +389,13 @@ def parent_has_ended() -> bool:
 
 
 def end_with_parent(caller_fd: int | None) -> None:
-    """Make this process end when the launching process does, however that ends.
+    """Make this process end soon after the launching process ends, for whatever reason.
 
     Parameters
     ----------
     caller_fd : int or None
-        That process (``pidfd_open``). Without it a fork of that process, which holds the other end of
-        ``multiprocessing``'s sentinel, could keep this one alive.
+        Descriptor of the launching process (``pidfd_open``). Without it, a fork of the launching process could keep
+        this process alive, since the fork also holds the other end of ``multiprocessing``'s sentinel.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -409,7 +409,7 @@ def end_with_parent(caller_fd: int | None) -> None:
 
 def _outlive_parent_briefly() -> None:
     connection.wait(_parent)
-    # In a native thread: this one waits forever if another is stuck while it holds the interpreter's lock.
+    # A native thread ends the process: this one would wait forever if a stuck thread held the interpreter's lock.
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -426,9 +426,9 @@ _OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main
 class Unblocking:
     """Abort NCCL's collectives once the run has failed, from a separate thread, so that no rank blocks forever.
 
-    A Gloo collective raises as soon as a neighbour has gone. On one machine, an NCCL collective keeps running on the
+    A Gloo collective raises as soon as a neighbour has ended. On one machine, an NCCL collective keeps running on the
     device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
-    killed, after the whole time that the launching process gives it to unwind.
+    killed, once the time that the launching process gives ranks to unwind is over.
 
     Parameters
     ----------
@@ -441,7 +441,7 @@ class Unblocking:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Start to check, in a daemon thread."""
+        """Start checking, in a daemon thread."""
         threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
 
     def stop(self) -> None:
@@ -454,8 +454,8 @@ class Unblocking:
                 return
         if self._over.wait(_OWN_ERROR_S):
             return
-        # Before the collectives end: they leave invalid gradients on the device, with which the main thread would
-        # continue, to a step and a checkpoint. With the signal pending, it continues with the handler.
+        # Send the signal before aborting the collectives. They leave invalid gradients on the device, with which the
+        # main thread would continue, to a step and a checkpoint. With the signal pending, it runs the handler instead.
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_OWN_ERROR_S):
             leave_group(failed=True)

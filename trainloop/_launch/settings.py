@@ -5,7 +5,7 @@ rank is another process: it receives the caller's settings and sets those that d
 forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are read,
 never changed.
 
-To add one, add a line to :data:`SETTINGS`.
+To add a setting, add a line to :data:`SETTINGS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_LINE = "the line that warnings point to"  # sent too, but not a setting: it differs between calls
+_LINE = "the line that warnings point to"  # also sent, but no setting: it differs between calls
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,18 @@ class Setting:
     """One process-wide setting."""
 
     name: str
-    """Its name in the documentation: the function or attribute by which a user sets it."""
+    """Name in the documentation: the function or attribute by which a user sets it."""
     read: Callable[[], Any]
-    """Returns the present value, which can be compared and pickled. Raises if this version or build lacks it."""
+    """Function that returns the current value, comparable and picklable; it raises if this build lacks the setting."""
     write: Callable[[Any], object]
-    """Sets a value that ``read`` returned."""
+    """Function that sets a value that ``read`` returned."""
 
 
 def read_settings() -> dict[str, Any]:
-    """Return the present values of all settings of this process, by name."""
+    """Return the current values of all settings of this process, by name."""
     values = {}
     for setting in SETTINGS:
-        # torch refuses to read an old switch after its successor was used; the table has the successor too.
+        # torch refuses to read a deprecated switch after its successor was used; the table has the successor too.
         with contextlib.suppress(AttributeError, RuntimeError, ImportError):
             values[setting.name] = setting.read()
     return values
@@ -71,7 +71,7 @@ def dumped_settings() -> bytes:
     values = {_LINE: user_place(), **read_settings()}
     try:
         return _dumped(values)
-    except Exception:  # a class or function in one of them that can't be sent: the others can
+    except Exception:  # one value contains a class or function that can't be sent; the others can be sent
         kept = {}
         for name, value in values.items():
             try:
@@ -84,12 +84,12 @@ def dumped_settings() -> bytes:
 
 def _dumped(value: Any) -> bytes:
     file = io.BytesIO()
-    Pickler(file).dump(value)  # a warning's class may be the script's own
+    Pickler(file).dump(value)  # a warning's class may be defined in the script
     return file.getvalue()
 
 
 def apply_settings(dumped: bytes) -> None:
-    """Apply another process's settings, in the order of the table; skip those that are equal here."""
+    """Apply another process's settings, in the order of the table; skip settings that are equal here."""
     values: dict[str, Any] = pickle.loads(dumped)
     if _LINE in values:
         set_user_place(values.pop(_LINE))
@@ -97,7 +97,7 @@ def apply_settings(dumped: bytes) -> None:
 
 
 def numeric_settings() -> dict[str, Any]:
-    """Return the present values of the settings that affect a step's numbers, as plain types."""
+    """Return the current values of the settings that affect a step's numbers, as plain types."""
     kept = ("torch.set_default_", "torch.set_float32", "torch.set_flush", "torch.backends.", "torch.use_determin")
     return {name: value for name, value in read_settings().items() if name.startswith(kept)}
 
@@ -106,13 +106,13 @@ def write_settings(values: dict[str, Any]) -> None:
     """Apply the result of :func:`read_settings`, in the order of the table; skip settings that are equal here."""
     own = {setting.name: setting for setting in SETTINGS}
     for name, value in values.items():
-        if name not in own:  # of another version
+        if name not in own:  # a setting of another version
             continue
         setting = own[name]
         try:
             try:
                 same = bool(setting.read() == value)
-            except RuntimeError:  # an old switch, see above
+            except RuntimeError:  # a deprecated switch, see above
                 same = False
             if not same:
                 setting.write(value)
@@ -121,7 +121,7 @@ def write_settings(values: dict[str, Any]) -> None:
 
 
 class SettingsInit:
-    """A ``worker_init_fn`` that applies the settings of the sending process, then calls the user's own."""
+    """A ``worker_init_fn`` that applies the settings of the sending process, then calls the user's function."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self.users = users
@@ -143,7 +143,7 @@ class SettingsInit:
 
 
 def _attribute(path: str) -> Setting:
-    """Return a setting that is an attribute of ``torch`` or of something in it."""
+    """Return a setting that is an attribute of ``torch``, or of an object in ``torch``."""
     *owners, name = path.split(".")
 
     def owner() -> Any:
@@ -170,11 +170,11 @@ def _functions(name: str, owner: str, getter: str, setter: str) -> Setting:
 
 
 def _config(path: str) -> Setting:
-    """Return a setting for options of torch.compile; their module is not imported if it is not in use."""
+    """Return a setting for the changed options of a ``torch.compile`` config module, which is not imported here."""
 
     def read() -> dict[str, Any]:
         config = sys.modules.get(path)
-        changed = getattr(config, "_get_dict", None)  # private: torch has no other way to ask what was changed
+        changed = getattr(config, "_get_dict", None)  # private: torch has no public list of changed options
         return {} if changed is None else changed(skip_default=True)
 
     def write(options: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def _read_default_device() -> str | None:
         kind: str = torch.get_default_device().type
     except AttributeError:  # PyTorch 2.6 after set_default_device(None)
         return None
-    # Without the index: 'cuda' is each rank's own GPU.
+    # Leave out the index: 'cuda' is each rank's own GPU.
     return None if kind == "cpu" else kind
 
 
@@ -209,8 +209,8 @@ def _write_safe_globals(classes: list[Any]) -> None:
 
 
 def _write_warning_filters(filters: list[Any]) -> None:
-    warnings.filters[:] = filters  # type: ignore[index]  # the list itself: other modules hold it
-    # Adding and removing a filter tells the interpreter, in all versions, that filters have changed.
+    warnings.filters[:] = filters  # type: ignore[index]  # in place: other modules refer to this list
+    # In all versions, adding and removing a filter notifies the interpreter that filters have changed.
     warnings.simplefilter("ignore", _NoWarning)
     warnings.filters.remove(("ignore", None, _NoWarning, None, 0))  # type: ignore[attr-defined]
 
@@ -247,7 +247,7 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
     found: dict[str, list[tuple[str, int, Any]]] = {}
     for name, log in _loggers().items():
         for handler in log.handlers:
-            # Others' classes, and filters of handlers, belong to this process.
+            # Handlers of other classes, and filters, may depend on this process.
             if type(handler) is logging.StreamHandler and not handler.filters:
                 for stream in _STREAMS:
                     if handler.stream in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
@@ -257,7 +257,7 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
 
 
 def _formatter_of(handler: logging.Handler) -> bytes:
-    """Return the handler's formatter as bytes, for comparisons; those of None for a class of another library."""
+    """Pickle the handler's formatter, for comparisons; a formatter of another class is pickled as ``None``."""
     return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
 
 
@@ -268,7 +268,7 @@ def _write_next_hook(number: int) -> None:
 def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
     for name, made in handlers.items():
         log = logging.getLogger(name or None)
-        if log.handlers:  # made by a module that was imported here
+        if log.handlers:  # added by a module that was imported here
             continue
         for stream, level, formatter in made:
             handler = logging.StreamHandler(getattr(sys, stream))
@@ -282,7 +282,7 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 SETTINGS: list[Setting] = [
-    # first, so that they apply to the others' warnings
+    # first, so that the filters apply to warnings from the settings below
     Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
     Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
     Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),
@@ -290,7 +290,7 @@ SETTINGS: list[Setting] = [
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
-    # The old switch also sets the new ones, so it is first.
+    # The deprecated switch also sets the new ones, so it is first.
     Setting(
         "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
@@ -319,7 +319,7 @@ SETTINGS: list[Setting] = [
     _attribute("torch.utils.deterministic.fill_uninitialized_memory"),
     _attribute("torch.backends.cudnn.deterministic"),
     _attribute("torch.backends.mkldnn.deterministic"),
-    # which kernels
+    # choice of kernels
     _attribute("torch.backends.cudnn.enabled"),
     _attribute("torch.backends.cudnn.benchmark"),
     _attribute("torch.backends.cudnn.benchmark_limit"),
@@ -352,8 +352,7 @@ SETTINGS: list[Setting] = [
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
     Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
-    # the rest
-    # A process that was spawned would spawn, too.
+    # processes and pickles (a spawned rank would spawn its children by default)
     Setting(
         "multiprocessing.set_start_method",
         _read_start_method,
@@ -366,10 +365,10 @@ SETTINGS: list[Setting] = [
     ),
     Setting(
         "torch.serialization.add_safe_globals",
-        lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch gives a set's order, which varies
+        lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch returns a set's order, which varies
         _write_safe_globals,
     ),
-    # Hooks of modules and tensors arrive with their numbers: a new one must not take the place of another.
+    # Pickled hooks of modules and tensors keep their numbers: a new hook must not replace one of them.
     Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
     _config("torch._dynamo.config"),

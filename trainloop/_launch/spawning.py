@@ -35,11 +35,11 @@ __all__ = ["Ranks", "server_modules"]
 _PROC = os.path.isdir("/proc/self/fd")
 
 _POLL_S = 0.1
-_UNWIND_S = 1.0  # after a failure, until the others' own errors have arrived
-_TERMINATE_S = 5.0  # after SIGTERM, for finally blocks
+_UNWIND_S = 1.0  # time for the other ranks' errors to arrive after a failure
+_TERMINATE_S = 5.0  # time for ``finally`` blocks after SIGTERM
 _KILL_S = 2.0
-_HEAR_S = 3.0  # for another host's message about its failure
-_DUMP_S = 1.0  # for the stacks of a rank
+_REPORT_S = 3.0  # time for another host to report its failure
+_DUMP_S = 1.0  # time for a rank to write its stacks
 
 SERVER_MODULES = (
     "torch",
@@ -59,7 +59,7 @@ SERVER_MODULES = (
 
 def server_modules() -> list[str]:
     """Return the modules that the fork server imports for ranks."""
-    # The caller's first optimizer has imported the compiler, and so would each rank's.
+    # The caller's first optimizer has imported the compiler; each rank's optimizer would import it, too.
     return [*SERVER_MODULES, *({"torch._dynamo"} & sys.modules.keys())]
 
 
@@ -69,9 +69,9 @@ class Ranks:
     Parameters
     ----------
     spec : RankSpec
-        Their arguments.
+        Arguments of the processes.
     token : str
-        Text that marks this launch's files, and its processes in their environment.
+        Text that marks this launch's files and, in their environment, its processes.
     hosts : Hosts, optional
         The other hosts of the run.
     """
@@ -101,19 +101,19 @@ class Ranks:
         self._cpus = affinity()
 
     def start(self, environment: dict[str, str], *, served: bool) -> None:
-        """Start the processes, with ``environment`` added to this process's own. They wait for work.
+        """Start the processes, which then wait for work.
 
         Parameters
         ----------
         environment : dict of str to str
-            Variables.
+            Environment variables to set in addition to this process's.
         served : bool
-            True to fork them from the server; else each is a fresh interpreter.
+            True to fork the processes from the server; False to start each as a fresh interpreter.
 
         Raises
         ------
         NoServerError
-            If they can't be forked from the server.
+            If the processes can't be forked from the server.
         """
         # All processes that ranks start inherit the token, so that remaining ones can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
@@ -136,7 +136,7 @@ class Ranks:
         self._env = {**os.environ, **variables}
 
     def give_first(self) -> None:
-        """Give the ranks their first work."""
+        """Send the ranks their first work."""
         self._begun = True
         self._send(Work(self._spec, {}), self._spec.descriptors)
 
@@ -148,17 +148,17 @@ class Ranks:
     # -- watching --------------------------------------------------------------------------------------------------
 
     def watch(self, *, at_once: bool = False) -> None:
-        """Wait until all ranks are done: ended, or ready for more work if there are connections to them.
+        """Wait until all ranks are done: they have ended, or are ready for more work if they outlive their work.
 
         Parameters
         ----------
         at_once : bool
-            True if a signal to a rank ends the work; the ranks themselves don't end it.
+            True to end the work here once a rank has received a signal, since ranks only record it.
 
         Raises
         ------
         WorkerFailedError
-            When one fails; the others have ended by then.
+            If a rank fails; the others have ended by then.
         KeyboardInterrupt, SystemExit
             With ``at_once``, after a signal; the caller ends the ranks.
         """
@@ -178,7 +178,7 @@ class Ranks:
             if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
             if not self._alive():
-                if self._notice():  # the last server was killed since
+                if self._notice():  # a rank may have failed since the check above
                     self.fail()
                 return
             if self._spec.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
@@ -191,7 +191,7 @@ class Ranks:
                 self.fail(overdue)
 
     def wait_for_other_hosts(self) -> None:
-        """Wait until the ranks of all hosts are done, after those of this host.
+        """Report that this host's ranks are done, and wait until the ranks of all hosts are done.
 
         Raises
         ------
@@ -212,7 +212,7 @@ class Ranks:
             self._slots[i] = 0
         for fd in (*self._spec.record_fds, *self._spec.stack_fds):
             os.ftruncate(fd, 0)
-            os.lseek(fd, 0, os.SEEK_SET)  # the rank's place, too
+            os.lseek(fd, 0, os.SEEK_SET)  # the rank shares this file position
         self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
         self.cause = self._reported = None
 
@@ -252,7 +252,7 @@ class Ranks:
             if r in self._failures:
                 continue
             rank = self._spec.first_rank + r
-            # Before the exit code: the record has more detail and is written earlier.
+            # Read the record before the exit code: it has more detail and is written earlier.
             record = read_record(self._spec.record_fds[r])
             if record is not None:
                 self._failures[r] = record
@@ -277,18 +277,18 @@ class Ranks:
         """Return True if NCCL's watchdog thread aborted a rank: a collective timed out or lost its connection."""
         if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
             return False
-        # Where a thread of Python's aborts, its stack is marked as that of the current one.
+        # If a Python thread aborts, its stack is marked as the current thread's.
         stacks = self._stacks(ask=False, ranks=[local_rank])
         return "Current thread" not in stacks.get(self._spec.first_rank + local_rank, "")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def fail(self, overdue: Sequence[int] = ()) -> None:
-        """End all ranks and raise the first failure's error; ``overdue``: ranks without a sign of life."""
+        """End all ranks and raise the first failure's error; ``overdue`` lists ranks without a sign of life."""
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
-        self._report()  # at once: the others do not wait for long
+        self._report()  # immediately, since the other hosts do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
             # The watchdogs of the waiting ranks will soon end these, too; the hanging rank's will not.
@@ -297,7 +297,7 @@ class Ranks:
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.first_rank
-            # Before the signal, which may wake a rank from a system call. A rank that is about to report does not hang.
+            # Read before the signal, which may interrupt a system call. A rank that is about to report does not hang.
             reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
@@ -321,9 +321,9 @@ class Ranks:
         )
 
     def _end_lingering(self, ranks: list[int]) -> None:
-        """Kill processes that don't end although all work is done and the result is here."""
+        """Kill processes that don't end although all work is done and the result has been written."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others were about to end
+        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
         self.end()
         if not still:
             return
@@ -342,7 +342,10 @@ class Ranks:
         return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
 
     def _report(self, *, consequence: bool = False) -> Failure | None:
-        """Report this host's first failure to the others, and return it; by default only one that is a cause."""
+        """Report this host's first failure to the other hosts, and return it; None if there is none.
+
+        A failure that is a consequence is reported only if ``consequence`` is True.
+        """
         own = first_failure(list(self._failures.values())) if self._failures else None
         if own is None or (own.consequence and not consequence):
             return None
@@ -352,20 +355,20 @@ class Ranks:
         return self._reported or own
 
     def _first_failure(self, elsewhere: Failure | None) -> Failure:
-        """Return this host's first failure, or another host's if that is the cause: ``elsewhere``, or a later one."""
+        """Return the run's first failure: this host's failure, ``elsewhere``, or a failure that arrives soon."""
         cause = self._report() or elsewhere
         if cause is None and self._hosts is not None:
-            cause = self._hosts.wait_for_failure(_HEAR_S)
+            cause = self._hosts.wait_for_failure(_REPORT_S)
         cause = cause or self._report(consequence=True)
         assert cause is not None
         return cause
 
     def end(self) -> list[int]:
-        """End all ranks, gently first; returns the global ranks that had not finished by themselves."""
+        """End all ranks, first by a request, then by signals; return the global ranks whose work was not finished."""
         running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
-                process.kill()  # it waits for work, so it has nothing to unwind
+                process.kill()  # it is waiting for work, so it has nothing to unwind
         self.stop.abort()
         if len(alive := self._alive()) < len(self._processes):
             # Loader workers hold the connections of the rank that forked them. If it was killed, other ranks would wait
@@ -375,7 +378,7 @@ class Ranks:
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
-            # Not ranks whose work is over: their interpreter is about to end.
+            # Don't signal ranks whose work is over: their interpreter is about to end.
             if self._state(r) not in (State.DONE, State.FAILED):
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
@@ -401,12 +404,12 @@ class Ranks:
                 os.kill(process.pid, number)
 
     def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
-        """Return the Python stacks of all ranks: requested now, left by a crash, or from the rank's error."""
+        """Return Python stacks by global rank: requested now, left by a crash, or from the rank's error."""
         ranks = list(self._locals()) if ranks is None else ranks
         fds = self._spec.stack_fds
         tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
-            # One that is still starting has no handler yet: the signal would kill it.
+            # A rank that is still starting has no handler yet: the signal would kill it.
             requested = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
             for r in requested:
                 self._signal(r, STACK_SIGNAL)
@@ -430,7 +433,7 @@ class Ranks:
         return ResultFile(self._spec.result_fd).read()
 
     def close(self) -> None:
-        """Release the processes' resources. Ranks that wait for more work end; no others may be alive."""
+        """End ranks that wait for more work, and release all processes' resources. No other rank may be alive."""
         for line in self._lines:
             line.close()
         if self._spec.outlives_work and self._alive():
@@ -451,7 +454,7 @@ _open_ends: set[connection.Connection] = set()
 
 
 def _pairs(number: int) -> list[tuple[connection.Connection, connection.Connection]]:
-    """Return connections to ranks: this process's end, and the rank's, for :func:`_close_ends`."""
+    """Return a connection for each rank: this process's end, and the rank's, which :func:`_close_ends` closes here."""
     with _fork_lock:
         pairs: list[Any] = [multiprocessing.Pipe() for _ in range(number)]
         _open_ends.update(theirs for _, theirs in pairs)
@@ -477,7 +480,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _has_answered(line: connection.Connection) -> bool:
-    """Read a rank's message that it is ready for more work. If it has died instead, its process shows it."""
+    """Read a rank's message that it is ready for more work; return True, even if the rank has died instead."""
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     return True
@@ -496,15 +499,15 @@ def _process_state(process: Any) -> str:
 
 
 def _kill_strays(line_marks: set[str], token: str = "") -> None:
-    """Kill remaining processes of ranks: DataLoader workers of a killed rank would notice only after seconds.
+    """Kill remaining processes of ranks: a killed rank's DataLoader workers would take seconds to end by themselves.
 
-    Forks of a rank hold its end of its connection, and so does a rank whose fork server was killed. Workers that a rank
-    has spawned carry the launch's token in their environment; with a token, these are killed, too. Other programs that
-    user code started are left alone.
+    Forks of a rank hold the rank's end of its connection. So does a rank whose fork server was killed. Workers that a
+    rank has spawned have the launch's token in their environment: if ``token`` is given, they are killed, too. Other
+    programs that user code started are left alone.
     """
     mark = f"{LAUNCH_VARIABLE}={token}".encode()
     for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if line_marks.isdisjoint(_open_files(pid)):
                 if not token:
                     continue

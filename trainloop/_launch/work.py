@@ -1,4 +1,4 @@
-"""Work for ranks: it is sent over a connection to each, with the descriptors that it refers to."""
+"""Send work to ranks: over a connection to each rank, with the file descriptors that the work refers to."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ __all__ = ["LAUNCH_VARIABLE", "Work", "next_work"]
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
 
-_AT_ONCE = 200  # descriptors; Linux takes 253
+_AT_ONCE = 200  # descriptors per message; Linux allows 253
 _OPENED = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
-_IN_FLIGHT_S = 60.0  # for other ranks to take theirs: one user may have so many in flight as one process may open
+_IN_FLIGHT_S = 60.0  # time for other ranks to receive theirs: Linux limits the descriptors in flight of one user
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work for a rank, with the changes of the caller's state since the work before."""
+    """Work for a rank, with the changes of the caller's state since the previous work."""
 
     spec: RankSpec
     environment: dict[str, str | None]
     """Changed environment variables; ``None`` removes one."""
     folder: str | None = None
-    """The current folder; ``None`` for the one that the rank is in."""
+    """The caller's current folder; ``None`` to keep the rank's."""
     cpus: list[int] | None = None
-    """The caller's CPUs; ``None`` if they are the same as for the work before."""
+    """The caller's CPUs; ``None`` if unchanged since the previous work."""
 
     def send_over(self, line: connection.Connection, descriptors: list[int]) -> None:
         """Send the work to a rank."""
@@ -55,8 +55,8 @@ class Work:
                 _send_descriptors(stream, descriptors[i : i + _AT_ONCE])
 
     def apply(self) -> None:
-        """Apply the caller's present folder, environment and so on, in a rank."""
-        # Only the caller's changes: settings by the rank's own code and libraries are kept.
+        """Apply the caller's current folder, environment and CPUs to this rank."""
+        # Apply only the caller's changes, to keep variables that the rank's own code and libraries have set.
         for name, value in self.environment.items():
             set_variable(name, value)
         if self.folder is not None:
@@ -82,10 +82,13 @@ def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
 
 
 def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
-    """Wait in a rank for more work; return it with its descriptors' numbers in this process, ``None`` at the end."""
+    """Wait in a rank for more work; return it with this process's descriptors by the sender's numbers.
+
+    Return ``None`` if the caller has ended or closed the connection.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # The sentinel too, as a fork of the caller may hold the line's other end.
+    # Wait for the sentinel too: a fork of the caller may hold the connection's other end.
     if line not in connection.wait([line, parent.sentinel]):
         return None
     received: dict[int, int] = {}
@@ -98,7 +101,7 @@ def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None
             for i in range(0, len(descriptors), _AT_ONCE):
                 some = descriptors[i : i + _AT_ONCE]
                 received.update(zip(some, reduction.recvfds(stream, len(some)), strict=True))
-    except (EOFError, OSError):  # the caller has gone
+    except (EOFError, OSError):  # the caller has ended
         return None
     for fd in received.values():
         os.set_inheritable(fd, False)  # not for programs that user code starts

@@ -35,21 +35,21 @@ class Exchanged(NamedTuple):
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]
-    """By name, in the same order on all ranks; one or more entries, to be added up."""
+    """Totals by name, in the same order on all ranks; each has one or more entries, to be added up."""
     attachments: list[Any]
     """The attachments, in the order of ranks; one entry if all ranks sent the same."""
 
 
 class Exchange(Protocol):
-    """Collective: every rank makes the same calls in the same order."""
+    """Exchange logs between ranks. Collective: every rank makes the same calls in the same order."""
 
     carries_objects: bool
-    """True if an attachment may be large and is sent with the logs; else attachments are small and mostly equal."""
+    """True if attachments may be large and are sent with the logs; False if they should be small and mostly equal."""
 
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
-        """Exchange step values and, with ``totals``, an epoch's; values that are not shared are returned unchanged."""
+        """Exchange step values, and an epoch's totals if given; values that are not shared are returned unchanged."""
 
 
 class Gathered:
@@ -95,8 +95,8 @@ class Collectives(Protocol):
 class Summed:
     """Sums all ranks' values on all ranks, in float64; traffic grows with the number of metrics, not of ranks.
 
-    Ranks mostly log the same metrics at the same steps. They compare a digest; if it is the same on all ranks, all
-    values are sent in one or two all-reduces; otherwise all ranks gather all values.
+    Ranks mostly log the same metrics at the same steps, so they first compare a digest of these. If all digests are
+    equal, all values are sent in one or two all-reduces; otherwise all ranks gather all values.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Summed:
         return Exchanged(found, epoch, attachments)
 
     def _reduce(self, arrays: list[Floats], reduce: str) -> None:
-        """Replace each array's numbers by those over all ranks."""
+        """Replace each array's numbers by their reduction over all ranks."""
         flat = np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
         if not flat.size:  # the same on every rank
             return
@@ -141,7 +141,7 @@ class Summed:
 
 
 class _Numbers:
-    """One metric's numbers, in a form in which ranks can be reduced by sum or maximum."""
+    """One metric's numbers, in a form that can be reduced over ranks by sum or maximum."""
 
     def __init__(self, options: Options, steps: Any, values: Floats, weights: Floats) -> None:
         self.options = options
@@ -160,14 +160,14 @@ class _Numbers:
 
     @classmethod
     def of_steps(cls, options: Options, steps: Any, values: Any, weights: Any) -> _Numbers:
-        """Return one rank's values of some steps."""
+        """Return the numbers of one rank's step values."""
         indices, reduced = step_values({"": [(options, steps, values, weights)]})[""]
         places = np.searchsorted(indices, steps)
         return cls(options, indices, reduced, np.bincount(places, weights, len(indices)).astype(np.float64))
 
     @classmethod
     def of_epoch(cls, options: Options, total: list[float], weight: list[float]) -> _Numbers:
-        """Return one rank's total of an epoch."""
+        """Return the numbers of one rank's total of an epoch."""
         numbers = cls(options, None, np.array([math.fsum(total)]), np.ones(1))
         if options.reduce == "mean":  # the total already consists of products
             numbers.sums[1] = math.fsum(weight)

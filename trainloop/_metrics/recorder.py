@@ -44,7 +44,7 @@ class EpochEnd(NamedTuple):
 
     steps: StepValues
     losses: dict[str, float]
-    """The loop's loss under ``''``, and its parts by name."""
+    """The loop's loss under ``''``, and the losses of a ``MultiLoss`` by name."""
     metrics: dict[str, float]
     """The logged metrics."""
     attachments: list[Any]
@@ -52,7 +52,7 @@ class EpochEnd(NamedTuple):
 
 
 class _Series:
-    """One metric on this rank: values still in slots, step values not yet exchanged, and totals of the epoch so far."""
+    """One metric on this rank: pending values in slots, step values to be exchanged, and the epoch's totals so far."""
 
     def __init__(self, name: str, options: Options, asked: LogCall | None = None) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class _Series:
         self.weight: list[float] = []
 
     def settle(self, numbers: Mapping[int, float]) -> None:
-        """Process pending values; ``numbers`` has those of slots, by the slot's id."""
+        """Process pending values; ``numbers`` has the values of slots, by the slot's id."""
         pending, self.pending = self.pending, []
         steps, kept_values, kept_weights = zip(*pending)
         values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
@@ -95,7 +95,7 @@ class _Series:
             self.count += len(pending)
 
     def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Process step values, some logged between steps: those are step values only if ``on_step`` was requested."""
+        """Process step values; those logged between steps are step values only if ``on_step`` was requested."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:
@@ -116,13 +116,13 @@ class Recorder:
     ----------
     rank : int
     exchange : Exchange, optional
-        Exchange of logs between ranks. Default: one process.
+        Exchange of logs between ranks. Default: no other ranks.
     on_step : bool
         True to keep step values (in training, not in evaluation).
     prefix : str
         Prefix for names that don't start with it, such as ``val_``.
     reserved : tuple of str
-        Names with a special meaning, in addition to that of the loss, which can't be logged.
+        Names that can't be logged, in addition to the loss's name, because the loop uses them.
 
     Attributes
     ----------
@@ -164,11 +164,11 @@ class Recorder:
     # -- in the step ---------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Tensor | float, asked: LogCall, batch_size: Tensor | float | None = None) -> None:
-        """Record a value for ``TTModel.log``; see there. Replicas call it from their threads.
+        """Record a value for :meth:`.TTModel.log`. Thread-safe, since replicas call it from their threads.
 
         Parameters
         ----------
-        asked : LogCall, or a tuple of the same
+        asked : LogCall, or a tuple with the same items
         """
         # The usual case first: a known name with the same options; at most two comparisons.
         series = self._logged.get(name)
@@ -192,9 +192,9 @@ class Recorder:
     def add_loss(
         self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float | Mapping[str, Tensor | float]
     ) -> Tensor:
-        """Record the loop's loss, and its parts if it is a ``MultiLoss``; return the whole, detached, 0-d.
+        """Record the loop's loss, and its parts if it is a ``MultiLoss``; return the total, detached and 0-d.
 
-        ``weight`` may have a weight for each part. The epoch's whole is then the sum of the parts' means.
+        ``weight`` may have a weight for each part. The epoch's total is then the sum of the parts' means.
         """
         if not isinstance(loss, Tensor):
             for part, value in loss.items():
@@ -301,17 +301,17 @@ class Recorder:
 
     @property
     def has_logs(self) -> bool:
-        """True if anything was logged since the epoch was finished."""
+        """True if anything was logged since the last epoch was finished."""
         return any(series.pending or series.count or series.steps for series in self._series.values())
 
     def drop(self, names: Container[str]) -> None:
-        """Drop what was logged by these names since the epoch was finished."""
+        """Drop the values that were logged by these names since the last epoch was finished."""
         for series in self._series.values():
             if series.name in names:
                 series.pending.clear()
                 series.clear()
 
-    # -- every now and then --------------------------------------------------------------------------------------------
+    # -- reading and exchanging ----------------------------------------------------------------------------------------
 
     def bar_values(self) -> dict[str, float]:
         """Return the latest value on this rank of each metric logged with ``prog_bar``. Waits for the device."""
@@ -340,16 +340,17 @@ class Recorder:
         return self._exchange(self._new_steps()).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
-        """Return the remaining step values and the epoch's, in one exchange; the recorder is empty afterwards.
+        """Return the remaining step values and the epoch's values, by one exchange; the recorder is empty afterwards.
 
         Collective if there are several ranks.
 
         Parameters
         ----------
         attachment : object
-            Sent to all ranks with the logs.
+            Object to send to all ranks with the logs.
         late : bool
-            True if the logs since the last call belong to the same epoch: returns their metrics, over the whole epoch.
+            True if the logs since the last call belong to the same epoch: their metrics, over the whole epoch, are
+            returned.
         """
         self.compact()
         steps, epoch, attachments = self._exchange(self._new_steps(), self._totals(), attachment)

@@ -30,11 +30,11 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 Row = tuple[int, dict[str, float]]
 StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
-"""Steps, ascending, and the value of each, by metric."""
+"""For each metric, its steps in ascending order, and its value at each step."""
 
 
 class Options(NamedTuple):
-    """Options by which a metric's values are reduced and kept; sent to the other ranks with them."""
+    """Options by which a metric's values are reduced and kept; they are sent to the other ranks with the values."""
 
     on_step: bool
     on_epoch: bool
@@ -42,13 +42,14 @@ class Options(NamedTuple):
     shared: bool
     """True if the value is over all ranks; False for per-rank values."""
     part: str | None
-    """For the loop's loss: the part's name, empty for the whole. ``None`` for the user's metrics."""
+    """For the loop's loss, the part's name, empty for the total; ``None`` for the user's metrics."""
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:
-    """Return floats whose sum is exactly that of ``values``: the rounded sum, its error, the error of that, ...
+    """Return floats whose exact sum is that of ``values``: the rounded sum, its rounding error, and so on.
 
-    Mostly one or two, and none for 0. Sums of parts can be added up to those of the whole, in any order.
+    Usually the result has one or two floats; it is empty for 0. The exact sums of parts of the values can be added up,
+    in any order.
 
     Examples
     --------
@@ -71,7 +72,7 @@ def reduced(reduce: str, values: list[float]) -> list[float]:
     """Return fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
     if reduce in ("mean", "sum"):
         return exact_sum(values)
-    # Not Python's min and max: their result depends on the position of a NaN.
+    # Python's min and max are not used: their result depends on the position of a NaN.
     return [float(np.min(values) if reduce == "min" else np.max(values))] if values else []
 
 

@@ -1,10 +1,10 @@
 """Start processes on this machine: the ranks of a run and the models of a search.
 
 :func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
-fresh interpreters. A forked process inherits the state of the server, so it first takes over the caller's environment,
+fresh interpreters. A forked process inherits the state of the server, so it first applies the caller's environment,
 folder, CPUs, standard output and number of threads (:class:`_ProcessContext`), before any user object is
 unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: if it
-differs, the process refuses, and the caller spawns instead.
+differs, the process reports this, and the caller spawns processes instead.
 
 The whole program shares the server: :mod:`trainloop._processes.server` prepares it for all other users, too.
 """
@@ -61,10 +61,10 @@ __all__ = [
 ]
 
 METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
-"""Replaces ``start_method='auto'``, if it is set."""
+"""Environment variable that replaces ``start_method='auto'``, if it is set."""
 
 SERVER_VARIABLE = "TRAINLOOP_FORK_SERVER"
-"""The server's orders, in the environment that it starts with; ``/proc`` shows it for all processes forked from it."""
+"""Environment variable with the server's settings; ``/proc`` shows it for the server and all of its forks."""
 
 STATUS_LOST = 255
 """multiprocessing's exit code for a process whose fork server has ended."""
@@ -79,11 +79,11 @@ _READ_AT_LOAD = (
 )
 _NOT_AT_LOAD = (
     *(*THREAD_VARIABLES, "TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_"),
-    # Set by scikit-learn and others when they are imported, which may be after the server's start.
+    # Set by scikit-learn and other libraries when they are imported, which may be after the server's start.
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
 # Lines of /proc/self/status about inherited state that a running process cannot change, or that is not sent.
-_UMASK = "Umask"  # a forked process takes this over
+_UMASK = "Umask"  # a forked process applies it
 _INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
 _LINUX_ONLY = "it requires Linux"
 _NOT_OWN = "the server itself"
@@ -96,11 +96,11 @@ class NoServerError(Exception):
 
 
 class NoOwnServerError(NoServerError):
-    """The server ended while it imported its modules, or other code of this program has started it."""
+    """The server ended while it imported its modules, or other code of this program has started the server."""
 
 
 def chosen_method(asked: str = "auto") -> str:
-    """Return how to start ranks: the argument, or the environment's value if that is ``'auto'``.
+    """Return the start method: the argument, or the environment's value if the argument is ``'auto'``.
 
     Raises
     ------
@@ -117,13 +117,13 @@ def chosen_method(asked: str = "auto") -> str:
 # In the caller
 # --------------------------------------------------------------------------------------------------------------------
 
-_process_lock = threading.Lock()  # os.environ and __main__ belong to the process, and several threads may start others
+_process_lock = threading.Lock()  # several threads may start processes, for which os.environ and __main__ are changed
 
 
 def begin_server(modules: Sequence[str]) -> None:
     """Start the fork server unless it is running, without waiting until it has imported ``modules``.
 
-    A server that is already running keeps its imports: its processes import the rest themselves.
+    A server that is already running does not import them: the processes forked from it import missing modules.
 
     Raises
     ------
@@ -135,8 +135,8 @@ def begin_server(modules: Sequence[str]) -> None:
     if getattr(sys, "frozen", False):
         raise NoServerError("this program is frozen into one file")
     forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
-    # Only a single-threaded server can be forked safely, so its libraries start no threads; processes set their own.
-    # Its own sys.path would not contain the script's folder.
+    # Only a single-threaded server can be forked safely, so its libraries must start no threads; its forks set their
+    # own numbers. PYTHONPATH is set because the server's own sys.path would not contain the script's folder.
     changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
     order = {
         "caller": os.getpid(),
@@ -144,14 +144,14 @@ def begin_server(modules: Sequence[str]) -> None:
         "path": _absolute_path(),
         "mask": blocked_signals(),
     }
-    resource_tracker.ensure_running()  # it unblocks signals when it starts
+    resource_tracker.ensure_running()  # before signals are blocked: the tracker unblocks them when it starts
     try:
         with _process_lock, _signals_blocked(), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
             for fd in open_standard_descriptors():  # otherwise the server's own descriptors could get these numbers
                 undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
                 raise NoServerError(
-                    "with this version of Python, every user of this host could connect to it (CVE-2022-42919)"
+                    "with this version of Python, every user of this host could connect to the server (CVE-2022-42919)"
                 )
             order["environment"] = {name: os.environ.get(name) for name in changed}
             with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
@@ -160,14 +160,14 @@ def begin_server(modules: Sequence[str]) -> None:
         raise NoServerError(f"the server can't be started ({error})") from error
 
 
-_folder: Scratch | None = None  # of the server's socket
+_folder: Scratch | None = None  # folder of the server's socket
 
 
 @contextlib.contextmanager
 def _sockets_in_own_folder() -> Iterator[None]:
     """Have ``multiprocessing`` make sockets in a folder that the next launch removes if this process is killed.
 
-    It has a short name: the path of a socket has 107 characters at most.
+    The folder's path is short, since the path of a socket may have at most 107 characters.
     """
     global _folder
     if _folder is None:
@@ -252,7 +252,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     held = {*blocked_signals(), *map(int, _group_signals())}
     processes: list[BaseProcess] = []
     with contextlib.ExitStack() as undo:
-        # If Python started without one of them, its number may belong to a file of the user.
+        # If Python started without one of these streams, its descriptor may be a file of the user.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
         caller = _ProcessContext(environment, affinity(), sorted(held), fixed, limits(), streams)
@@ -285,7 +285,7 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
     """Start a fresh interpreter for each call; otherwise like :func:`from_server`."""
     context = multiprocessing.get_context("spawn")
     if sys.platform != "win32":
-        resource_tracker.ensure_running()  # it outlives these processes: it must not get their environment
+        resource_tracker.ensure_running()  # the tracker outlives these processes: it must not get their environment
     processes: list[BaseProcess] = []
     with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
         try:
@@ -354,7 +354,7 @@ def _group_signals() -> list[int]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals, for processes that are started in the context: they unblock them once they can handle them."""
+    """Block signals, for processes that are started in the context; they unblock the signals once they handle them."""
     with signals_blocked(_group_signals()):
         yield
 
@@ -363,8 +363,8 @@ def _signals_blocked() -> Iterator[None]:
 def _main_not_imported_again() -> Iterator[None]:
     """Keep processes started in this context from running the main module again.
 
-    ``multiprocessing`` sends them its name or path, for pickles that refer to its classes by name. This package sends
-    them by value, which also works without a path: in notebooks and on standard input.
+    ``multiprocessing`` sends them the module's name or path, for pickles that refer to its classes by name. This
+    package sends classes by value, which also works without a path: in notebooks and on standard input.
     """
     main = sys.modules["__main__"]
     missing = object()
@@ -443,7 +443,7 @@ def _link(path: str) -> str:
 
 @dataclass(frozen=True)
 class _ProcessContext:
-    """The caller's state that a forked process takes over; ``multiprocessing`` itself sends folder and ``sys.path``."""
+    """The caller's state that a forked process applies; ``multiprocessing`` itself sends folder and ``sys.path``."""
 
     environment: dict[str, str]
     cpus: list[int]
@@ -458,7 +458,7 @@ class _ProcessContext:
         fields = (self.environment, self.cpus, self.signal_mask, self.fixed, self.limits)
         if sys.platform == "win32":
             raise NoServerError(_LINUX_ONLY)
-        return _arrived, (*fields, [reduction.DupFd(fd) for fd in self.streams])
+        return _rebuilt_context, (*fields, [reduction.DupFd(fd) for fd in self.streams])
 
     def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
         """Return the names of the caller's state that this process cannot have."""
@@ -493,7 +493,7 @@ class _ProcessContext:
         importlib.invalidate_caches()
 
 
-def _arrived(
+def _rebuilt_context(
     environment: dict[str, str],
     cpus: list[int],
     signal_mask: list[int],
@@ -521,7 +521,7 @@ def _take_over(
 
 
 def set_threads() -> None:
-    """Set the numbers of threads that loaded libraries would read from the environment if they were loaded now."""
+    """Set the numbers of threads of loaded libraries to those that the environment's variables request now."""
 
     def number(*names: str) -> int:
         for name in names:

@@ -31,11 +31,11 @@ _is_server = False
 
 def _prepare(order: dict[str, Any]) -> None:
     global started_with, _is_server
-    # A fork replaces 1 and 2 by its caller's: none of its descriptors may have these numbers.
+    # A fork replaces descriptors 1 and 2 by its caller's, so no other descriptor may have these numbers.
     open_standard_descriptors()
     sys.path[:] = order["path"]
     for name in order["modules"]:
-        # The process that needs it will raise. It may not be an ImportError: a missing library is an OSError.
+        # The process that needs the module will raise. A missing shared library is an OSError, not an ImportError.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     for name, value in order["environment"].items():
@@ -54,7 +54,7 @@ def _in_fork(signal_mask: list[int]) -> None:
     if not _is_server:  # a fork of a fork
         return
     _is_server = False
-    set_blocked_signals(signal_mask)  # the server blocks what Ctrl-C sends to the whole group
+    set_blocked_signals(signal_mask)  # the server blocks the signal that Ctrl-C sends to the whole group
     set_threads()
     # Python seeds its own generator in a fork.
     if "numpy" in sys.modules:

@@ -27,12 +27,13 @@ def places_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, int]]:
 
 
 def check_carried(model: nn.Module, gpu_mode: str) -> None:
-    """Check that state can be carried.
+    """Check the ``carried_state`` of a model's modules.
 
     Raises
     ------
     ConfigurationError
-        In ``dp``, which creates new replicas for each batch; and for buffers, which DDP copies from rank 0.
+        If it is malformed; in ``dp``, which creates new replicas for each batch; or if it names a buffer or parameter,
+        which DDP copies from rank 0.
     """
     for path, module, name, dim in places_of(model):
         if not isinstance(dim, int) or not hasattr(module, name):

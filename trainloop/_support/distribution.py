@@ -1,6 +1,7 @@
-"""The distribution's name on the package index, the command that installs an extra, and what overwrites its files.
+"""The distribution: its name on the package index, its extras, and another distribution that overwrites its files.
 
-The import is ``trainloop``, the distribution ``tt-trainloop``: ``trainloop`` on the index is another project's package.
+The import name is ``trainloop``; the distribution is ``tt-trainloop``, because ``trainloop`` on the index is another
+project's package.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file_
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra, for the source folder if this package runs from one."""
+    """Return the command that installs an extra, from the source folder if this package runs from there."""
     try:
         with open(os.path.join(FOLDER, "setup.cfg"), encoding="utf-8") as file:
             from_source = f"name = {NAME}\n" in file.read()
@@ -30,7 +31,7 @@ def pip_install(extra: str) -> str:
 
 
 def import_extra(module: str, owner: str, extra: str) -> Any:
-    """Import a module that an extra installs; raise an error that names what needs it if it is missing."""
+    """Import a module that an extra installs; if it is missing, raise an error that says that ``owner`` needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -39,9 +40,10 @@ def import_extra(module: str, owner: str, extra: str) -> Any:
 
 
 def overwritten_by() -> str:
-    """Return name and version of a distribution ``trainloop`` in the same folder: each overwrites the other's files.
+    """Return name and version of a distribution ``trainloop`` in the same folder, empty if there is none.
 
-    ``import trainloop`` calls it, so it reads the names in the folder only: ``importlib.metadata`` takes milliseconds.
+    The two distributions overwrite each other's files. ``import trainloop`` calls this function, so it only lists the
+    folder: ``importlib.metadata`` takes milliseconds.
     """
     try:
         names = os.listdir(FOLDER)

@@ -15,17 +15,17 @@ __all__ = ["guard_forks"]
 def guard_forks() -> None:
     """Prevent forked children of this process from collecting garbage that they inherit.
 
-    A process group that only reference cycles hold (the reducer of an earlier ``DistributedDataParallel`` keeps one) is
-    freed by the garbage collector. If it runs in a forked child, Gloo's destructor waits for threads that the fork
+    If only reference cycles refer to a process group (the reducer of an earlier ``DistributedDataParallel`` keeps one),
+    the garbage collector frees it. If this happens in a forked child, Gloo's destructor waits for threads that the fork
     did not copy, and the child hangs: a loader worker never loads, and ranks wait for its batch. Python's own hooks
-    after a fork can start a collection, so it is disabled from before the fork until the child has frozen the inherited
-    objects (``gc.freeze``). The child's own objects are collected as usual.
+    after a fork can start a collection. So collection is disabled from before the fork until the child has frozen the
+    inherited objects (``gc.freeze``). The child's own objects are collected as usual.
 
-    This applies to the whole process until it ends, as the end of the last group is unknown. Further calls do nothing.
+    This applies to the process until it ends, since the end of the last group is unknown. Further calls do nothing.
     """
     if not hasattr(os, "register_at_fork"):  # Windows
         return
-    switched_off: set[int] = set()  # by which forking threads; no lock, since a signal could leave it locked
+    switched_off: set[int] = set()  # by which forking threads; without a lock, which a signal could leave locked
 
     def before() -> None:
         if gc.isenabled():

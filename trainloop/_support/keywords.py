@@ -1,4 +1,4 @@
-"""Raise errors for unknown keywords that suggest the right one, also for names of other libraries."""
+"""Raise errors for unknown keywords that suggest the right keyword, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ def hint(name: str, own: Sequence[str], others: Mapping[str, Sequence[str]] | No
     name : str
         The keyword.
     own : sequence of str
-        The arguments of the function that it was given to.
+        Arguments of the function that got the keyword.
     others : mapping of str to sequence of str, optional
-        Functions that it may have been meant for, with their arguments.
+        Other functions that the user may have meant, with their arguments.
     """
     others = others or {}
     for function, arguments in others.items():
@@ -227,16 +227,16 @@ def refuse(
         raise UnknownArgumentError("\n".join(messages))
 
 
-def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[..., Any]]) -> None:
+def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, Callable[..., Any]]) -> None:
     """Raise an error for unknown keywords, with a hint at the right names.
 
     Parameters
     ----------
     unknown : iterable of str
         Names that were given.
-    door : str
-        The one of ``doors`` that they were passed to.
-    doors : dict
+    function : str
+        The key in ``functions`` of the function that got them.
+    functions : dict
         The loop's constructor and ``fit``, by the names that messages use.
 
     Raises
@@ -244,8 +244,8 @@ def refuse_unknown(unknown: Iterable[str], door: str, doors: dict[str, Callable[
     UnknownArgumentError
         If there are unknown names.
     """
-    names = {key: [p for p in inspect.signature(function).parameters if p != "self"] for key, function in doors.items()}
-    refuse(doors[door].__qualname__, unknown, names.pop(door), names)
+    names = {key: [p for p in inspect.signature(f).parameters if p != "self"] for key, f in functions.items()}
+    refuse(functions[function].__qualname__, unknown, names.pop(function), names)
 
 
 def hides_unknown(function: Function) -> Function:

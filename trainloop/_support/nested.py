@@ -74,7 +74,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
         if not isinstance(value, (dict, UserDict)):
             # Don't write to a shallow copy: it may share the object that holds its items.
             return _of_type(type(value), content)
-        changed = copy.copy(value)  # a defaultdict or a BatchEncoding stays one
+        changed = copy.copy(value)  # keeps the type, such as defaultdict or BatchEncoding
         for key, part in content.items():
             changed[key] = part
         return changed
@@ -114,7 +114,7 @@ def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) ->
     function : callable
         Called with a list that has one part of each container.
     values : sequence
-        At least one container. Mappings use the keys of the first.
+        At least one container. The keys of mappings are those of the first container.
 
     Raises
     ------

@@ -68,7 +68,7 @@ def process_config() -> dict[str, Any]:
 
 
 def process_exists(pid: int) -> bool:
-    """Return True if a process has this number."""
+    """Return True if a process has this ID."""
     if sys.platform == "win32":  # where os.kill ends the process, whatever the signal
         import psutil
 
@@ -84,14 +84,14 @@ def process_exists(pid: int) -> bool:
 
 
 def user_id() -> int | None:
-    """Return the number of the user whose rights this process has; ``None`` on Windows."""
+    """Return this process's effective user ID; ``None`` on Windows."""
     if sys.platform == "win32":
         return None
     return os.geteuid()
 
 
 def user_name(uid: int) -> str | None:
-    """Return the name of a user; ``None`` if the system knows no name."""
+    """Return the name of a user; ``None`` if the system has no name for the ID."""
     if pwd is not None:
         with contextlib.suppress(KeyError):
             return pwd.getpwuid(uid).pw_name
@@ -102,12 +102,12 @@ def user_name(uid: int) -> str | None:
 
 
 def affinity(thread: int = 0) -> list[int]:
-    """Return the CPUs that a thread may use, in order; none if the system does not report them (macOS, Windows)."""
+    """Return the CPUs that a thread may use, in order; empty if the system does not report them (macOS, Windows)."""
     return sorted(os.sched_getaffinity(thread)) if hasattr(os, "sched_getaffinity") else []
 
 
 def set_affinity(cpus: Iterable[int], thread: int = 0) -> None:
-    """Choose the CPUs that a thread may use; does nothing on macOS and Windows."""
+    """Set the CPUs that a thread may use; does nothing on macOS and Windows."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(thread, cpus)
 
@@ -116,27 +116,27 @@ def set_affinity(cpus: Iterable[int], thread: int = 0) -> None:
 
 
 def blocked_signals() -> list[int]:
-    """Return the signals that wait while this thread blocks them; none on Windows."""
+    """Return the signals that this thread blocks; empty on Windows."""
     if sys.platform == "win32":
         return []
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 
 
 def set_blocked_signals(numbers: Iterable[int]) -> None:
-    """Set which signals wait while this thread blocks them; does nothing on Windows."""
+    """Set the signals that this thread blocks; does nothing on Windows."""
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
 
 
 def unblock_signals(numbers: Iterable[int]) -> None:
-    """Let signals reach this thread; on Windows they always do."""
+    """Unblock signals for this thread; does nothing on Windows."""
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @contextlib.contextmanager
 def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Let signals wait for the end of the context, also in processes started in it; not on Windows."""
+    """Block signals in the context, also in processes started in it; does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return
@@ -154,7 +154,7 @@ _AT_ONCE = 1 << 30  # bytes of one call; macOS and Windows refuse 2**31
 
 
 def write_at(fd: int, data: memoryview, place: int) -> int:
-    """Write bytes at a place of a file; return how many. On Windows this moves the descriptor's position."""
+    """Write bytes at an offset of a file; return their number. On Windows, this moves the descriptor's position."""
     if sys.platform == "win32":
         os.lseek(fd, place, os.SEEK_SET)
         return os.write(fd, data[:_AT_ONCE])
@@ -162,7 +162,7 @@ def write_at(fd: int, data: memoryview, place: int) -> int:
 
 
 def read_into(fd: int, view: memoryview, place: int) -> int:
-    """Read bytes from a place of a file; return how many. On Windows this moves the descriptor's position."""
+    """Read bytes at an offset of a file; return their number. On Windows, this moves the descriptor's position."""
     if sys.platform == "win32":
         os.lseek(fd, place, os.SEEK_SET)
         data = os.read(fd, min(view.nbytes, _AT_ONCE))
@@ -172,7 +172,7 @@ def read_into(fd: int, view: memoryview, place: int) -> int:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the network interface that stays on this host; ``None`` if the system gives it none."""
+    """Return the name of the loopback network interface; ``None`` if the system gives it no name."""
     if sys.platform == "linux":
         return "lo"
     if sys.platform == "win32":
@@ -182,7 +182,7 @@ def loopback_interface() -> str | None:
 
 @functools.cache
 def running_system() -> str:
-    """Return the ID of the system since it was booted, the same in all its containers; empty if unknown."""
+    """Return the system's boot ID, which is the same in all its containers; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:

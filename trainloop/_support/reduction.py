@@ -1,13 +1,13 @@
-"""Determine what a loss is a mean over: a batch's samples (usual), the weights of its targets, or nothing (a sum).
+"""Determine if a loss is a mean over a batch's samples (the usual case), a mean over its targets' weights, or a sum.
 
-If a loss is a sum, averaging gradients over ranks, replicas and micro-batches makes them too small by their number. So
-sums are detected, as far as the model or the criterion declares them.
+If a loss is a sum, averaging gradients over ranks, replicas and micro-batches makes gradients too small, by the number
+of these. So sums are detected, as far as the model or the criterion declares them.
 
-``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of their targets, without those that
-they ignore. That *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is
-known only if ``get_loss`` returns the same tensor object that the criterion created: its autograd node contains the
-divisor. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion
-attaches it to the tensor.
+``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
+This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. The divisor is known
+only if ``get_loss`` returns the same tensor object that the criterion created, because the tensor's autograd node
+contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion
+attaches the divisor to the tensor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["ClassLosses", "SumRule", "attach_divisor", "divisor_of", "functional
 
 @dataclass(frozen=True)
 class SumRule:
-    """Decide for each loss if it is a sum over samples; made by :func:`sum_rule`."""
+    """Decide for each loss if it is a sum over samples; created by :func:`sum_rule`."""
 
     certain: bool
-    """True if the model declares it; False if the criterion does: ``get_loss`` may have divided the criterion's sum."""
+    """True if the model declares sums; False if only the criterion does, whose sum ``get_loss`` may have divided."""
 
     def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
         """Return True if this loss is a sum. If only the criterion declares it, check the loss's graph, if any."""
@@ -103,10 +103,10 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if an autograd node computed a single number. Nodes before it are the model's: divisions don't count.
+    """Return True if an autograd node computed a single number. Earlier nodes belong to the model.
 
-    ``_input_metadata`` exists in torch 2.1 to 2.13; without it no division is detected, and the criterion's declaration
-    is used.
+    ``_input_metadata`` exists in torch 2.1 to 2.13. Without it, no division is detected, and the criterion's
+    declaration is used.
     """
     metadata: Any = getattr(node, "_input_metadata", ())
     return bool(metadata) and all(size == 1 for size in metadata[0].shape)
@@ -121,7 +121,7 @@ _MEAN = 1  # torch's number for reduction='mean'
 def divisor_of(loss: Tensor) -> Tensor | float | None:
     """Return the sum of the weights of the targets that a loss was divided by; ``None`` for any other loss.
 
-    It is a number on the CPU and a 0-d tensor elsewhere, since reading it would wait for the device.
+    The result is a number on the CPU, and a 0-d tensor on other devices, since reading it would wait for the device.
     """
     attached = getattr(loss, "trainloop_divisor", None)
     if attached is not None:
@@ -194,7 +194,7 @@ class ClassLosses:
 
     @contextmanager
     def watched(self, *, with_graphs: bool) -> Iterator[None]:
-        """Attach divisors to the losses of these criteria, as far as autograd does not know them.
+        """Attach divisors to the losses of these criteria, as far as autograd nodes don't contain them.
 
         Parameters
         ----------
@@ -218,7 +218,7 @@ class ClassLosses:
         if divisor is None:
             divisor = _divisor(target, criterion.weight, criterion.ignore_index)
             attach_divisor(loss, divisor)
-        if found := _found.get():  # for the function that this criterion calls
+        if found := _found.get():  # an entry for the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         self.uneven = self.uneven or ignores or _weighs_targets(criterion)
@@ -258,14 +258,14 @@ _found: ContextVar[list[bool] | None] = ContextVar("_found", default=None)
 def functional_losses(found: list[bool] | None = None) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` as well, without a graph.
 
-    This costs a microsecond for each torch call, so an evaluation does it for its first batch, and for the others only
-    if the first made such a call.
+    This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
+    only if the first batch has made such a call.
 
     Parameters
     ----------
     found : list of bool, optional
-        Receives an entry for each such call. By default, the list of the thread whose context variables this thread
-        has inherited, if that thread is in this context; else nothing is done.
+        List that receives an entry for each such call. Default: the list of the surrounding context, which threads
+        inherit by their context variables. If there is none, nothing is done.
     """
     found = _found.get() if found is None else found
     if found is None:

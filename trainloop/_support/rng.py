@@ -54,8 +54,8 @@ def peek_seed() -> int:
 def capture(*, devices: bool = True) -> dict[str, Any]:
     """Return the state of all generators as plain types and tensors, for checkpoints.
 
-    CUDA generators are included if CUDA is already in use, and that of MPS if the machine has it, unless
-    ``devices=False``. No device is initialised.
+    Unless ``devices=False``, this includes the generators of CUDA if CUDA is already in use, and the generator of MPS
+    if the machine has MPS. No device is initialised.
     """
     # np.random.rand() and most augmentation code use the legacy global generator.
     state = _plain(random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state())
@@ -68,20 +68,20 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
 
 class Snapshots:
-    """Random states before each forward, in the generators' own formats; among GPUs, of the current one only.
+    """Random states before each forward, in the generators' own formats; of the GPUs, only the current one's state.
 
     Python's and numpy's states take 30 times as long to read as torch's, and few programs use these generators while
-    they train. So once they have not changed for 100 forwards, they are read only before every 100th.
+    they train. So once these states have not changed for 100 forwards, they are read only before every 100th forward.
     """
 
     PERIOD = 100
 
     def __init__(self) -> None:
-        self._slow: list[Any] = []  # as they were read last
-        self._unchanged = 0  # forwards since they were read with a change
+        self._slow: list[Any] = []  # Python's and numpy's states, as last read
+        self._unchanged = 0  # forwards since these states were last found changed
 
     def take(self) -> tuple[Any, ...]:
-        """Return the states now. A GPU's generator has its seed and offset on the host: nothing waits for it."""
+        """Return the current states. Nothing waits for a GPU: its generator has seed and offset on the host."""
         self._unchanged += 1
         if not self._forwards_unread():
             slow = _slow_states()
@@ -91,7 +91,7 @@ class Snapshots:
         return *self._slow, torch.get_rng_state(), device
 
     def unread(self) -> int:
-        """Return how many forwards ago Python's and numpy's states were read, or 0 if they have not changed since."""
+        """Return the number of forwards since Python's and numpy's states were read; 0 if they are unchanged since."""
         return 0 if _same(_slow_states(), self._slow) else self._forwards_unread()
 
     def _forwards_unread(self) -> int:
@@ -103,7 +103,7 @@ def _slow_states() -> list[Any]:
 
 
 def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what :class:`Snapshots` took in the form of :func:`capture`."""
+    """Convert the result of :meth:`Snapshots.take` into the form of :func:`capture`."""
     *of_cpu, device = states
     captured = _plain(*of_cpu)
     if device is not None:
@@ -140,8 +140,8 @@ def _same(one: Any, other: Any) -> bool:
 def restore(state: dict[str, Any]) -> None:
     """Restore the state that :func:`capture` returned.
 
-    The current GPU gets the state of the GPU that was current then, even if it is another one. States of missing GPUs
-    are ignored.
+    The current GPU gets the state of the GPU that was current during the capture, even if it is another one. States of
+    missing GPUs are ignored.
     """
     if not {"python", "numpy", "torch"} <= state.keys():
         warn(
@@ -171,7 +171,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
-    """Isolate random draws in a block from the generators outside; with ``seed``, they are the same each time."""
+    """Isolate random draws in a block from the generators outside; with ``seed``, the draws are always the same."""
     before = capture()
     first_seed = torch.initial_seed()
     try:

@@ -1,12 +1,11 @@
 """Temporary folders that are removed even if all processes that use them were killed.
 
-The first kind is for sockets and files that multiprocessing creates for ranks and their loader workers.
-
-Python creates such a folder, ``pymp-*``, for each process, and a killed process can't remove its own. So a launch
-creates one for all of its processes, and removes it when they have ended. It is locked while any of them is alive. If
-all were killed, including the launching process, the next launch finds it unlocked. A file in it names the launch, and
-so do the names of its semaphores. Only folders of this user that are unlocked, and semaphores of their launches, are
-removed.
+A :func:`scratch_folder` is for sockets and files that multiprocessing creates for ranks and their loader workers.
+By default, Python creates a folder, ``pymp-*``, for each process, and a killed process can't remove its folder. So a
+launch creates one folder for all of its processes, and removes it when they have ended. The folder is locked while any
+of them is alive. If all were killed, including the launching process, the next launch finds the folder unlocked. The
+name of a file in it has the launch's token, and so have the names of the launch's semaphores. Only unlocked folders of
+this user, and semaphores of their launches, are removed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ PREFIX = "trainloop-mp-"
 _TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"
 SHARED_MEMORY = "/dev/shm"
-"""Folder in memory where Linux keeps semaphores, too."""
+"""Folder in memory, in which Linux also keeps semaphores."""
 _SEMAPHORES = "mp-"
 _LONGEST_SOCKET = 103  # bytes of a socket's path on macOS; on Linux, 107
-_SOCKET = f"/{PREFIX}12345678/pymp-12345678/listener-12345678"  # by which loader workers send tensors
+_SOCKET = f"/{PREFIX}12345678/pymp-12345678/listener-12345678"  # loader workers send tensors through such a socket
 _FOLDER_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -48,12 +47,12 @@ class Scratch(NamedTuple):
 
 @contextlib.contextmanager
 def scratch_folder(token: str) -> Iterator[Scratch]:
-    """Make the folder; remove the folders of this user's launches that have no living process.
+    """Make a launch's folder, and remove it at the end; first remove folders of launches without a living process.
 
     Parameters
     ----------
     token : str
-        Token of the launch; semaphores that :func:`name_semaphores` has named by it are removed as well.
+        Token of the launch. Semaphores that :func:`name_semaphores` has named after it are removed as well.
     """
     remove_dead()
     scratch = _make(parent=_parent_of_sockets())
@@ -75,7 +74,7 @@ def _parent_of_sockets() -> str:
 def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scratch:
     """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`.
 
-    Only this user can read it. With ``memory_bytes`` it is in shared memory if half of that stays free.
+    Only this user can read it. With ``memory_bytes``, it is in shared memory if half of the shared memory remains free.
     """
     remove_dead()
     return _make(prefix, SHARED_MEMORY if memory_bytes > 0 and _has_room(memory_bytes) else None)
@@ -105,7 +104,7 @@ def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
             lock_fd = _opened(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
-        # Another launch, which searched for dead ones, was faster than the lock.
+        # Another launch has taken the folder for a dead one, and removed it before it was locked.
 
 
 def _remove(scratch: Scratch, *, own: bool) -> None:
@@ -121,8 +120,8 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
 def name_semaphores(token: str) -> None:
     """Name the semaphores of this process and its workers after their launch.
 
-    Called in a rank, which may be killed. After that only their names show which launch they belong to. Libraries
-    rename them: joblib's loky does so for the whole process when it is imported.
+    A rank calls this, because it may be killed: then only the semaphores' names show their launch. Other libraries
+    choose other names: joblib's loky does so for the whole process when it is imported.
     """
     from multiprocessing import synchronize  # keeps `import trainloop` fast
 
@@ -131,7 +130,7 @@ def name_semaphores(token: str) -> None:
     make = synchronize.SemLock.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # On the instance, where it overrides what a library sets in the class, before or after.
+        # Set on the instance, where it overrides a function that a library has set, or will set, on the class.
         self._make_name = lambda: f"{prefix}-{next(synchronize.SemLock._rand)}"  # type: ignore[attr-defined]
         try:
             make(self, *args, **kwargs)
@@ -142,7 +141,7 @@ def name_semaphores(token: str) -> None:
 
 
 def _remove_semaphores(token: str, *, tracked: bool) -> None:
-    """Remove semaphores of killed ranks and workers; their shared tracker would do so only when this process ends."""
+    """Remove semaphores of killed ranks and workers; multiprocessing's tracker would do this only at process end."""
     for path in Path(SHARED_MEMORY).glob(f"sem.{glob.escape(_SEMAPHORES + token)}-*"):
         with contextlib.suppress(OSError):
             path.unlink()

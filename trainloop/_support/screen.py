@@ -23,13 +23,13 @@ def in_notebook() -> bool:
 
 
 def bar_size() -> dict[str, Any]:
-    """Return tqdm's arguments for the size of a bar: that of the terminal, or a default if it does not report one.
+    """Return tqdm's arguments for the size of a bar: the terminal's size, or a default if the terminal reports none.
 
     Terminals of many containers report 0 columns and rows, with which tqdm would draw nothing.
     """
     try:
         columns = None if in_notebook() else os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # no terminal, or something that only pretends to be one
+    except (OSError, ValueError, AttributeError):  # no terminal, or an object that imitates one
         columns = None
     if columns != 0:
         return {"dynamic_ncols": True}

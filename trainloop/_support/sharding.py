@@ -1,8 +1,8 @@
 """Decide which rank takes which sample, in which order and with which weight: arithmetic over ints, no torch.
 
-An epoch is one *global order* of samples. ``batch_size`` of each of ``world_size`` ranks make a *global batch*: the
-next ``batch_size * world_size`` samples, of which rank ``r`` takes every ``world_size``-th from its ``r``-th on. So
-any number of ranks with the same global batch size sees the same global batches; the last is short, never padded::
+An epoch is one *global order* of samples, cut into *global batches* of ``batch_size * world_size`` samples. From each
+global batch, rank ``r`` takes every ``world_size``-th sample, beginning with sample ``r``. So any number of ranks with
+the same global batch size sees the same global batches. The last one may be short; it is never padded::
 
     order         7 2 9 4 | 0 5 8 1 | 3 6            10 samples, batch_size 2, 2 ranks
     rank 0        7   9   | 0   8   | 3
@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int64]
-_Words = npt.NDArray[np.uint64]
+_UInt64s = npt.NDArray[np.uint64]
 
 _MASK64 = 2**64 - 1
 
 
 def shard_size(total: int, rank: int, world_size: int) -> int:
-    """Return how many of ``total`` items rank ``rank`` gets: those at ``rank, rank + world_size, ...``.
+    """Return the number of items, out of ``total``, that a rank gets: those at ``rank, rank + world_size, ...``
 
     Examples
     --------
@@ -81,7 +81,7 @@ class BatchPlan:
 
     @property
     def num_batches(self) -> int:
-        """Global batches of an epoch; every rank has that many, the last may be empty on some."""
+        """Global batches of an epoch, the same number on every rank; a rank's part of the last one may be empty."""
         return self.num_full + (self.last_size > 0)
 
     @property
@@ -96,15 +96,15 @@ class BatchPlan:
         return tuple(shard_size(self.last_size, rank, self.world_size) for rank in range(self.world_size))
 
     def all_shares(self) -> Iterator[tuple[int, ...]]:
-        """Yield :meth:`shares` of each batch of an epoch; the same tuple object while it does not change."""
+        """Yield :meth:`shares` of each batch of an epoch; full batches yield the same tuple object."""
         full = repeat(self.shares(0), self.num_full)
         return chain(full, [self.shares(self.num_full)] if self.last_size else [])
 
     def positions(self, rank: int, first_batch: int, num_batches: int) -> tuple[int, int, int]:
         """Return the positions, as a range, of rank ``rank``'s samples in some global batches.
 
-        A full global batch is a multiple of ``world_size`` long, so that a rank's samples are one stride over the whole
-        epoch, independent of the batches.
+        The length of a full global batch is a multiple of ``world_size``, so a rank's samples have the same stride over
+        the whole epoch, also from one batch to the next.
         """
         start = first_batch * self.global_batch_size + rank
         stop = min((first_batch + num_batches) * self.global_batch_size, self.num_taken)
@@ -141,8 +141,8 @@ class PermutedOrder:
     Notes
     -----
     Up to ``SORTED_UP_TO`` indices, positions are sorted by the SplitMix64 stream of the key, a uniform shuffle as far
-    as the stream is random. Above, a Feistel network of 8 rounds permutes the numbers of the fewest bits that hold
-    ``length``; values outside the range are permuted again until they fall inside (cycle walking; less than 2
+    as the stream is random. For more indices, a Feistel network of 8 rounds permutes all numbers with as many bits as
+    ``length - 1``; values outside the range are permuted again until they fall inside (cycle walking; less than 2
     passes on average). Networks over few bits are measurably not uniform, hence the threshold.
 
     A block of 4,096 positions takes about a millisecond.
@@ -176,18 +176,18 @@ class PermutedOrder:
         """Return the indices of the samples at ``positions``, each in ``[0, len)``, in any order."""
         if self._length <= self.SORTED_UP_TO:
             return self._sorted[positions]
-        # Cycle walking keeps it a permutation: each number outside leads back to a number inside that no other uses.
-        words = self._encrypt(positions.astype(np.uint64))
-        outside = np.flatnonzero(words >= self._length)
+        # Cycle walking is a permutation: numbers outside of the range lead to different unused numbers inside of it.
+        numbers = self._encrypt(positions.astype(np.uint64))
+        outside = np.flatnonzero(numbers >= self._length)
         while outside.size:
-            words[outside] = again = self._encrypt(words[outside])
+            numbers[outside] = again = self._encrypt(numbers[outside])
             outside = outside[again >= self._length]
-        return words.astype(np.int64)
+        return numbers.astype(np.int64)
 
-    def _encrypt(self, words: _Words) -> _Words:
-        # An unbalanced network: the halves' widths differ by one where the number of bits is odd, and swap each round.
+    def _encrypt(self, numbers: _UInt64s) -> _UInt64s:
+        # If the number of bits is odd, the network is unbalanced: the halves' widths differ by one and swap each round.
         low_bits, high_bits = self._low_bits, self._high_bits
-        low, high = words & np.uint64(2**low_bits - 1), words >> np.uint64(low_bits)
+        low, high = numbers & np.uint64(2**low_bits - 1), numbers >> np.uint64(low_bits)
         for round_key in self._round_keys:
             # (high, low) -> (low, high ^ f(low)): the new low half is as wide as the old high one.
             low, high = high ^ (_mix_array(low ^ round_key) >> np.uint64(64 - high_bits)), low
@@ -201,15 +201,15 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def _mix_array(words: _Words) -> _Words:
-    """SplitMix64's finalizer: a bijection over 64 bits after which each bit depends on all."""
-    words = (words ^ (words >> np.uint64(30))) * _MIX_1
-    words = (words ^ (words >> np.uint64(27))) * _MIX_2
-    return words ^ (words >> np.uint64(31))
+def _mix_array(numbers: _UInt64s) -> _UInt64s:
+    """Apply SplitMix64's finalizer: a bijection over 64 bits, in which each output bit depends on all input bits."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _MIX_1
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _MIX_2
+    return numbers ^ (numbers >> np.uint64(31))
 
 
-def _mix(word: int) -> int:
-    return int(_mix_array(np.array([word & _MASK64], dtype=np.uint64))[0])
+def _mix(number: int) -> int:
+    return int(_mix_array(np.array([number & _MASK64], dtype=np.uint64))[0])
 
 
 Order = IdentityOrder | PermutedOrder
@@ -228,14 +228,14 @@ def index_blocks(order: Order, plan: BatchPlan, rank: int, first_batch: int = 0,
             yield order.at(np.arange(start, stop, step, dtype=np.int64))
 
 
-# -- what a micro-batch weighs in its step -----------------------------------------------------------------------------
+# -- weights of micro-batches in a step --------------------------------------------------------------------------------
 
 
 class StepWeights(NamedTuple):
-    """Weights of one rank's micro-batches, with which the mean over ranks is the mean over the step's samples."""
+    """Weights of one rank's micro-batches, such that the mean over ranks is the mean over the step's samples."""
 
     scales: list[float] | None
-    """Factor of each of this rank's losses; None if they are equal: each loss is divided by their number."""
+    """Factor of each of this rank's losses; None if all are equal: divide each loss by the number of losses."""
 
     total: int
     """Samples of all ranks in the step."""
@@ -265,5 +265,5 @@ def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
     ragged = len(set(map(len, sizes))) > 1
     if not ragged and len({size for of_rank in sizes for size in of_rank}) <= 1:
         return StepWeights(None, total, ragged)
-    # A step of empty batches only has no mean; it gets no weight rather than a division by zero.
+    # A step of empty batches has no mean: its weights are 0, to avoid a division by zero.
     return StepWeights([size * len(sizes) / total if total else 0.0 for size in sizes[rank]], total, ragged)

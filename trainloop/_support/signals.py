@@ -3,7 +3,7 @@
 ::
 
     fit                      with signals() as received: ...; received.raise_if_any()    from the first line to the last
-      the ranks are there        with signals(stop):                          ranks receive earlier signals, too
+      while ranks run            with signals(stop):                          ranks receive earlier signals, too
     a rank                   with rank_signals(stop, ...):
       a loader's worker          WorkerInit(users_function)                   outlives signals to the whole group
     evaluate_*, predict_*    with signals(at_once=True): ...                   outside of fit no state must be saved
@@ -45,7 +45,7 @@ REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": TERMINA
 """Request of each signal."""
 
 _SAME_SIGNAL_S = 30.0  # longest time until the last process of a group handles a signal that all of them received
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 
 
 def status_of(reasons: int) -> int:
@@ -72,7 +72,7 @@ class ReceivedSignals:
         self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
 
     def raise_if_any(self) -> None:
-        """End as a signal requests: ``KeyboardInterrupt``, or ``SystemExit`` with 143 or 138. Without one, continue."""
+        """If a signal has arrived, raise ``KeyboardInterrupt``, or ``SystemExit`` with status 143 or 138."""
         if self.reasons & INTERRUPT:
             raise KeyboardInterrupt
         if self.reasons:
@@ -100,21 +100,21 @@ class _Handlers:
             if number is None:  # no SIGUSR1 on this system
                 continue
             current = signal.getsignal(number)
-            # None: a handler that was not installed from Python and could not be put back.
-            # SIG_IGN: whoever started this process (nohup, a shell's background job) wants it to ignore this signal.
+            # None: a handler that was not installed from Python and could not be restored.
+            # SIG_IGN: the program that started this process (nohup, a shell) wants it to ignore this signal.
             if current is None or current is signal.SIG_IGN:
                 continue
             self._users[number] = current
             signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
 
     def restore(self) -> None:
-        # Blocked: a signal that arrives now waits for the previous handler, and is not lost between the two.
+        # Signals are blocked meanwhile: one that arrives now waits for the previous handler, and is not lost.
         with signals_blocked(self._users):
             for number, handler in self._users.items():
                 signal.signal(number, handler)
 
     def raise_postponed(self) -> None:
-        """Raise what users' handlers raised, and a Ctrl-C that had to wait."""
+        """Raise the first exception of users' handlers, or a postponed Ctrl-C."""
         if self._raised:
             raise self._raised[0]
         if self.postponed and not self.held:
@@ -196,7 +196,7 @@ def signals(
     (e.g. by ``sys.exit()``) is raised at the end of the context, so that it can't prevent the last checkpoint. Then the
     handlers are restored. In a thread other than the main one nothing is done, since Python allows no handlers there.
 
-    A context inside another adds its ``stop`` to the outer one's, and passes it the signals that have arrived before.
+    A context inside another one adds its ``stop`` to the outer context, which passes it signals that arrived before.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def signals(
         :meth:`ReceivedSignals.raise_if_any` afterwards.
     """
     global _outermost, _mark
-    # A rank has its handlers since its start.
+    # A rank has had its handlers since its start.
     if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
         yield ReceivedSignals(at_once)
         return
@@ -256,10 +256,10 @@ def uninterrupted() -> Iterator[None]:
 def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[BaseException]) -> Iterator[None]:
     """Handle the signals of a rank that another process started and watches.
 
-    They become requests; Ctrl-C prints nothing, since the launching process does. SIGTERM raises ``end`` once
-    ``ended()`` returns True (the run has failed), unless an exception is already propagating: its ``finally`` blocks
-    are not interrupted (the sender of the signal kills this process if they take too long). After the context, when
-    the process only has to end, signals do nothing.
+    Signals become requests. Ctrl-C prints nothing, since the launching process prints a line. Once ``ended()`` returns
+    True (the run has failed), SIGTERM raises ``end``, unless an exception is already propagating: its ``finally``
+    blocks are not interrupted (the sender of the signal kills this process if they take too long). After the context,
+    when the process only has to end, signals do nothing.
     """
     global _mark
     pid = os.getpid()
@@ -281,7 +281,7 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
     ignored = [n for n in _numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
     for number in set(_numbers()).difference(ignored):
         signal.signal(number, on_signal)
-    # They were blocked since the start of this process: a Ctrl-C would have caused a traceback in an import.
+    # Signals have been blocked since the start of this process: a Ctrl-C in an import would have caused a traceback.
     unblock_signals(_numbers())
     try:
         yield
@@ -317,11 +317,11 @@ class _Mark:
     Forked workers inherit it; spawned ones receive it with their :class:`WorkerInit`.
     """
 
-    _NOTHING, _HEARD, _OVER = range(3)
+    _NOTHING, _RECEIVED, _OVER = range(3)
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._fd = -1  # anonymous memory: forked workers inherit it, spawned ones get no notice of signals
+        self._fd = -1  # anonymous memory: forked workers inherit it, spawned workers get no notice of signals
         if sys.platform == "linux" and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
                 self._fd = os.memfd_create("trainloop-signals", os.MFD_CLOEXEC)
@@ -329,7 +329,7 @@ class _Mark:
         self._byte = mmap.mmap(self._fd, 1)
 
     def set_received(self) -> None:
-        self._byte[0] = self._HEARD
+        self._byte[0] = self._RECEIVED
 
     def set_over(self) -> None:
         """Mark that the process no longer needs its workers and starts no more; it may have sent the signal itself."""
@@ -340,8 +340,8 @@ class _Mark:
 
     @property
     def received(self) -> bool | None:
-        """In a worker: True if its process also got a signal and needs the worker; ``None`` if it got no signal."""
-        return None if self._byte[0] == self._NOTHING else self._byte[0] == self._HEARD
+        """True if the worker's process got a signal, too, and still needs the worker; ``None`` if it got no signal."""
+        return None if self._byte[0] == self._NOTHING else self._byte[0] == self._RECEIVED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_mark, (f"/proc/{self.pid}/fd/{self._fd}",)
@@ -362,17 +362,17 @@ _mark: _Mark | None = None
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that lets a worker outlive signals to the whole group, then calls the user's own.
+    """A ``worker_init_fn`` that lets a worker outlive signals to the whole group, then calls the user's function.
 
-    Its process continues to a step boundary and then ends its workers. A SIGTERM that this process did not receive,
-    and a second one, are meant for the worker itself.
+    The process that the worker serves continues to a step boundary, and then ends its workers. A SIGTERM that this
+    process did not receive, and a second SIGTERM, are meant for the worker itself.
 
-    It can't be installed earlier: torch's worker first installs its own handler, which would end it immediately.
+    The handlers can't be installed earlier: torch first installs a handler in the worker, which ends it immediately.
 
     Parameters
     ----------
     users : callable, optional
-        The user's own ``worker_init_fn``.
+        The user's ``worker_init_fn``.
     temporary : str, optional
         Folder for the worker's sockets, which it can't remove if it is killed.
     """
@@ -398,8 +398,8 @@ class WorkerInit:
 def started(loader: Any) -> Iterator[Any]:
     """Return ``iter(loader)``, with signals blocked in its workers until they can outlive one.
 
-    Until :class:`WorkerInit` is called, which on a busy machine may be seconds later, a SIGTERM would end them by
-    torch's own handler.
+    Until :class:`WorkerInit` is called, possibly seconds later on a busy machine, torch's own handler would end a
+    worker at a SIGTERM.
     """
     if not getattr(loader, "num_workers", 0) or not isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
         return iter(loader)
@@ -408,17 +408,17 @@ def started(loader: Any) -> Iterator[Any]:
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
-    """Continue if the process that this worker serves received the signal, too.
+    """Continue if the process that this worker serves received the signal, too; otherwise end.
 
-    That process can mark this only between two Python instructions, so possibly after a long backward pass. The worker
-    checks repeatedly, and loads meanwhile.
+    That process can record the signal only between two Python instructions, possibly after a long backward pass. The
+    worker checks repeatedly, and continues to load meanwhile.
     """
     if number != signal.SIGTERM or sys.platform == "win32":  # the signal would have ended this process
         return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one is meant for the worker
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM is meant for the worker
     deadline = time.monotonic() + _SAME_SIGNAL_S
 
-    def look(*_: object) -> None:
+    def check(*_: object) -> None:
         received = None if _mark is None else _mark.received
         if received is None and time.monotonic() < deadline:
             return
@@ -426,8 +426,8 @@ def _in_worker(number: int, frame: FrameType | None) -> None:
         if not received:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+    signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, _CHECK_S, _CHECK_S)
 
 
 def _print_line(text: str) -> None:

@@ -11,11 +11,11 @@ a callback, a signal handler or the launching process may call :meth:`StopAgreem
             if stop.reached():          # the same answer on every rank at the same boundary
                 break
 
-How ranks agree: at boundary ``s`` each rank votes on whether it has seen a request, and never changes its vote. If all
+How ranks agree: at boundary ``s``, each rank votes yes if it has seen a request, and never changes its vote. If all
 voted yes, all stop at ``s``; so a request by every rank in the same step (``EarlyStopping``) costs no more steps than
-in one process. If some voted no, no rank stops at ``s``; they will have seen the request at the next boundary (or a few
-later, if they were ahead), and all stop there. Only ranks that voted yes wait for other votes, so a run without a
-request never waits.
+in one process. If some voted no, no rank stops at ``s``. The ranks that voted no will see the request at the next
+boundary (or a few later, if they were ahead), and all ranks stop there. Only ranks that voted yes wait for other votes,
+so a run without a request never waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHECKPOINT = 8
 """SIGUSR1: the job's time is almost up (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
 
 _REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT)
-_BITS = 8  # bits of a vote that hold the reasons seen; the others hold the boundary's number
+_BITS = 8  # lower bits of a vote, with the reasons seen; the upper bits are the boundary's number
 
 
 class LocalStop:
@@ -68,8 +68,9 @@ class LocalStop:
 class SharedStop:
     """The agreement for ranks of one node, through a few int64 slots of shared memory.
 
-    The slots: one whose bytes are the requested reasons, one for the abort flag, then one per rank for its latest vote.
-    Each slot or byte can change to one value only, or has one writer, and is written atomically; so there are no locks.
+    The bytes of the first slot are the requested reasons. The second slot is the abort flag. Then each rank has a slot
+    for its latest vote. Each slot or byte can change to one value only, or has one writer, and is written atomically,
+    so that no locks are needed.
     A boundary without a request costs one read and one write.
 
     Parameters
@@ -82,7 +83,7 @@ class SharedStop:
     timeout_s : float
         Seconds that a rank that votes to stop waits for the others to reach the boundary.
     pids : sequence of int, optional
-        Process of each rank, if no launching process watches them: a rank then stops waiting for a dead one.
+        Process of each rank, if no launching process watches the ranks: a rank then stops waiting for a dead process.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
@@ -149,7 +150,7 @@ class SharedStop:
         """
         self._boundary += 1
         slots = self._slots
-        # All bytes at once: the usual case is one read.
+        # Read all bytes at once, so that the usual case is one read.
         if not slots[self._REQUESTED]:
             slots[self._slot] = self._boundary << _BITS
             return 0
@@ -185,9 +186,10 @@ class SharedStop:
 class GroupStop:
     """The agreement for ranks without shared memory (several nodes), by a small all-reduce at each boundary.
 
-    The all-reduce of boundary ``s`` runs during step ``s + 1``: a rank that has seen no request reads its outcome at
-    the next boundary; one that has seen a request waits for it immediately. The rule is that of :class:`SharedStop`.
-    It uses a separate Gloo group, so it never mixes with the loop's exchanges or waits for a GPU.
+    The all-reduce of boundary ``s`` runs during step ``s + 1``. A rank that has seen no request reads the outcome at
+    the next boundary. A rank that has seen a request waits for the outcome immediately. The rule is the same as in
+    :class:`SharedStop`. The all-reduce uses a separate Gloo group, so it never mixes with the loop's exchanges or waits
+    for a GPU.
 
     Parameters
     ----------
@@ -196,7 +198,7 @@ class GroupStop:
     world_size : int
         Number of ranks in it.
     also : SharedStop, optional
-        Requests of this node, by signals or its launching process, which count as this rank's own.
+        Agreement of this node's ranks. Requests to it, by signals or the launching process, count as this rank's.
     """
 
     def __init__(self, group: Any, world_size: int, also: SharedStop | None = None) -> None:
@@ -246,6 +248,6 @@ class GroupStop:
 StopAgreement = LocalStop | SharedStop | GroupStop
 """The agreement by which a loop stops all ranks at one boundary.
 
-``request(reason)`` asks all ranks to stop, for one of the constants: any rank, any thread, any number of times.
-``reached()`` returns the reasons to stop here, OR-ed, and 0 to continue; every rank calls it at every boundary.
+``request(reason)`` asks all ranks to stop, for one of the constants; any thread of any rank may call it repeatedly.
+Every rank calls ``reached()`` at every boundary; it returns the reasons to stop here, OR-ed, or 0 to continue.
 """

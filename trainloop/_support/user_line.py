@@ -1,4 +1,4 @@
-"""Issue warnings at the user's line: the innermost one outside of this package and torch."""
+"""Issue warnings at the user's line: the innermost line outside of this package and torch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Place(NamedTuple):
     """Name of its module, which warning filters may match."""
 
 
-_caller: Place | None = None  # in a process of this package: the line at which the user called it
-_shown: dict[Any, Any] = {}  # warnings already shown there, as in a module's __warningregistry__
+_caller: Place | None = None  # in a process that this package has started: the user's line in the calling process
+_shown: dict[Any, Any] = {}  # warnings already shown at that line, as in a module's __warningregistry__
 
 
 def set_user_place(caller: Place) -> None:
@@ -40,7 +40,7 @@ def set_user_place(caller: Place) -> None:
 
 
 def user_place() -> Place:
-    """Return the user's line; if there is none on this process's stack, that of the caller's process."""
+    """Return the user's line; if this process's stack has none, return the line in the caller's process."""
     return _found()[0]
 
 

@@ -1,7 +1,7 @@
-"""Objects on their way between processes: models, datasets and callbacks to the ranks, state back.
+"""Send objects between processes: models, datasets and callbacks to the ranks, and their state back.
 
-``pack`` sends any object, defined anywhere, to all ranks of a node through shared memory; ``pack_state`` and
-``unpack_state`` return state into the objects that both sides know, through a ``ResultFile``.
+``pack`` sends any object, defined anywhere, to all ranks of a node through shared memory. ``pack_state`` and
+``unpack_state`` send state back into objects that both sides have, through a ``ResultFile``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that several processes map: unnamed files, and arrays moved into one in place."""
+"""Memory that several processes map: unnamed files, and arrays whose pages are replaced by a file mapping."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ __all__ = [
 ]
 
 PAGE = mmap.PAGESIZE
-_CHUNK = 32 << 20  # bytes copied before their source is freed: the peak above one copy
+_CHUNK = 32 << 20  # bytes that exist twice at most while memory is moved
 _MAP_COUNT_MARGIN = 8192  # mappings left for everything else
 
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _MADV_DONTNEED = 4
-_PRESENT_AND_OF_FILE = 0b101  # the uppermost bits of an entry of /proc/<pid>/pagemap; the middle one: swapped out
+_PRESENT_AND_OF_FILE = 0b101  # top bits of an entry of /proc/<pid>/pagemap: present, not swapped out, page of a file
 _PAGES_AT_ONCE = 1 << 17
 _READ_WRITE = 0x1 | 0x2
 
 
 def anonymous_file(name: str) -> int:
-    """Return a descriptor of an empty unnamed file, which disappears with its users, however they end.
+    """Return a descriptor of an empty unnamed file, which disappears when all processes that use it have ended.
 
-    In memory where the system can (``memfd_create``: not counted against ``/dev/shm``, which is 64 MiB in many
-    containers), else an unlinked temporary file. Programs inherit it only if it is passed to them.
-    On Windows it has a name, by which ranks open it, until :func:`close_file`.
+    The file is in memory if the system supports that (``memfd_create``: not counted against ``/dev/shm``, which is 64
+    MiB in many containers), otherwise it is an unlinked temporary file. Programs inherit the descriptor only if it is
+    passed to them. On Windows, the file has a name, by which ranks open it, until :func:`close_file`.
 
     Parameters
     ----------
     name : str
-        The name that ``/proc/<pid>/maps`` shows.
+        Name for ``/proc/<pid>/maps`` to show.
     """
     if sys.platform == "linux" and hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):  # forbidden by a sandbox's filter
@@ -70,7 +70,7 @@ def close_file(fd: int) -> None:
     """Close the descriptor that :func:`anonymous_file` returned."""
     os.close(fd)
     if path := _paths.pop(fd, ""):
-        with contextlib.suppress(OSError):  # a rank that did not end has it open
+        with contextlib.suppress(OSError):  # a rank that has not ended still has it open
             os.unlink(path)
 
 
@@ -80,16 +80,16 @@ def path_of(fd: int) -> str:
 
 
 def write_all(fd: int, data: memoryview, place: int) -> None:
-    """Write bytes at a place in a file, in as many calls as necessary."""
+    """Write bytes at an offset of a file, in as many calls as necessary."""
     while data.nbytes:
         written = write_at(fd, data, place)
         data, place = data[written:], place + written
 
 
 def punch_hole(fd: int, place: int, nbytes: int) -> None:
-    """Punch a hole: return the memory or disk space of a part of a file to the system; it reads as zeros afterwards.
+    """Return the memory or disk space of a part of a file to the system; the part reads as zeros afterwards.
 
-    If the system can't, the file keeps the space until it is closed.
+    If the system does not support this, the file keeps the space until it is closed.
     """
     libc = _libc() if sys.platform == "linux" else None
     if libc is not None and nbytes:
@@ -105,15 +105,15 @@ def trim() -> None:
 
 
 def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
-    """Evict pages of mapped files that this process has only read from its memory; the files keep them.
+    """Evict clean pages of mapped files from this process's memory; the files keep their contents.
 
-    The next access maps them again. Pages that were written exist in no file (the mapping is private) and are kept,
-    and so is memory that belongs to no file. No other thread may write there meanwhile.
+    The next access maps them again. Pages that were written to are kept, since they exist in no file (the mapping is
+    private), and so is memory that belongs to no file. No other thread may write to the pages meanwhile.
 
     Parameters
     ----------
     spans : iterable of (int, int)
-        Addresses and lengths in bytes; only pages that are entirely within one are evicted.
+        Addresses and lengths in bytes; only pages that are entirely within a span are evicted.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
     libc = _libc()
     if libc is None:
         return 0
-    dropped = 0
+    evicted = 0
     # A sandbox may lack this file, and a process may have no permission to read it.
     with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         for address, nbytes in spans:
@@ -139,8 +139,8 @@ def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
                 for begin, after in np.flatnonzero(clean[1:] != clean[:-1]).reshape(-1, 2).tolist():
                     length = PAGE * (after - begin)
                     if libc.madvise(PAGE * (first + begin), length, _MADV_DONTNEED) == 0:
-                        dropped += length
-    return dropped
+                        evicted += length
+    return evicted
 
 
 class MovedPages:
@@ -148,17 +148,17 @@ class MovedPages:
 
     An array that is sent to the ranks would exist twice: here, and in the file that they map. So its whole pages
     are written to the file, and the file is mapped over them: the same address, the same values, one copy. The mapping
-    is private: only this process and its forked children see what it writes afterwards, as before.
-    :meth:`restore` puts ordinary memory back.
+    is private: as before, only this process and its forked children see its later writes. :meth:`restore` puts ordinary
+    memory back.
 
-    Only private anonymous memory is moved (the heap, and what ``malloc`` maps for large arrays) that is not locked,
-    and only while no other Python thread runs: a write during the move would be lost. Any other memory remains where
-    it is and takes a second copy.
+    Memory is moved only if it is private, anonymous (the heap, or mapped by ``malloc`` for large arrays) and not
+    locked, and only while no other Python thread is running: a write during the move would be lost. Any other memory
+    remains where it is, and the file has a second copy.
 
     Parameters
     ----------
     fd : int
-        The file; it must exist until :meth:`restore`.
+        Descriptor of the file; it must remain open until :meth:`restore`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -182,16 +182,16 @@ class MovedPages:
         address, nbytes : int
             The memory.
         place : int
-            Place in the file; equal to ``address`` modulo the page size, or nothing is shared.
+            Offset in the file. Unless it equals ``address`` modulo the page size, nothing is shared.
 
         Returns
         -------
         bool
-            True if it is shared in place.
+            True if the whole pages are shared in place.
         """
         first = -(-address // PAGE) * PAGE
         last = (address + nbytes) // PAGE * PAGE
-        # Only whole pages can be mapped, and only at the same place within the page.
+        # Only whole pages can be mapped, and only at the same offset within the page.
         if place % PAGE != address % PAGE or first >= last or not self._may_move(first, last):
             write_all(self._fd, memory_at(address, nbytes), place)
             return False
@@ -211,7 +211,7 @@ class MovedPages:
         """Put ordinary memory back, with the current contents. The ranks must have ended: the file is emptied."""
         while self._moved:
             address, nbytes, place = self._moved.pop()
-            # Filled first and then moved over the old pages: the contents are readable at any moment.
+            # Fill the new pages first, then move them over the old ones: the contents are readable at any moment.
             fresh = self._map(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
             ctypes.memmove(fresh, address, nbytes)
             assert self._libc is not None
@@ -256,7 +256,7 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def _movable_memory() -> tuple[list[int], list[int]]:
-    """Return begins and ends of the private anonymous mappings of this process, with adjacent ones joined."""
+    """Return starts and ends of this process's private anonymous mappings, with adjacent mappings joined."""
     starts: list[int] = []
     ends: list[int] = []
     try:

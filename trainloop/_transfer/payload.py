@@ -38,10 +38,10 @@ class PayloadHandle:
     stream_size: int
     """Bytes of the pickle stream, which is at the beginning of the file."""
     table: tuple[int, int]
-    """Place and number of the buffers' entries (place, bytes, read-only)."""
+    """Offset and number of the buffers' entries, each of which has offset, bytes, and 1 if the buffer is read-only."""
 
     def open(self, device: torch.device | None = None, received: Mapping[int, int] | None = None) -> Any:
-        """Return the object. Its arrays are in the mapped file: shared until written, then private to this rank.
+        """Return the object. Its arrays are in the mapped file: shared until they are written to, then private.
 
         Named classes and functions of the sender's ``__main__`` are added to this process's ``__main__``, so
         that ordinary pickles between this process and its DataLoader workers find them.
@@ -51,7 +51,7 @@ class PayloadHandle:
         device : torch.device, optional
             Destination of tensors that were on a CUDA device.
         received : mapping of int to int, optional
-            This process's descriptors by the sender's numbers, if they were sent, not inherited.
+            This process's descriptors by the sender's numbers, if they were sent rather than inherited.
         """
         # Copy on write: a rank's writes (for example to parameters) stay private.
         fd = (received or {}).get(self.fd, self.fd)
@@ -77,17 +77,17 @@ _sent_to_main: set[str] = set()
 
 
 class _LateNames:
-    """Definitions of ``__main__`` that a pickler has sent by value: known only once it has reached this object."""
+    """Definitions of ``__main__`` that a pickler has sent by value; the pickler must pickle this object last."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names  # not the pickler, whose memo refers to this object
+        self._names = names  # without a reference to the pickler, whose memo refers to this object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self._names),)
 
 
 class Payload:
-    """The sender's side of a payload; keeps it alive until :meth:`close`.
+    """The sender's side of a payload; keeps the payload alive until :meth:`close`.
 
     Parameters
     ----------
@@ -135,12 +135,13 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     obj : object
         The object to send.
     roots : dict of str to object, optional
-        Names that the paths in an :class:`UnpicklableError` start with; by default the attributes of ``obj``.
+        Objects by the names that paths in an :class:`UnpicklableError` start with; by default the attributes of
+        ``obj``.
 
     Raises
     ------
     UnpicklableError
-        If a part of it can't be sent; the message has its path, its type and a remedy.
+        If a part of ``obj`` can't be sent; the message has the part's path, its type and a remedy.
     """
     fd = anonymous_file("payload")
     try:
@@ -172,7 +173,7 @@ def _lay_out(
     copies: list[np.ndarray[Any, Any]],
     descriptors: list[int],
 ) -> Payload:
-    """Write the buffers behind the stream; memory shared by several of them is written once."""
+    """Write the buffers behind the stream; memory that several buffers share is written once."""
     count = len(buffers)
     raw = [buffer.raw() for buffer in buffers]
     begin = np.fromiter((_address(view) for view in raw), np.int64, count)
@@ -180,7 +181,7 @@ def _lay_out(
     region_of, first, last = _regions(begin, begin + nbytes)
     sizes = last - first
     unmoved = {copy.__array_interface__["data"][0] for copy in copies}
-    # The largest first: the number of mappings is limited, and these gain most.
+    # The largest first: the number of mappings is limited, and large regions gain most.
     large = np.flatnonzero(sizes >= _MOVED)
     moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
     pages = MovedPages(fd)
@@ -252,7 +253,7 @@ def pickled_for_spawning() -> Iterator[list[int]]:
 
 
 class _CollectedDescriptors:
-    """Replaces the ``Popen`` object of a process that is being spawned."""
+    """Replaces the ``Popen`` object of a process that is being spawned; collects the descriptors to inherit."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 IN_STREAM = 256
-"""Bytes; the overhead of a smaller buffer is higher than the cost of copying it."""
+"""Size in bytes; a smaller buffer is copied into the stream, since a separate buffer would cost more."""
 
 _BLOCK = 64 << 10
 _MOST_OWN = 16 << 20  # bytes of user-shared memory that each rank copies; larger memory is mapped
@@ -64,7 +64,7 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         _loading.device = before
-        # torch lists the sparse tensors that it rebuilds, until torch.load checks them.
+        # torch keeps a list of the sparse tensors that it has rebuilt, until they are validated.
         torch._utils._validate_loaded_sparse_tensors()
 
 
@@ -106,7 +106,7 @@ class Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the reduction of ``obj``; ``NotImplemented`` for the default one."""
-        # Called for every object that is not of a simple built-in type: so the decision is made once per class.
+        # Called for every object that is not of a simple built-in type, so the decision is made once per class.
         kind = type(obj)
         try:
             reduce = self._reducers[kind]
@@ -126,7 +126,7 @@ class Pickler(cloudpickle.Pickler):
         return reduced
 
     def _note_definition(self, obj: Any) -> None:
-        """Remember definitions of ``__main__``; send by value those of modules that a new process couldn't import."""
+        """Record definitions of ``__main__``; let a module that a new process can't import be sent by value."""
         name = getattr(obj, "__module__", None)
         if not isinstance(name, str):
             return
@@ -211,8 +211,8 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
-    # Connections, shared values and the like: as multiprocessing sends them to processes it starts. Not through its
-    # module `reduction`, which is about sockets and methods.
+    # Connections, shared values and the like are sent as multiprocessing sends them to processes that it starts, but
+    # not by its module `reduction`, which handles sockets and methods.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
@@ -242,7 +242,7 @@ def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
 
 
 def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """Return the lowest address of an array's memory, and the one past its highest."""
+    """Return the lowest address of an array's memory, and the address behind its end."""
     low = high = array.__array_interface__["data"][0]
     for length, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:
@@ -253,7 +253,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
-    """Pickle an array in a mapped file by its path, to map it again; ``None`` if its values may differ there."""
+    """Pickle an array in a mapped file by its path, to map it again; ``None`` if the file may have other values."""
     source: Any = array
     while source is not None and not isinstance(source, mmap.mmap):
         source = getattr(source, "base", None)
@@ -282,7 +282,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
     (memoryview, _reduce_memoryview),
     (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
-    ((torch.Stream, torch.Event), _refuse),  # their values may differ in another process
+    ((torch.Stream, torch.Event), _refuse),  # their handles are valid in one process only
     (DataLoader, _without_iterator),
 ]
 
@@ -296,7 +296,7 @@ def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStor
     if nbytes == 0:
         storage = torch.UntypedStorage(0)
     elif isinstance(buffer, bytearray):
-        # From a stream, or read from a file: a copy, which can be resized like torch's own storages.
+        # The data was read from a stream or file: copy it into a storage that can be resized, like torch's own.
         storage = torch.UntypedStorage(nbytes)
         torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
     else:
@@ -396,7 +396,7 @@ class StatePickler(Pickler):
     file, buffer_callback
         As in :class:`Pickler`.
     known : sequence of objects
-        Compared by identity.
+        Objects that the reader has, too; compared by identity.
     """
 
     keeps_shared = False
@@ -424,7 +424,7 @@ class StatePickler(Pickler):
 
 
 class StateUnpickler(pickle.Unpickler):
-    """Read what :class:`StatePickler` wrote.
+    """Read the stream of a :class:`StatePickler`.
 
     Parameters
     ----------
@@ -449,7 +449,7 @@ _arrived_classes: set[str] = set()
 
 @contextlib.contextmanager
 def noting_classes() -> Iterator[None]:
-    """Record the classes received by value in this context: their sender has them, by the same name."""
+    """Record the classes received by value in this context: their sender has them under the same IDs."""
     tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     before = set(tracked)
     yield
@@ -464,7 +464,7 @@ def _tracked_class(tracker_id: str) -> type:
 
 
 class PackedState(NamedTuple):
-    """A pickled state, with its large memory in separate buffers; they stay separate if it is pickled again."""
+    """A pickled state, with its large memory in separate buffers, which stay separate if the state is pickled again."""
 
     stream: bytes
     buffers: list[Any]
@@ -474,16 +474,16 @@ class PackedState(NamedTuple):
 def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
     """Pickle ``state`` without a copy of the memory of tensors and arrays.
 
-    On the other side the objects in ``known``, which are sent as references to their index, become that side's objects,
-    if it lists its copies in the same order: for example, the state of a model's callbacks is written into the objects
-    that the user created.
+    Objects in ``known`` are sent as references to their index. The reader replaces the references by its own objects,
+    which it lists in the same order. For example, the state of callbacks is written into the objects that the user
+    created.
 
     Parameters
     ----------
     state : object
-        Any picklable object; classes and functions of ``__main__`` and closures, too.
+        Any picklable object, including classes and functions of ``__main__`` and closures.
     known : sequence of objects
-        Compared by identity.
+        Objects that the reader has, too; compared by identity.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -507,7 +507,7 @@ def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
 
 
 class Fingerprint:
-    """Detects whether a state has changed, and whether it can be pickled: its stream, and a digest of its large memory.
+    """A state's pickle stream and a digest of its large memory, to detect changes.
 
     Raises
     ------

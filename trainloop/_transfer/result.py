@@ -2,11 +2,11 @@
 
 ::
 
-    head        places of stream and table, written last
-    room        whole tensors; several ranks write their shards into them
+    head        offsets of stream and table, written last
+    room        full tensors; several ranks write their shards into them
     buffers     the memory of other tensors and arrays of the result
     stream      the result's pickle
-    table       place and bytes of each buffer in the stream's order, including room
+    table       offset and bytes of each buffer in the stream's order, including room
 
 Space is returned to the system as soon as it is read, so that a large result never exists twice.
 """
@@ -30,12 +30,12 @@ from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler
 
 __all__ = ["ResultFile"]
 
-_HEAD = 4  # int64s: place and size of the stream, place of the table, number of its entries
+_HEAD = 4  # int64s: offset and size of the stream, offset of the table, number of its entries
 _ALIGNMENT = 64
 
 
 class ResultFile:
-    """The file of one result; each rank and the reader have an instance over the same descriptor.
+    """The file of one result; each rank and the reader have an instance for the same file.
 
     Parameters
     ----------
@@ -46,14 +46,14 @@ class ResultFile:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._end = 8 * _HEAD
-        self._rooms: dict[tuple[int, int], int] = {}  # by address here and bytes: place in the file
+        self._rooms: dict[tuple[int, int], int] = {}  # offset in the file, by address and size in bytes
 
     # -- in ranks ------------------------------------------------------------------------------------------------------
 
     def room_for(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-        """Return zero tensors in the file: the same memory on all ranks of this host that make the same calls in order.
+        """Return zero tensors in the file. Ranks of one host that make the same calls in order get the same memory.
 
-        If local rank 0's result contains any of them, they are part of it without a copy.
+        If local rank 0's result contains such tensors, they are not copied.
         """
         begin = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         places, end = [], begin
@@ -62,7 +62,7 @@ class ResultFile:
             nbytes = shape.numel() * dtype.itemsize
             places.append((end - begin, nbytes, shape, dtype))
             end += nbytes
-        # One byte more: ranks extend the file in any order, and none may truncate what another has written meanwhile.
+        # Write one byte behind it: ranks extend the file in any order, and must not truncate what others have written.
         write_all(self._fd, memoryview(b"\0"), end)
         self._end = end + 1
         mapped = mmap.mmap(self._fd, end + 1 - begin, offset=begin)
@@ -71,7 +71,7 @@ class ResultFile:
             if not nbytes:
                 tensors.append(torch.empty(shape, dtype=dtype))
                 continue
-            # A separate storage for each: storages are what is pickled.
+            # Each tensor has a separate storage, since storages are pickled as a whole.
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=place)
             self._rooms[raw.data_ptr(), nbytes] = begin + place
             tensors.append(raw.view(dtype).view(shape))
@@ -87,15 +87,15 @@ class ResultFile:
             if raw.nbytes < IN_STREAM:
                 return True
             address = int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
-            place = self._rooms.pop((address, raw.nbytes), None)  # once: read memory is freed
+            place = self._rooms.pop((address, raw.nbytes), None)  # used once: reading frees the memory
             table.append((self._append(raw) if place is None else place, raw.nbytes))
             return False
 
         StatePickler(stream, (), keep_out).dump(result)
         entries = np.array(table, np.int64).reshape(-1, 2)
-        at = self._append(stream.getbuffer())
+        stream_at = self._append(stream.getbuffer())
         table_at = self._append(memoryview(entries.tobytes()))
-        head = np.array([at, stream.getbuffer().nbytes, table_at, len(table)], np.int64)
+        head = np.array([stream_at, stream.getbuffer().nbytes, table_at, len(table)], np.int64)
         write_all(self._fd, memoryview(head.tobytes()), 0)
 
     def _append(self, data: memoryview) -> int:
@@ -104,13 +104,13 @@ class ResultFile:
         self._end = place + data.nbytes
         return place
 
-    # -- in the process that started them ------------------------------------------------------------------------------
+    # -- in the process that started the ranks -------------------------------------------------------------------------
 
     def read(self) -> Any:
-        """Return the result, with its tensors on the CPU. The file keeps its length but is empty: ranks may map it."""
-        at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
+        """Return the result, with its tensors on the CPU. The file is emptied, but not truncated: ranks may map it."""
+        stream_at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
         table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
-        stream = self._taken(at, size)
+        stream = self._taken(stream_at, size)
         buffers = (self._taken(place, nbytes) for place, nbytes in table)
         with load_device(None):
             result = StateUnpickler(io.BytesIO(stream), (), buffers).load()
@@ -119,11 +119,11 @@ class ResultFile:
 
     def _taken(self, place: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
-        view, at = memoryview(data), place
+        view, offset = memoryview(data), place
         while view.nbytes:
-            got = read_into(self._fd, view, at)
+            got = read_into(self._fd, view, offset)
             if not got:
                 raise EOFError(f"the ranks' result ends {view.nbytes} bytes early")
-            view, at = view[got:], at + got
+            view, offset = view[got:], offset + got
         punch_hole(self._fd, place, nbytes)
         return data

@@ -42,12 +42,12 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     Parameters
     ----------
     roots : mapping of str to object
-        By the names that paths start with.
+        Objects by the names that paths start with.
     apart : mapping of int to object
         Objects to leave out, by their id: neither they nor their contents are parts.
     """
-    # Not by ``nested``, which walks trees: here objects may refer to each other in cycles, and the walk also follows
-    # attributes, closures and functions' arguments. Breadth first, so that a part has its shortest path.
+    # ``nested`` walks trees only. Here, objects may refer to each other in cycles, and the walk also follows
+    # attributes, closures and functions' arguments. It is breadth first, so that each part gets its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
     queue = deque(roots.items())
@@ -57,12 +57,12 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
             continue
         seen.add(id(obj))
         if type(obj).__module__.startswith(_OTHERS):
-            if isinstance(obj, nn.Module):  # made by torch.compile: its only part is the original
+            if isinstance(obj, nn.Module):  # made by torch.compile: its only child is the original
                 queue.extend((f"{path}.{i}", part) for i, part in enumerate(obj.children()))
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # not writable themselves
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only their parts can be written to
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
@@ -109,7 +109,7 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
 
 
 def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
-    """Return fingerprints of each part's current contents, for :func:`changed_parts`; ``None`` if not picklable."""
+    """Return a fingerprint of each part's contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
     return {
         path: fingerprint(_contents(obj), known, fixed=True)
         for path, obj in parts.items()
@@ -118,9 +118,9 @@ def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fin
 
 
 def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
-    """Return a fingerprint that shows whether a value has changed; ``None`` if it can't be pickled.
+    """Return a fingerprint to detect changes of a value; ``None`` if it can't be pickled.
 
-    ``fixed``: of the value at the time of this call, not of the comparison.
+    With ``fixed``, the fingerprint is that of the value now; otherwise, large memory is read at the comparison.
     """
     try:
         found = Fingerprint(value, known)
@@ -132,7 +132,7 @@ def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fing
 def changed_parts(
     parts: Mapping[str, Any], before: Mapping[str, Fingerprint | None], known: list[object]
 ) -> dict[str, Any]:
-    """Return the contents of changed parts, for :func:`put_into`; those of tensors always, on the CPU."""
+    """Return the contents of changed parts, for :func:`put_into`; tensors are always included, on the CPU."""
     changed: dict[str, Any] = {}
     for path, obj in parts.items():
         if isinstance(obj, torch.Tensor):
@@ -142,11 +142,11 @@ def changed_parts(
         mark = fingerprint(now, known)
         if mark is not None and mark != before.get(path):
             changed[path] = now
-        elif mark is None and isinstance(now, dict):  # so compare its entries one by one
+        elif mark is None and isinstance(now, dict):  # it can't be pickled as a whole: check its entries one by one
             can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
-                lost = ", ".join(str(key) for key in now if key not in can)
-                warn(f"{path}: {lost} can no longer be pickled, so your process keeps the old value.")
+                others = ", ".join(str(key) for key in now if key not in can)
+                warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
                 changed[path] = can
     return changed
 
@@ -166,7 +166,7 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
             obj.update(contents)
         else:
             for name in [name for name in _contents(obj) or () if name not in contents]:
-                vars(obj).pop(name, None)  # deleted there
+                vars(obj).pop(name, None)  # deleted on the other side
             vars(obj).update(contents)
     for obj in parts.values():
         if isinstance(obj, Optimizer):
@@ -174,7 +174,7 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
 
 
 def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> None:
-    expanded = own.layout == torch.strided and 0 in own.stride()  # several elements share one place
+    expanded = own.layout == torch.strided and 0 in own.stride()  # several elements share one memory location
     with torch.no_grad():
         if own.shape == value.shape and own.dtype == value.dtype and not own.is_inference() and not expanded:
             own.copy_(value)
@@ -185,7 +185,7 @@ def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> 
 
 
 def _state_to_parameters(optimizer: Optimizer) -> None:
-    """Move state from a rank's device to its parameter's; step counters stay where torch puts them."""
+    """Move state from a rank's device to its parameter's device; step counters remain where torch puts them."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and isinstance(state, dict) and parameter.device.type != "cpu":
             for key, value in state.items():

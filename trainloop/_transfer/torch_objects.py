@@ -1,7 +1,8 @@
 """Pickling of torch objects that torch itself can't pickle.
 
 Module-like objects and operators are sent by name, compiled functions by their original and its options, parametrized
-and scripted modules by their parts. All private torch names that this needs are here; they exist in 2.6 to 2.15.
+and scripted modules by their parts. All private torch names that this needs are in this file; torch 2.6 to 2.15 has
+them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 
 
 def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
-    """Pickle a parameter with its hooks, which torch omits; and dtypes that only ``torch.load`` can read."""
+    """Pickle a tensor with its hooks, which torch omits, or with a dtype that only ``torch.load`` can read."""
     hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
     hooks = hooks if tensor.is_leaf else {}
     if not hooks and tensor.dtype not in _LOADED_ONLY:
@@ -62,7 +63,7 @@ def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
         rebuild, args, *_ = tensor.__reduce_ex__(4)
     if rebuild is getattr(torch._utils, "_rebuild_tensor_v3", None):
         rebuild = _rebuild_loaded_only
-    # After the tensor: a hook may refer to it.
+    # Hooks are set once the tensor exists: a hook may refer to it.
     return rebuild, args, hooks or None, None, None, _set_hooks if hooks else None
 
 
@@ -134,7 +135,7 @@ _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def compile_context_of(function: types.FunctionType) -> Any:
-    """Return how ``torch.compile`` compiled (or disabled) a function; ``None`` for any other function."""
+    """Return the object by which ``torch.compile`` compiled (or disabled) a function; ``None`` for other functions."""
     if _EVAL_FRAME not in sys.modules or not hasattr(function, "_torchdynamo_orig_callable"):
         return None
     # functools.wraps copies a compiled function's attributes, but not its closure.
@@ -149,7 +150,7 @@ def _apply(context: Any, compiled: Any) -> Any:
 
 
 def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
-    """Pickle the original function and its compile options, to compile it again there."""
+    """Pickle the original function and its compile options; the reader compiles it again."""
     return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
 
 
@@ -198,7 +199,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler counts steps of this one
+        if not (name == "step" and hasattr(value, "_wrapped_by_lr_sched"))  # a scheduler's wrapper of it
         and (hooks or not (name.startswith("_optimizer_") and name.endswith("_hooks")))
     }
 
@@ -240,9 +241,9 @@ def _set_script_tensors(module: Any, tensors: dict[str, torch.Tensor]) -> None:
 def kept_attributes(obj: object) -> dict[str, Any]:
     """Return the attributes that pickling an object keeps, according to its ``__getstate__``.
 
-    Attributes that it leaves out (weak references, locks, files) are missing; attributes that it replaces are replaced:
-    an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if the state is not a
-    dictionary, or if pickling is refused.
+    Attributes that ``__getstate__`` leaves out (weak references, locks, files) are missing. Attributes that it replaces
+    have the new value: an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if
+    the state is not a dictionary, or if pickling is refused.
     """
     kind = unparametrized_class(type(obj))
     get_state = getattr(kind, "__getstate__", None)

@@ -38,12 +38,12 @@ class Unpicklable:
 
 
 def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
-    """Return the parts of ``roots`` that can't be pickled, nearest first; at most a handful.
+    """Return the parts of ``roots`` that can't be pickled, those nearest to the roots first; at most five.
 
     Parameters
     ----------
     roots : mapping of str to object
-        Names that the paths start with.
+        Objects by the names that paths start with.
     """
     found: list[Unpicklable] = []
     visited: set[int] = set()
@@ -85,12 +85,12 @@ def explain(roots: Mapping[str, object], error: Exception) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Trying
+# Trial pickling
 # --------------------------------------------------------------------------------------------------------------------
 
 
 class _Probe(Pickler):
-    """Pickle to nowhere, without reading the data of arrays and tensors."""
+    """Pickle without storing the stream, and without reading the data of arrays and tensors."""
 
     def __init__(self) -> None:
         super().__init__(_Nowhere(), lambda buffer: False)
@@ -125,7 +125,7 @@ def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         return []
     if len(parts) == 1:
         return parts
-    # Trying whole halves takes log2(n) tries per bad part, not one try per part.
+    # Testing halves takes log2(n) tests for each part that can't be pickled, instead of one test for every part.
     middle = len(parts) // 2
     return _failing(parts[:middle]) + _failing(parts[middle:])
 
@@ -198,7 +198,7 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     try:
         reduced = obj.__reduce_ex__(4)
-    except Exception:  # it raises by itself: it is the culprit
+    except Exception:  # the object itself can't be pickled, rather than a part of it
         return
     if not isinstance(reduced, tuple):
         return

@@ -15,9 +15,9 @@ T = TypeVar("T")
 def count_samples(batch: Any, default: int | None = None) -> int:
     """Return the number of samples in a batch of any shape.
 
-    It is the leading dimension of the first tensor or array that has one, found depth first in tuples, lists,
-    mappings and attributes of objects; without one, the length of the first list of other objects (such as strings),
-    or of an object that has a length; else ``default``; else 1.
+    This is the leading dimension of the first tensor or array that has a dimension, found depth first in tuples, lists,
+    mappings and attributes of objects. If there is none, it is the length of the first list of other objects (such as
+    strings), or of an object that has a length; otherwise ``default``; otherwise 1.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return int(shape[0]) if len(shape) else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
-    # A generator: it reads parts only up to the first match.
+    # A generator, which reads parts only up to the first match.
     counts = (_leading_dimension(part) for part in _parts(batch))
     return next((count for count in counts if count is not None), None)
 
@@ -59,8 +59,8 @@ def _length(batch: Any) -> int | None:
     if isinstance(batch, (Mapping, tuple, list)):
         counts = (_length(part) for part in _parts(batch))
         count = next((count for count in counts if count is not None), None)
-        # The first column has the number. Without columns the values are the samples themselves, but 0-d tensors are
-        # the columns of a single sample.
+        # The first column has the number of samples. Without columns, the values are the samples themselves; but 0-d
+        # tensors are the columns of a single sample.
         if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
             count = len(batch) or None
         return count
@@ -83,7 +83,7 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
     device : torch.device
         Target device.
     non_blocking : bool
-        Don't wait for copies from pinned memory; later work on the current stream does.
+        True to return before copies from pinned memory are complete; later work on the current stream waits for them.
     """
 
     def move(part: Any) -> Any:
@@ -113,7 +113,7 @@ def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
 
 def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     """Return a batch with ``function`` applied to every part that has ``method``: tensors, and users' objects."""
-    if callable(getattr(batch, method, None)):  # also of mappings: BatchEncoding, TensorDict
+    if callable(getattr(batch, method, None)):  # before containers: BatchEncoding and TensorDict have the method
         return function(batch)
     return map_parts(lambda part: _map(function, method, part), batch)
 
@@ -134,7 +134,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item
-        # Batches that a loader's own code put on the GPU are complete on the stream of that code.
+        # The loader's own code may have put the batch on the GPU, by work on the current stream.
         copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             moved = move_to(pin(batch), device, non_blocking=True)
@@ -152,7 +152,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
 
     ahead = None
     for item in items:
-        # Started before the present batch is yielded, so that the copy runs during that batch's step.
+        # Start this copy before yielding the previous batch, so that it runs during that batch's step.
         following = start(item)
         if ahead is not None:
             yield finish(ahead)

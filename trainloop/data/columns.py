@@ -128,7 +128,7 @@ def _axis(part: Any, dim: int) -> int | None:
 
 
 def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
-    """Yield for each part of a batch its number of columns (None: no such dimension) and its description."""
+    """Yield the number of columns (None: no such dimension) and a description of each part of a batch."""
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:

@@ -23,11 +23,11 @@ Batches: TypeAlias = Iterator[tuple[int, Any, int]]
 
 
 class EvalFeed:
-    """A loader's batches for evaluation: rank ``r`` of ``w`` gets the batches ``r, r + w, ...`` of one process.
+    """A loader's batches for evaluation: rank ``r`` of ``w`` gets the loader's batches ``r, r + w, ...``
 
     Ranks get whole batches, so that operations within a batch (collating, padding to the longest, BatchNorm in training
-    mode) are those of one process. Nothing is padded or left out, except by the loader's own ``drop_last``. A
-    loader that is already distributed is read unchanged.
+    mode) give the same results as in one process. Nothing is padded or left out, except by the loader's own
+    ``drop_last``. A loader that is already distributed is read unchanged.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ class EvalFeed:
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int, optional
-        Seed common to all ranks. None only in one process: random numbers are drawn as ``for batch in loader`` does.
-        With a seed, none are drawn from the global generators, and every pass is the same.
+        Seed common to all ranks. None (only in one process): random numbers are drawn as by ``for batch in loader``.
+        With a seed, nothing is drawn from the global generators, and every pass is the same.
     name : str
         Name of the loader, for messages.
     exchange_ints : callable, optional
-        A collective exchange of integers. If the loader's sampler has to be iterated to know the order, ranks check
-        with it, once per pass, that the order is the same on all.
+        A collective exchange of integers. If the order is known only by iterating the loader's sampler, ranks use it
+        once per pass to check that all have the same order.
     device : torch.device, optional
         Device to move batches to; None to leave them where they are.
 
@@ -107,8 +107,8 @@ class EvalFeed:
     def batches(self, padded: Callable[[Batches], Batches] | None = None) -> Batches:
         """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
-        Ranks may have one batch more or less than others, or none. Collective only at the end of a pass, where every
-        rank may have to iterate the loader's sampler to know the order.
+        A rank may have one batch more or fewer than others. Collective only at the end of a pass, where ranks that have
+        iterated the loader's sampler compare its order.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class EvalFeed:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
-        """Yield ``((batch_index, size), batch)`` for rounds of ``world_size`` batches in which this rank has one."""
+        """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches, if this rank has a batch."""
         rank, known = self._rank, self._source.sizes_known
         least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
@@ -151,8 +151,8 @@ class EvalFeed:
         Returns
         -------
         sequence of int or None
-            None if they are in dataset order already, or if there is no such order: the loader does not visit
-            each sample exactly once, or there is not one row per sample.
+            None if the rows are already in dataset order; or if that order is undefined, because the loader does not
+            visit each sample exactly once, or a sample does not have exactly one row.
         """
         return self._source.row_order(sizes)
 
@@ -164,12 +164,12 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
-    if given or world_size == 1:  # in one process, a sampler for several would leave out rows
+    if given or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
-    # An iterable dataset may repeat each sample in every worker, or differ between ranks: its copy checks both.
+    # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both.
     shared = world_size > 1 and not given
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
         loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)

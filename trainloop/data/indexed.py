@@ -47,7 +47,7 @@ def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int |
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
-    """Return a rank's shard of every global batch: some samples if the sampler yields samples, else some batches."""
+    """Return a rank's shard of every global batch: of its samples, or of its batches if the sampler yields batches."""
     plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
     # batch_size=None, and an index refers to an element that is a batch.
     scalar = loader.batch_sampler is None and plain is None
@@ -69,13 +69,13 @@ def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) 
 
 
 def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """Return a rank's shard of the batches that one process would see, each whole."""
+    """Return a rank's shard of the batches that one process would see, as whole batches."""
     num_samples = length_of(loader.dataset)
     return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
 
 
 class Indexed(Source):
-    """A map-style dataset's loader; a copy of it reads only this rank's indices.
+    """A map-style dataset's loader; a copy of the loader reads only this rank's indices.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Indexed(Source):
         self._name, self._rank, self._rows, self._shard = name, shard.rank, rows, shard
         self.sizes_known = shard.sizes_known
         plain = loaders.plain_batches(loader)
-        self._asked = LoggedBatchSampler(
+        self._requested = LoggedBatchSampler(
             shard,
             loader.batch_size,
             loader.drop_last,
@@ -100,10 +100,10 @@ class Indexed(Source):
         # Batches are identified by the order in which they were requested.
         changes: dict[str, Any] = {"in_order": True} if hasattr(loader, "in_order") else {}
         if loader.batch_sampler is None:
-            changes["sampler"] = self._asked
+            changes["sampler"] = self._requested
         else:
             changes.update(
-                batch_sampler=self._asked, sampler=shard if isinstance(shard, ShardSampler) else loader.sampler
+                batch_sampler=self._requested, sampler=shard if isinstance(shard, ShardSampler) else loader.sampler
             )
         self.loader = copy_loader(loader, **changes)
 
@@ -136,7 +136,7 @@ class Indexed(Source):
         return self._shard.row_order(sizes)
 
     def next_indices(self) -> Any:
-        return self._asked.indices[0] if self._asked.indices else None
+        return self._requested.indices[0] if self._requested.indices else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
@@ -164,7 +164,7 @@ class Indexed(Source):
                 yield sizes, rows.take_list(indices) if sizes[rank] else None
             return
         plan, batch_index = shard.plan, first_batch
-        # One tuple for all full batches: by its identity a step sees that the sizes are unchanged.
+        # One tuple for all full batches, so that steps recognise unchanged sizes by identity.
         full = plan.shares(0)
         for block in index_blocks(order, plan, rank, first_batch):
             for batch in rows.take(torch.from_numpy(block), plan.batch_size):
@@ -175,8 +175,8 @@ class Indexed(Source):
 
     def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Yield batches as loaded by the copy's workers, or by this process if it has none."""
-        asked, shard, rank = self._asked, self._shard, self._rank
-        asked.first_batch = batch_index = first_batch
+        requested, shard, rank = self._requested, self._shard, self._rank
+        requested.first_batch = batch_index = first_batch
         seed = shard.seed
         with nullcontext() if seed is None else IsolatedRandomState(derive_seed(seed, "loader", epoch, rank)):
             batches = guard_stop_iteration(started(self.loader), self._name)
@@ -190,9 +190,9 @@ class Indexed(Source):
                     batch = next(batches, _END)
             if batch is _END:
                 break
-            loaders.check_requested(asked.log, self.loader, self._name)
-            asked.indices.popleft()
-            yield asked.log.popleft(), batch
+            loaders.check_requested(requested.log, self.loader, self._name)
+            requested.indices.popleft()
+            yield requested.log.popleft(), batch
             batch_index += 1
-        if asked.log and asked.log[0][rank] == 0:
-            yield asked.log.popleft(), None
+        if requested.log and requested.log[0][rank] == 0:
+            yield requested.log.popleft(), None

@@ -1,4 +1,4 @@
-"""Support for streams and samplers of other libraries, and their handling of ranks; imports none of these libraries."""
+"""Support streams and samplers of other libraries, and their handling of ranks, without importing these libraries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainloop.data.loader_copies import copy_loader
 def is_split(dataset: Any) -> bool | None:
     """Return True if a stream, or a loader of one, already gives each rank a shard; None if unknown.
 
-    Recognised are the user's attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
-    dataset made inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
+    This recognises the user's attribute ``is_distributed``, Hugging Face's ``split_dataset_by_node``, a litdata
+    dataset created inside a rank, and webdataset pipelines with ``split_by_node`` or resampled shards.
     """
     declared = getattr(dataset, "is_distributed", None)
     if declared is not None and not callable(declared):  # every torch.Tensor has a method of this name
         return bool(declared)
-    # Set by Hugging Face's split_dataset_by_node, which has no public trace.
+    # Set by Hugging Face's split_dataset_by_node, which leaves no public attribute.
     if getattr(dataset, "_distributed", None) is not None:
         return True
     stages = pipeline_of(dataset)
@@ -52,10 +52,11 @@ def pipeline_of(dataset: Any) -> list[Any]:
 
 
 def same_on_all_ranks(stream: Any) -> Any:
-    """Make a pipeline, or a loader of one, depend only on the global random state; return other objects unchanged.
+    """Return a pipeline, or a loader of one, that depends only on the global random state; other objects unchanged.
 
-    webdataset refuses to read a pipeline without a ``nodesplitter`` if there are several ranks; here every rank reads
-    all of it. Its ``shuffle`` draws from a generator seeded by the clock by default; here from Python's global one.
+    With several ranks, webdataset refuses to read a pipeline without a ``nodesplitter``. By default, its ``shuffle``
+    draws from a generator that is seeded by the clock. In the returned pipeline, every rank reads all samples, and
+    ``shuffle`` draws from Python's global generator.
     """
     if isinstance(stream, DataLoader):
         dataset = same_on_all_ranks(stream.dataset)
@@ -104,7 +105,7 @@ def resumes_exactly(dataset: Any) -> bool:
     """
     if not _is_of(dataset, "datasets"):
         return True
-    # Their stages are nested by attribute; there is no public list of them.
+    # Hugging Face's stages are nested by attributes, without a public list of them.
     left = [getattr(dataset, "_ex_iterable", None)]
     while left:
         stage = left.pop()
@@ -141,8 +142,8 @@ def plain_sampler(loader: Any, sampler: Any) -> Any:
     torchdata's sampler creates a generator with a random seed. If the user gave no generator, the loop may choose the
     order, as with torch's sampler.
     """
-    ours = type(sampler).__name__ == "RandomSampler" and _is_of(sampler, "torchdata")
-    if not ours or loader.generator is not None:
+    torchdatas = type(sampler).__name__ == "RandomSampler" and _is_of(sampler, "torchdata")
+    if not torchdatas or loader.generator is not None:
         return sampler
     return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
 

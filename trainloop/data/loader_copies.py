@@ -21,9 +21,9 @@ Loader = TypeVar("Loader", bound="DataLoader[Any]")
 def copy_loader(loader: Loader, **changes: Any) -> Loader:
     """Copy a loader, of any class, with some attributes changed.
 
-    The attributes are copied, since a subclass may have computed them from constructor arguments that are gone.
-    ``DataLoader`` forbids setting some of them later, but only because its constructor has derived other attributes
-    from them, which the caller replaces too.
+    The attributes are copied, since a subclass may have computed them from constructor arguments that are not stored.
+    ``DataLoader`` forbids setting some attributes later, but only because its constructor has derived other attributes
+    from them. The caller replaces these, too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -36,7 +36,7 @@ def copy_loader(loader: Loader, **changes: Any) -> Loader:
 
 
 def with_workers(loader: Any, num_workers: int) -> Any:
-    """Return the loader with another number of workers; with 0, options for workers are reset."""
+    """Return a copy of the loader with another number of workers; with 0, options for workers are reset."""
     if isinstance(loader, SplitBatches):
         return SplitBatches(with_workers(loader.loader, num_workers), loader.dim)
     if num_workers:
@@ -46,9 +46,9 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def persistent_workers(loader: Any) -> Any:
-    """Return the iterator in which torch's loader keeps persistent workers that have started; else None.
+    """Return the iterator that holds a loader's running persistent workers; None if there are none.
 
-    A pass that finds them draws no base seed for them.
+    While they are running, a pass draws no base seed.
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
@@ -72,8 +72,9 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers, now.
 
-    Unreferenced workers end too. But if a traceback or a reference cycle refers to them, they end only when the garbage
-    collector finds them. If it has closed their queues by then, torch waits several seconds for each and kills it.
+    Workers also end when nothing refers to them. But if a traceback or a reference cycle refers to them, they end only
+    when the garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each
+    worker, and kills it.
     """
     workers = persistent_workers(loader)
     if workers is not None:
@@ -82,7 +83,7 @@ def end_workers(loader: Any) -> None:
 
 
 def _spawned_by_inheritance() -> bool:
-    """Return True if workers would be spawned only because this rank was.
+    """Return True if workers would be spawned only because this process was spawned.
 
     In Python, children inherit their process's start method by default. Spawned workers import everything
     again (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked workers,

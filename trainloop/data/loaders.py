@@ -72,7 +72,7 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return a loader that is already distributed; check its sampler's rank, or set it if the user could not know it.
+    """Return an already distributed loader, after setting this rank in its sampler, if it has one.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
     users = loader.worker_init_fn
     with contextlib.ExitStack() as undo:
         temporary = None
-        # A rank uses its launch's folder; workers that outlive this context keep Python's.
+        # A rank uses its launch's folder; workers that outlive this context keep Python's own folder.
         if "tempdir" not in process_config() and not loader.persistent_workers:
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
         # Set on the user's loader, since a copy would not share its persistent workers; restored below.
@@ -117,7 +117,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
-    """Return the loader's ``worker_init_fn``; workers that a rank does not fork first apply the rank's settings."""
+    """Return the loader's ``worker_init_fn``; if a rank spawns the workers, it first applies the rank's settings."""
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings.
     if context.get_start_method() != "fork" and started_by_launch():
@@ -160,7 +160,7 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
 
 
 class Shared(NamedTuple):
-    """Properties of a loader that ranks must have in common, as integers; -1 for one that may differ."""
+    """Properties of a loader that ranks must have in common, as integers; -1 for a property that may differ."""
 
     rule: int = -1
     """Checksum of the kind of loader and of the way in which its order is determined."""
@@ -176,7 +176,7 @@ NO_LOADER = Shared(rule=-2)
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
-    """Raise an error if ranks would do different steps: one would then wait for others forever.
+    """Raise an error if ranks would do different steps and wait for each other forever.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
     Raises
     ------
     ConfigurationError
-        If it can't be iterated, has no samples, or drops all of them.
+        If the loader can't be iterated, has no samples, or drops all samples.
     """
     check_iterable(loader, name)
     batches = plain_batches(loader)

@@ -17,7 +17,7 @@ from trainloop.data.randomness import IsolatedRandomState
 
 
 def length_of(sized: Any) -> int | None:
-    """Return ``len(sized)``; None if it has no length, or raises an error."""
+    """Return ``len(sized)``; None if that raises an error."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -32,13 +32,13 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
     sampler
         Any iterable of indices.
     key : int or None
-        Key of a shuffled order that replaces the sampler's. None: only the sampler's own order is acceptable.
+        Key of a shuffled order that replaces the sampler's order; None if only the sampler's own order is acceptable.
     """
     if type(sampler) is SequentialSampler:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # With a generator, the user controls the order. Several permutations, or a part of one, are drawn.
+    # With a generator, the user controls the order. Several permutations, or a part of one, must be drawn.
     if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None or key is None:
         return None
     return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
@@ -60,9 +60,9 @@ def _plain(index: Any) -> Any:
 
 
 def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
-    """Yield the items in lists of ``at_once``, drawn under an isolated random state, the same for the same seed.
+    """Yield the items in lists of ``at_once``, drawn under an isolated random state that depends only on the seed.
 
-    Without a seed they are drawn from the global generators, like in plain iteration.
+    Without a seed, the items are drawn from the global generators, like in plain iteration.
     """
     isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
     with isolated:
@@ -76,7 +76,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers and their samplers, by attribute; None for a sampler that it lacks."""
+    """Return a loader, its samplers and their samplers, by attribute; None for a missing sampler."""
     parts = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         parts[name] = getattr(loader, name, None)
@@ -85,7 +85,7 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that the user gave a loader, by the attribute that holds them; each once."""
+    """Return the generators that the user gave a loader, by the attribute that refers to them; each only once."""
     found: dict[str, torch.Generator] = {}
     for name, holder in parts_of_loader(loader).items():
         generator = getattr(holder, "generator", None)

@@ -1,7 +1,8 @@
 """Resume a stream at the position that its ``state_dict()`` describes, or read it again with the same random numbers.
 
-A stream without one is read again from the beginning of its epoch, with the same result if it is deterministic. One
-with a state resumes from it: that is faster, and the only correct way if its position continues across epochs.
+A stream without ``state_dict()`` is read again from the beginning of its epoch, with the same result if it is
+deterministic. A stream with a state resumes from that state: this is faster, and the only correct way if the stream's
+position continues across epochs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def is_stateful(thing: Any) -> bool:
     if not callable(save) or not callable(load):
         return False
     try:
-        # Mosaic's and litdata's require the number of samples given, which only their own loader knows.
+        # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
         inspect.signature(save).bind()
     except TypeError:
         return False
@@ -50,10 +51,10 @@ def is_stateful(thing: Any) -> bool:
 
 
 def holder_of(loader: Any) -> Any:
-    """Return the object that holds the position of a loader read in this process; None if there is none.
+    """Return the object whose state is the position of a loader read in this process; None if there is no such object.
 
-    A loader of an indexed dataset has none: its epoch is repeated from the beginning, with the workers' random numbers,
-    which no loader's state contains.
+    A loader of an indexed dataset has no such object: its epoch is repeated from the beginning, with the workers'
+    random numbers, which no loader's state contains.
     """
     if not isinstance(loader, DataLoader):
         return loader if is_stateful(loader) else None
@@ -61,7 +62,7 @@ def holder_of(loader: Any) -> Any:
         return None
     dataset = loader.dataset if is_stateful(loader.dataset) else None
     if is_stateful(loader):
-        # torchdata's always has a state; for a dataset without one it repeats the beginning, with other draws.
+        # torchdata's loader always has a state; for one without a state, it repeats the beginning, with other draws.
         return loader if dataset is not None or not libraries.is_torchdata(loader) else None
     return dataset if loader.num_workers == 0 else None
 
@@ -75,11 +76,11 @@ def drawn() -> tuple[Any, ...]:
 
 
 class InProcess:
-    """The position of a loader that this process iterates, from the object that holds it."""
+    """The position of a loader that this process iterates, from the state of :func:`holder_of`'s object."""
 
     @classmethod
     def of(cls, loader: Any, name: str) -> InProcess | None:
-        """Return the position of a user's loader; None if no object holds it."""
+        """Return the position of a user's loader; None if no object's state has it."""
         holder = holder_of(loader)
         return None if holder is None else cls(holder, loader, name)
 
@@ -89,15 +90,15 @@ class InProcess:
         self._num_batches = None if isinstance(loader, DataLoader) else length_of(loader)
         self._count = 0
         self._begun = self._ended = self._draws = self._at_end = False
-        self._at: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
         self.resumes = False
         self.isolated: IsolatedRandomState | None = None
-        """Random state in which the loader is iterated; None for the process's."""
+        """Random state in which the loader is iterated; None for the process's own state."""
 
     def now(self) -> dict[str, Any] | None:
         """Return a copy of the position: a holder may return an object that it keeps changing."""
         if not self._begun:
-            return self._at
+            return self._loaded
         own = packed(pickle.loads(pickle.dumps(self._holder.state_dict())))
         draws = None
         if self.isolated is not None and self._draws and not self._ended:
@@ -109,34 +110,37 @@ class InProcess:
         return {"of": type(self._holder).__name__, "own": own, "draws": self._draws, "rng": draws, "ended": ended}
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """Return the position itself, which is data already."""
+        """Return ``now`` unchanged, which is plain data already."""
         return now
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Load the holder's state; not with another number of ranks, as each has read another part of a round."""
-        # Only the type's name shows whether the state is of this loader: its content is the library's.
+        """Load the holder's state; return False if it does not fit.
+
+        It does not fit another number of ranks, since each rank has read another part of a round.
+        """
+        # Only the type's name can show that the state is this loader's: a library defines its content.
         if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
             return False
         if begins and self._holder is self._loader and not state["ended"]:
             return True  # the epoch was interrupted, and a loader's next iteration starts from the beginning
         self._holder.load_state_dict(unpacked(state["own"]))
-        self._at, self.resumes = state, not begins
+        self._loaded, self.resumes = state, not begins
         self._begun = False
         return True
 
     def read(self) -> Iterator[Any]:
-        """Return an iterator over the loader's batches from the loaded position on, which counts them."""
-        at, self._at = self._at, None
-        if self.resumes and at is not None and at["ended"] and not isinstance(self._holder, DataLoader):
+        """Return an iterator over the loader's batches from the loaded position on; it counts the batches."""
+        loaded, self._loaded = self._loaded, None
+        if self.resumes and loaded is not None and loaded["ended"] and not isinstance(self._holder, DataLoader):
             self.resumes = False
             self._begun = self._ended = self._at_end = True
             return iter(())
-        at_end = self._at_end or (at is not None and not self.resumes)
+        at_end = self._at_end or (loaded is not None and not self.resumes)
         batches = retry_if_empty(self._iterated) if at_end else self._iterated()
         self._at_end = False
-        self._draws = self.resumes and at is not None and at["draws"]
-        if self._draws and at is not None and at["rng"] is not None:
-            rng.restore(at["rng"])
+        self._draws = self.resumes and loaded is not None and loaded["draws"]
+        if self._draws and loaded is not None and loaded["rng"] is not None:
+            rng.restore(loaded["rng"])
         self._begun = self._ended = self.resumes = False
         self._count = 0
         return self._counted(batches)
@@ -160,21 +164,21 @@ class InProcess:
 
 
 class Place:
-    """A stream's position in the process that reads it: this one, or a loader's worker.
+    """A stream's position in the process that reads it: this process, or a loader's worker.
 
-    If the stream draws from global generators for each item, its position includes their state. If it draws only at its
-    start (for example an order) or never, it starts again from the epoch's first state, to get the same order.
+    If the stream draws from global generators for each item, its position includes their state. If the stream draws
+    only at its start (for example an order) or never, it restarts from the epoch's first state, to get the same order.
     """
 
-    def __init__(self, dataset: Any, worker: Any, at: dict[str, Any] | None) -> None:
+    def __init__(self, dataset: Any, worker: Any, loaded: dict[str, Any] | None) -> None:
         self._dataset = dataset
         self._worker = worker
-        self._draws_each = at is not None and at["rng"] is not None
+        self._draws_each = loaded is not None and loaded["rng"] is not None
         self._at_first: tuple[Any, ...] | None = None
         self.begun = self.ended = False
 
     def begin(self) -> None:
-        """Note that the first sample was read."""
+        """Record that the first sample was read."""
         self.begun = True
         if not self._draws_each:
             self._at_first = drawn()
@@ -182,7 +186,8 @@ class Place:
     def saved(self, group: int) -> tuple[int, bytes]:
         """Return the worker, and its state for resuming at the global batch ``group``.
 
-        Pickled, since a dataset may keep changing what it returns, and the loader would send tensors through files.
+        The state is pickled, since the dataset may keep changing the object that it returned, and the loader would send
+        tensors through files.
         """
         reads = self.begun and not self.ended
         self._draws_each = self._draws_each or (reads and drawn() != self._at_first)
@@ -194,7 +199,7 @@ class Place:
         }
         try:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
-        except Exception as error:  # a user's __reduce__ may raise anything; reported where the state is used
+        except Exception as error:  # a user's __reduce__ may raise anything; state() reports it
             data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
         return 0 if self._worker is None else self._worker.id_unasked, data
 
@@ -220,11 +225,11 @@ class StreamPlaces:
     def read(self, parts: Iterator[Any]) -> Iterator[Any]:
         """Yield the parts of an epoch, from its beginning or from a loaded position; omit a worker's skipped turns."""
         if not self.resumes:
-            # Until its first turn, a persistent worker's position is that of the last epoch's end.
+            # Until its first turn, a persistent worker's position is the end of the last epoch.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
         self._ended = self.resumes = False
         if self._loader.num_workers:
-            self._loader.dataset.places = {}  # the workers that have just started have them
+            self._loader.dataset.places = {}  # the workers have received them at their start
         for part in parts:
             if part.place is not None:
                 worker, data = part.place
@@ -243,7 +248,7 @@ class StreamPlaces:
         return self._loader.persistent_workers or not self._loader.num_workers
 
     def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
-        """Return for each worker its turns in this epoch and the state to resume from."""
+        """Return each worker's turns in this epoch and its state to resume from; None if no position is known."""
         workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
         for place in workers.values():
             if "error" in place:
@@ -258,7 +263,7 @@ class StreamPlaces:
         }
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
-        """Set the place of each worker.
+        """Set the position of each worker; return False if the state does not fit.
 
         Without workers, a stream of which each rank keeps a part is at the same sample for any number of ranks.
         """
@@ -271,18 +276,18 @@ class StreamPlaces:
         places: dict[int, dict[str, Any]] = state["workers"]
         fresh = {"group": 0, "ended": False, "rng": None, "waits": False, "begins": True}
         if begins:
-            shard.places = {worker: {**at, **fresh} for worker, at in places.items()} if self._outlives_epoch else {}
-            self._places = {worker: (0, pickle.dumps(at)) for worker, at in places.items()}
+            shard.places = {worker: {**p, **fresh} for worker, p in places.items()} if self._outlives_epoch else {}
+            self._places = {worker: (0, pickle.dumps(p)) for worker, p in places.items()}
             return True
-        # A loader asks its workers in turn, from the first on; one that had its turn in the interrupted round skips it.
+        # A loader reads its workers in turn, from the first on; a worker that has had its turn in this round skips it.
         unread = {"turns": 0, "ended": False}
         turns = [places.get(worker, unread) for worker in range(max(1, num_workers))]
-        round_begun = min((at["turns"] for at in turns if not (at["turns"] and at["ended"])), default=0)
+        round_begun = min((p["turns"] for p in turns if not (p["turns"] and p["ended"])), default=0)
         shard.places = {
-            worker: {**at, "waits": at["turns"] > round_begun, "begins": False} if at["turns"] else {**at, **fresh}
-            for worker, at in places.items()
+            worker: {**p, "waits": p["turns"] > round_begun, "begins": False} if p["turns"] else {**p, **fresh}
+            for worker, p in places.items()
         }
-        self._places = {worker: (at["turns"], pickle.dumps(at)) for worker, at in places.items()}
+        self._places = {worker: (p["turns"], pickle.dumps(p)) for worker, p in places.items()}
         self.resumes = True
         return True
 
@@ -290,17 +295,17 @@ class StreamPlaces:
 Position = InProcess | StreamPlaces
 """A source's position after the last batch it yielded, from the state of the user's own objects.
 
-``resumes`` is True if the next items are the rest of an epoch, so that none must be skipped. ``now()`` returns a handle
-of the current position, from which ``state(now)`` makes data, also after further batches; both may raise the objects'
-exceptions. ``load(state)`` returns True if it has moved to the position.
+``resumes`` is True if the next items are the rest of an epoch, so that no item must be skipped. ``now()`` returns a
+handle of the current position. ``state(now)`` converts it into data, also after further batches. Both may raise any
+exception of the user's objects. ``load(state)`` returns True if the source has moved to the position.
 """
 
 
 def retry_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """Return the items of ``read()``; if there are none, those of a second call.
+    """Return the items of ``read()``; if it has no items, return those of a second call.
 
-    After an epoch the state of some streams is its end, and iterating starts from the beginning. When such a state is
-    loaded, the first pass is empty.
+    After an epoch, the state of some streams is the epoch's end, although the next iteration starts from the beginning.
+    If such a state is loaded, the first pass is empty.
     """
     items = read()
     first = list(islice(items, 1))

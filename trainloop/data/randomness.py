@@ -1,8 +1,8 @@
 """Separate the random numbers of loading from those of training.
 
 With a seed, loading data never draws from the generators that the model uses (for dropout and the like), and a batch's
-augmentation depends only on the seed, the epoch, the rank and the batch's position in the epoch. So an epoch that is
-resumed in its middle, or loaded by another number of workers, has the same bits.
+augmentation depends only on the seed, the epoch, the rank and the batch's position in the epoch. So an epoch is bitwise
+the same if it is resumed in its middle, or loaded by another number of workers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def seed_cpu(seed: int) -> None:
 
 
 class IsolatedRandomState:
-    """Isolated global random state: code inside ``with`` neither sees nor changes the state outside.
+    """Context that isolates the global random state: code inside ``with`` neither sees nor changes the outer state.
 
     Parameters
     ----------
     seed : int, optional
-        Initial state; each later ``with`` continues where the previous one ended. None: each ``with`` starts from the
-        seed of the last :meth:`reseed`, and its end state is dropped.
+        Seed of the first ``with``; each later ``with`` continues where the previous one ended. If None, each ``with``
+        starts from the seed of the last :meth:`reseed`, and its end state is dropped.
 
     Notes
     -----
-    A ``with`` costs about 30 microseconds, most of it for Python's state. numpy's generator is replaced rather than
-    its state, whose copying would take three times as long; the only state lost is the second normal sample that
+    A ``with`` costs about 30 microseconds, most of it for Python's state. numpy's generator is replaced, because
+    copying its state would take three times as long. The only state lost is the second normal sample that
     ``np.random.randn`` may have cached outside.
     """
 

@@ -5,7 +5,7 @@
 * :class:`~trainloop.data.whole_batches.WholeBatches`: the same for evaluation, which puts rows into dataset order.
 * :class:`GivenShard`: all batches of a sampler that already gives each rank a shard.
 
-:class:`LoggedBatchSampler` passes them to the loader.
+:class:`LoggedBatchSampler` passes a shard's indices to the loader.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from trainloop.data.orders import digest_of, length_of, order_by_position, read_
 from trainloop.data.randomness import SeedOnArrival
 
 RankSizes = tuple[int, ...]
-"""Samples of each rank in one global batch; -1 if only that rank can know."""
+"""Samples of each rank in one global batch; -1 if only that rank can know its number."""
 
-# Their order is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may depend on
-# the training so far, and is read one global batch at a time.
+# The order of these samplers is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may
+# depend on the training so far, and is read one global batch at a time.
 _SETTLED = (
     RandomSampler,
     SequentialSampler,
@@ -50,25 +50,25 @@ _READ_AHEAD = 4096
 
 
 class RankShard:
-    """A rank's shard of every global batch of a pass; the base of all rules."""
+    """A rank's shard of every global batch of a pass; the base class of all rules."""
 
     rank: int
     num_replicas: int
     """Number of ranks; torch's name for it."""
 
     seed: Any  # torch's sampler accepts ints only
-    """An int common to all ranks. None, in one process only: orders are drawn from the global generators."""
+    """An int common to all ranks; None (in one process only) to draw orders from the global generators."""
 
     epoch: int = 0
     digest: int | None = None
-    """Checksum of the order, once read, which must agree on all ranks; None if it can't differ."""
+    """Checksum of the order, which must agree on all ranks; None before the order is read, or if it can't differ."""
 
     sizes_known: bool = True
-    """True if :meth:`batches` yields the sizes of all ranks; else only this rank's."""
+    """True if :meth:`batches` yields the sizes of all ranks; False if only this rank's."""
 
     @property
     def rule(self) -> str:
-        """How the order becomes known; ranks with different rules would do different exchanges."""
+        """Name of the way in which the order is obtained; ranks with different rules would do different exchanges."""
         return type(self).__name__
 
     @property
@@ -98,7 +98,7 @@ class RankShard:
 
 
 class ShardSampler(RankShard, DistributedSampler[Any]):
-    """This rank's shard of any sampler's order: each sample is on one rank; none is padded or left out.
+    """This rank's shard of any sampler's order: each sample is on exactly one rank, without padding.
 
     Global batches are defined in :mod:`trainloop._support.sharding`. Every rank reads the sampler's full order,
     under the same random state, and takes its shard; orders that are known by position (sequential, and shuffled
@@ -109,13 +109,13 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     sampler : iterable of indices
         The user's sampler, with or without a length, finite or not.
     dataset
-        The dataset that the indices are of.
+        The dataset that the indices refer to.
     batch_size : int
         Samples of one rank in a full global batch.
     rank, world_size : int
         The rank to read for, and the number of ranks.
     drop_last : bool
-        Leave out the last global batch if it is short.
+        True to leave out the last global batch if it is short.
     seed : int
         Seed common to all ranks.
     """
@@ -144,7 +144,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     @property
     def rule(self) -> str:
-        """By position, or iterated."""
+        """``'by position'`` or ``'iterated'``."""
         return "iterated" if self.order is None else "by position"
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
             yield from indices
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[list[Any], RankSizes]]:
-        """Yield this rank's indices of each global batch from ``first_batch`` on (maybe none); each rank's samples."""
+        """Yield, from ``first_batch`` on, this rank's indices in each global batch, and each rank's sample count."""
         order, plan = self.order, self.plan
         if order is None or plan is None:
             yield from self._iterated_batches(first_batch)
@@ -176,7 +176,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def _iterated_batches(self, first_batch: int) -> Iterator[tuple[list[Any], RankSizes]]:
         size, world_size = self.batch_size * self.num_replicas, self.num_replicas
         full = (self.batch_size,) * world_size
-        # Reading a sampler ahead needs one isolated random state for many batches.
+        # A sampler that may be read ahead enters the isolated random state once for many batches.
         at_once = max(1, _READ_AHEAD // size) if type(self.base) in _SETTLED else 1
         batch_index = 0
         self.digest = None
@@ -196,7 +196,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
 
 class _UserBatches(RankShard, Sampler[Any]):
-    """A rank's shard of what a user's sampler yields: lists of indices, or any index that the dataset accepts.
+    """A rank's shard of the items of a user's sampler: lists of indices, or any index that the dataset accepts.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ class _UserBatches(RankShard, Sampler[Any]):
     rank, world_size : int
         The rank to read for, and the number of ranks.
     seed : int or None
-        Common to all ranks; None in one process only.
+        Seed common to all ranks; None in one process only.
     """
 
     def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int | None) -> None:
@@ -235,7 +235,7 @@ class BatchShardSampler(_UserBatches):
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """Yield this rank's batch of each round from ``first_batch`` on (None: no batch), and each rank's samples."""
         self.digest = None
-        # One round at a time: the sampler may depend on the training so far.
+        # Read one round at a time, since the sampler may depend on the training so far.
         for batch_index, group in enumerate(self._read(self.num_replicas)):
             if self.digest is None:
                 self.digest = digest_of(group)
@@ -277,9 +277,10 @@ class GivenShard(_UserBatches):
 
 
 class LoggedBatchSampler(BatchSampler):
-    """The batch sampler of a rank's loader: a shard's batches from any position on, with a log of those yielded.
+    """The batch sampler of a rank's loader: yields a shard's batches from any position on, and logs them.
 
-    A loader with workers reads ahead; the reader of the loader takes one entry of ``log`` with each batch.
+    A loader with workers requests batches ahead. The code that reads the loader removes one entry of ``log`` for each
+    batch that it gets.
 
     Parameters
     ----------
@@ -288,7 +289,7 @@ class LoggedBatchSampler(BatchSampler):
     batch_size, drop_last
         For code that reads these attributes of the loader.
     scalar : bool
-        Yield single indices, not lists (``batch_size=None``).
+        True to yield single indices, not lists (``batch_size=None``).
     seeds_workers : bool
         True if the indices are sent to workers, which must be seeded for each batch.
     """
@@ -322,7 +323,7 @@ class LoggedBatchSampler(BatchSampler):
             log.append(sizes)
             self.indices.append(index)
             if sizes[shard.rank] == 0:
-                continue  # to the end of the pass: only its last global batch may leave a rank without a part
+                continue  # the pass ends here: only its last global batch may leave a rank without a part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
 
     def __len__(self) -> int:

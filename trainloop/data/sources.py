@@ -1,8 +1,8 @@
 """Sources of a rank's batches for training and evaluation: one class for each kind of loader.
 
-A source yields this rank's part of one global batch after another. For loaders of indexed datasets see
-:mod:`trainloop.data.indexed`. Training chooses one in :mod:`trainloop.data.train` and groups its batches into steps;
-evaluation chooses in :mod:`trainloop.data.evaluation` one that gives each rank whole batches.
+A source yields this rank's part of one global batch after another. The source for loaders of indexed datasets is in
+:mod:`trainloop.data.indexed`. Training chooses a source in :mod:`trainloop.data.train`, and groups its batches into
+steps. Evaluation chooses a source in :mod:`trainloop.data.evaluation`, which gives each rank whole batches.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, l
 
 
 class Source:
-    """A loader's passes as this rank's part of each global batch; the base class of all sources."""
+    """Base class of all sources: reads passes of a loader, and yields this rank's part of each global batch."""
 
     loader: Any
     """The loader that is read: the user's, or its copy for this rank."""
 
     shares: bool = True
-    """True if ranks split one order, instead of reading one each."""
+    """True if ranks split one common order; False if each rank's loader has its own order."""
 
     sizes_known: bool = True
-    """True if items carry the samples of all ranks, ``(sizes, batch)``, or of this rank only, ``(size, batch)``."""
+    """True if items have the sizes of all ranks, ``(sizes, batch)``; False if only this rank's, ``(size, batch)``."""
 
     num_batches: int | None = None
     """Global batches of a pass; None if unknown before reading."""
@@ -57,7 +57,7 @@ class Source:
 
     @property
     def rule(self) -> str:
-        """How ranks obtain the same order, which determines their exchanges."""
+        """Name of the way in which ranks obtain the same order; it determines their exchanges."""
         return type(self).__name__
 
     @property
@@ -69,16 +69,16 @@ class Source:
     def order_digest(self) -> int | None:
         """Checksum of a pass's order, which must agree on all ranks; None if it can't differ.
 
-        In training it covers the beginning of the pass and exists after the first item; in evaluation it covers all, at
-        the end.
+        In training, it covers the beginning of the pass, and is known after the first item. In evaluation, it covers
+        the entire pass, and is known at the end.
         """
         return None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of each global batch of an epoch from ``first_batch`` on, with its size or sizes.
 
-        After ``position.load()``, yield the following ones. If this rank has no part in a global batch, its entry of
-        the sizes is 0 (its one size -1) and the batch must be ignored.
+        After ``position.load()``, yield the parts that follow the loaded position. If this rank has no part in a global
+        batch, its entry in ``sizes`` is 0, or its ``size`` is -1, and the batch must be ignored.
         """
         raise NotImplementedError
 
@@ -87,10 +87,10 @@ class Source:
         return None
 
     def note_indices(self) -> None:
-        """From the next pass on, remember what :meth:`next_indices` returns, if that is not always done."""
+        """Record indices for :meth:`next_indices` from the next pass on; some sources always record them."""
 
     def next_indices(self) -> Any:
-        """Return the indices of the batch that is read next, or could not be read; None if unknown."""
+        """Return the indices of the batch that is read next, or that could not be read; None if unknown."""
         return None
 
 
@@ -109,7 +109,7 @@ class LoggedIndices:
     Parameters
     ----------
     base : iterable
-        The batch sampler; this object has its attributes, too.
+        The batch sampler; its attributes can be read from this object, too.
     """
 
     def __init__(self, base: Any) -> None:
@@ -138,7 +138,7 @@ class LoggedIndices:
 
 
 class UserLoader(Source):
-    """For one process without a seed: the user's loader, iterated as in a hand-written loop."""
+    """The user's loader, iterated as in a hand-written loop; for one process without a seed."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -183,9 +183,10 @@ class UserLoader(Source):
 
 
 def _batches_of(loader: Any, name: str) -> Iterator[Any]:
-    """Return ``iter(loader)``. Without workers, the same batches and random draws from the loader's parts.
+    """Return an iterator with the same batches and random draws as ``iter(loader)``.
 
-    That avoids the profiler mark that torch sets around each batch: 20 of a small model's 500 microseconds.
+    Without workers, this calls the loader's sampler, dataset and ``collate_fn`` directly. That avoids the profiler mark
+    that torch sets around each batch, which takes 20 of the 500 microseconds of a small model's step.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
         return guard_stop_iteration(started(loader), name)
@@ -204,7 +205,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
 
 
 class Tensors(Source):
-    """For one process without a seed: a ``TensorDataset``'s batches and draws, without the cost of its loader."""
+    """The batches and random draws of a ``TensorDataset``'s loader, at less cost; for one process without a seed."""
 
     def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
         self.loader = loader
@@ -224,14 +225,14 @@ class Tensors(Source):
 
 
 class Stream(Source):
-    """An iterable dataset's loader; a copy of it reads the whole stream and keeps this rank's samples."""
+    """An iterable dataset's loader; a copy of the loader reads the whole stream and keeps this rank's samples."""
 
     sizes_known = False
 
     def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
         self._name, self.shares = name, not given
         self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
-        # All of a stream that is already this rank's shard.
+        # A stream that is already this rank's shard is read as by one process.
         shared = world_size > 1 and not given
         self.loader = stream_loader(
             loader, *((0, 1) if given else (rank, world_size)), shared=shared, with_places=True, name=name
@@ -247,7 +248,7 @@ class Stream(Source):
         self.position = self._places if self.loader.dataset.stateful else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
-        # The same on all ranks, unlike for a map-style dataset's batches: they must read one stream.
+        # The seed is the same on all ranks, unlike for a map-style dataset's batches: ranks must read one stream.
         seed = derive_seed(self._seed, epoch)
         seed_stream(self.loader, seed)
         isolated = IsolatedRandomState(seed)
@@ -268,11 +269,11 @@ class Opaque(Source):
     Parameters
     ----------
     seed : int or None
-        None: nothing is drawn in isolation.
+        None to draw from the global generators, without isolation.
     given : bool
-        True if it is already this rank's shard, of which the rank keeps all.
+        True if the iterable is already this rank's shard, so that the rank keeps all batches.
     with_position : bool
-        True to track its position, if it has one: training resumes from there.
+        True to track the iterable's position, if it has a state, so that training can resume from it.
     """
 
     sizes_known = False
@@ -296,7 +297,7 @@ class Opaque(Source):
             if place is None:
                 batches = guard_stop_iteration(started(self.loader), self._name)
             else:
-                # Each rank has stopped at its own batch of the round.
+                # The loaded position is just after this rank's own batch of a round.
                 first = self._step - 1 if place.resumes else first
                 batches, place.isolated = place.read(), isolated
         if isolated is not None:
@@ -309,7 +310,7 @@ class Opaque(Source):
 
 
 class Columns(Source):
-    """Batches that all ranks read; each keeps a block of columns."""
+    """Batches that all ranks read; each rank keeps a block of columns."""
 
     def __init__(self, loader: SplitBatches, rank: int, world_size: int, seed: int | None, name: str) -> None:
         self.loader = loader

@@ -16,17 +16,17 @@ _NONE = -1  # in an exchange: no batch
 
 
 class StepBatches(NamedTuple):
-    """One rank's work in one optimizer step. Steps share the lists: only read them."""
+    """One rank's micro-batches of an optimizer step. Don't change the lists: several steps share them."""
 
     batches: list[Any]
-    """This rank's micro-batches; empty where the step's samples went to other ranks (then ``ragged`` is True)."""
+    """This rank's micro-batches; empty if only other ranks have samples in this step (then ``ragged`` is True)."""
 
     sizes: list[int]
     """Samples in each of ``batches``."""
 
     scales: list[float] | None
     """Factor of each micro-batch's loss, such that the mean over ranks of ``sum(scale * loss)`` is the mean over all
-    samples of the step. None: all micro-batches of all ranks are of one size; divide each loss by ``len(batches)``."""
+    samples of the step. None if all micro-batches of all ranks have one size: divide each loss by ``len(batches)``."""
 
     total: int
     """Samples of all ranks in this step."""
@@ -36,12 +36,12 @@ class StepBatches(NamedTuple):
 
 
 def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
-    """Yield steps if every rank knows the sizes on every rank.
+    """Yield steps from items with the sizes of all ranks; no exchange.
 
     Parameters
     ----------
     items : iterator of (sizes, batch)
-        Samples on each rank in each global batch, and this rank's part of it (any object if it has none).
+        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples).
     grad_accumulation : int
         Micro-batches of a step.
     rank : int
@@ -58,7 +58,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
-        # Nearly all steps have the same weights: compared before anything is computed.
+        # Nearly all steps have the same weights, so compare the sizes before computing anything.
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
             known_group = of_group
@@ -69,10 +69,10 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
 def steps_of_exchanged(
     items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
 ) -> Iterator[StepBatches]:
-    """Yield steps if only an exchange shows which rank still has data, and how much: one exchange per step.
+    """Yield steps from items with this rank's sizes only; ranks exchange their sizes once per step.
 
-    Collective: every rank iterates until no rank has a batch left; one whose data ended earlier participates with
-    no batches.
+    Collective: every rank iterates until no rank has a batch left. A rank whose data ended earlier takes part without
+    batches.
 
     Parameters
     ----------

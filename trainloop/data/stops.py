@@ -34,7 +34,7 @@ def guard_stop_iteration(batches: Iterator[T], name: str) -> Iterator[T]:
     Raises
     ------
     RuntimeError
-        If there is another ``StopIteration``; the message says where it was raised.
+        If there is another ``StopIteration``; the message has the line that raised it.
     """
     while True:
         try:
@@ -46,23 +46,23 @@ def guard_stop_iteration(batches: Iterator[T], name: str) -> Iterator[T]:
 
 
 def check_end(stop: StopIteration, name: str) -> None:
-    """Raise an error if a loader's ``StopIteration`` is not its own.
+    """Raise an error if a ``StopIteration`` is not the end of the loader.
 
     Raises
     ------
     RuntimeError
-        If it is not; the message says where it was raised.
+        If it is not; the message has the line that raised it.
     """
     if any(_is_loading(entry) for entry in _entries(stop.__traceback__)):
         raise slipped_out(stop, name) from stop
 
 
 def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
-    """Return the error for a ``StopIteration`` of the user's code, like Python's for one from a generator."""
+    """Return the error for a ``StopIteration`` of the user's code, like the one that Python raises in a generator."""
     frames = traceback.extract_tb(stop.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_TORCH)]
     at = (own or frames)[-1]
-    # Only the text of a worker's exception arrives, as the argument.
+    # A worker's exception is re-raised with the worker's traceback as its text.
     where = str(stop) if "Original Traceback" in str(stop) else f"{at.filename}:{at.lineno}, in {at.name}: {at.line}"
     return RuntimeError(
         f"{name}: its dataset or collate function raised StopIteration, which would end the epoch on this rank only, "

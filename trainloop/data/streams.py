@@ -27,14 +27,14 @@ class StreamPart:
     def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
         self.batch = batch
         self.size = size
-        """Samples in ``batch``; -1 if the rank has none."""
+        """Samples in ``batch``; -1 if the rank has no samples."""
         self.place = place
         """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
-        """True for a worker's turn without a global batch."""
+        """True if the part is only a worker's turn, without a global batch."""
 
     def pin_memory(self, *args: Any) -> StreamPart:
-        """Called by a loader with ``pin_memory``."""
+        """Return the part with its batch in pinned memory; a loader with ``pin_memory`` calls this."""
         # torch's function for nested containers; not public up to 2.13.
         from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -45,26 +45,26 @@ class StreamShard(IterableDataset[Any]):
     """One rank's samples of each global batch of an iterable dataset.
 
     Each rank reads the whole stream, under the same random state, and keeps every ``world_size``-th sample of each
-    ``batch_size * world_size``. In a loader with workers, a dataset that splits its samples over workers by
-    ``get_worker_info`` (itself, or in ``worker_init_fn``) works as usual; otherwise every worker would yield every
-    sample, so here each worker keeps its own global batches.
+    global batch. In a loader with workers, a dataset that splits its samples over workers by ``get_worker_info``
+    (itself, or in ``worker_init_fn``) works as usual. Any other dataset would yield every sample in every worker, so
+    each worker keeps only every ``num_workers``-th global batch.
 
     Parameters
     ----------
     dataset : IterableDataset
         The user's dataset.
     batch_size : int or None
-        Samples of one rank in a full global batch; None: the dataset's elements are batches, of which each rank takes
-        every ``world_size``-th.
+        Samples of one rank in a full global batch. If None, the dataset's elements are batches, of which each rank
+        takes every ``world_size``-th.
     rank, world_size : int
         The rank whose shard this is, and the number of ranks.
     drop_last : bool
-        Leave out a short global batch.
+        True to leave out a short global batch.
     shared : bool
         True if other ranks read the same stream and must see the same samples.
     with_places : bool
-        True if each global batch carries the dataset's position, if it has a state, also from workers. Training resumes
-        from there; an evaluation never does.
+        True to yield the position of a dataset with a state along with each global batch, also from workers. Training
+        resumes from this position; evaluation does not need it.
     """
 
     def __init__(
@@ -85,37 +85,37 @@ class StreamShard(IterableDataset[Any]):
         self.shared = shared
         self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
-        """Where each worker (0: this process) resumes, once; see :class:`StreamPlaces`."""
-        self._at_end = False  # a loaded state is that of an epoch's end
+        """Position from which each worker (0: this process) resumes once; see :class:`StreamPlaces`."""
+        self._at_end = False  # True if the loaded state is the end of an epoch
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
-        """Yield this rank's samples in each global batch (maybe none), the batch's index in this worker, and the place.
+        """Yield for each global batch this rank's samples (maybe none), its index in this worker, and the position.
 
-        None for samples: no global batch, but a worker's turn that is skipped, or its position at the end.
+        An item with None as samples is not a global batch, but a worker's skipped turn, or its position at the end.
         """
         worker = _WatchedWorkerInfo.current()
-        if _Arrived.seed is not None and worker is not None:
+        if _EpochSeed.seed is not None and worker is not None:
             # A persistent worker serves many epochs, each of which starts from a separate seed.
-            seed_cpu(derive_seed(_Arrived.seed, worker.id_unasked))
+            seed_cpu(derive_seed(_EpochSeed.seed, worker.id_unasked))
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
         mine: list[Any] = []
         count = 0
-        at = self.places.pop(0 if worker is None else worker.id_unasked, None)
-        if at is not None:
-            self.dataset.load_state_dict(unpacked(at["own"]))
-            if at["ended"]:
+        loaded = self.places.pop(0 if worker is None else worker.id_unasked, None)
+        if loaded is not None:
+            self.dataset.load_state_dict(unpacked(loaded["own"]))
+            if loaded["ended"]:
                 self._at_end = True
                 return
-            group_index = at["group"]
+            group_index = loaded["group"]
             if worker is not None:
-                worker.note(at["asked"])
-            if at["waits"]:
+                worker.note(loaded["asked"])
+            if loaded["waits"]:
                 yield None, group_index, None
-        place = Place(self.dataset, worker, at) if self.stateful else None
-        at_end = self._at_end or (at is not None and at["begins"])
+        place = Place(self.dataset, worker, loaded) if self.stateful else None
+        at_end = self._at_end or (loaded is not None and loaded["begins"])
         self._at_end = False
-        for sample in retry_if_empty(lambda: self._stream(at)) if at_end else self._stream(at):
+        for sample in retry_if_empty(lambda: self._stream(loaded)) if at_end else self._stream(loaded):
             if place is not None and not place.begun:
                 place.begin()
             if count % self.world_size == self.rank:
@@ -129,15 +129,15 @@ class StreamShard(IterableDataset[Any]):
             group_index += 1
             mine, count = [], 0
         if place is not None:
-            place.ended = True  # after the short last batch, too: the dataset has reached its end
+            place.ended = True  # also before a short last batch: the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
             yield mine, group_index, place
             group_index += 1
         if place is not None:
             yield None, group_index, place
 
-    def _stream(self, at: dict[str, Any] | None) -> Iterator[Any]:
-        draws = None if at is None else at["rng"]
+    def _stream(self, loaded: dict[str, Any] | None) -> Iterator[Any]:
+        draws = None if loaded is None else loaded["rng"]
         if self.shared:
             return _same_on_all_ranks(self.dataset, draws)
         stream = iter(self.dataset)
@@ -150,14 +150,14 @@ class StreamShard(IterableDataset[Any]):
 
 
 def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[Any]:
-    """Return the dataset's samples, after a check on the first one that they don't depend on the rank.
+    """Return the dataset's samples, after reading the first to check that the dataset does not ask for its rank.
 
-    ``draws``: the random state in which the first is drawn, if not the current one.
+    ``draws`` is the random state for drawing the first sample; None for the current state.
 
     Raises
     ------
     ConfigurationError
-        If the dataset asks torch.distributed for its rank, and does not declare why.
+        If the dataset asks torch.distributed for its rank, and does not declare if it splits its samples.
     """
     asked: list[str] = []
 
@@ -179,7 +179,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
-    # Each rank would keep a part of what is already one rank's part; most samples would never be used.
+    # Each rank would keep a shard of what may already be its shard; most samples would never be used.
     if asked and is_split(dataset) is None:
         kind = type(dataset).__name__
         raise ConfigurationError(
@@ -191,7 +191,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
 
 
 def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the rest of an iterator, only by ``next``: litdata's, for example, restarts when it is iterated again."""
+    """Yield the rest of an iterator by ``next`` only: some iterators, such as litdata's, restart at each ``iter``."""
     while True:
         try:
             item = next(iterator)
@@ -208,7 +208,7 @@ class PartCollate:
     collate_fn : callable
         The user's function.
     batched : bool
-        True if it takes a list of samples; False for one element (``batch_size=None``).
+        True if the function takes a list of samples; False if it takes one element (``batch_size=None``).
     name : str
         The user's name for the loader, for messages.
     """
@@ -226,16 +226,16 @@ class PartCollate:
         samples, group_index, place = group
         part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
         if place is not None:
-            part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw too
+            part.place = place.saved(group_index + (samples is not None))  # after collating, which may also draw
         return part
 
     def _part(self, samples: list[Any], group_index: int) -> StreamPart:
         if self.world_size == 1:
             batch = self._collate(samples)
         else:
-            # Collating happens on this rank only, so its draws must not change the stream's random state: that must
-            # remain the same on all ranks for them to see one stream.
-            seed = self.epoch_seed if _Arrived.seed is None else _Arrived.seed
+            # Collating happens on this rank only, so its draws must not change the stream's random state, which must
+            # remain the same on all ranks.
+            seed = self.epoch_seed if _EpochSeed.seed is None else _EpochSeed.seed
             with IsolatedRandomState(derive_seed(seed, "collate", self.rank, group_index)):
                 batch = self._collate(samples)
         return StreamPart(batch, len(samples) if self.batched else count_samples(batch))
@@ -243,33 +243,33 @@ class PartCollate:
     def _collate(self, samples: list[Any]) -> Any:
         try:
             return self.collate_fn(samples if self.batched else samples[0])
-        except StopIteration as stop:  # a worker would take it for the stream's own end
+        except StopIteration as stop:  # a worker would treat it as the end of the stream
             raise slipped_out(stop, self.name) from stop
 
 
-class _Arrived:
-    """In a worker: the current epoch's seed, which arrives with the indices."""
+class _EpochSeed:
+    """The current epoch's seed in a worker, received with the indices; None before the first."""
 
     seed: int | None = None
 
     @staticmethod
     def set(seed: int) -> None:
-        _Arrived.seed = seed
+        _EpochSeed.seed = seed
 
 
 class EndlessSampler(Sampler[Any]):
-    """An endless sampler for a stream's loader: it requests batches without naming an index."""
+    """An endless sampler for a stream's loader, which requests batches without an index."""
 
     def __init__(self) -> None:
         self.seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            yield None if self.seed is None else SeedOnArrival(None, self.seed, _Arrived.set)
+            yield None if self.seed is None else SeedOnArrival(None, self.seed, _EpochSeed.set)
 
 
 class _WatchedWorkerInfo:
-    """A worker's info that records whether the dataset read the worker's number."""
+    """A worker's info that records if the dataset reads the worker's number."""
 
     def __init__(self, info: Any) -> None:
         self.__dict__["_info"] = info
@@ -286,12 +286,12 @@ class _WatchedWorkerInfo:
         return int(self.__dict__["_info"].id)
 
     def note(self, asked: bool) -> None:
-        """Record that it was read in an earlier run, if so."""
+        """Record that an earlier run has read the number, if ``asked`` is True."""
         self.__dict__["_asked"] = asked or self.asked
 
     @property
     def asked(self) -> bool:
-        """True if it was read."""
+        """True if the dataset has read the worker's number."""
         return bool(self.__dict__["_asked"])
 
     def takes(self, group_index: int) -> bool:
@@ -319,7 +319,7 @@ class WatchWorker:
         user_info = torch_worker.WorkerInfo(
             id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=shard.dataset
         )
-        torch_worker._worker_info = _WatchedWorkerInfo(user_info)  # type: ignore[assignment]  # quacks like one
+        torch_worker._worker_info = _WatchedWorkerInfo(user_info)  # type: ignore[assignment]  # has its attributes
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
 
@@ -343,5 +343,5 @@ def stream_loader(loader: Any, rank: int, world_size: int, *, shared: bool, with
 def seed_stream(loader: Any, seed: int) -> None:
     """Set the seed of a :func:`stream_loader`'s next epoch; the same on all ranks, so that they read one stream."""
     loader.collate_fn.epoch_seed = seed
-    # Without workers no indices carry it: the caller isolates the whole iteration.
+    # Without workers, the caller isolates the whole iteration instead.
     loader.sampler.seed = seed if loader.num_workers > 0 else None

@@ -19,9 +19,9 @@ class TensorRows:
     Parameters
     ----------
     tensors : tuple of Tensor
-        Contiguous, on the CPU, without gradients.
+        Tensors of the dataset: contiguous, on the CPU, without gradients.
     rows : Tensor or None
-        For a subset, the row of each of its indices.
+        For a subset, the row of each of its indices; None for the full dataset.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None) -> None:
@@ -44,7 +44,7 @@ class TensorRows:
                 return None
             if inner.dtype != torch.int64 or inner.dim() != 1:
                 return None
-            # Negative indices count from the end; for those out of range the dataset raises its own error.
+            # Negative indices count from the end. For indices out of range, the dataset raises its own error.
             length = len(dataset.dataset)  # type: ignore[arg-type]  # an indexed dataset has a length
             if inner.numel() and not -length <= int(inner.min()) <= int(inner.max()) < length:
                 return None
@@ -62,7 +62,7 @@ class TensorRows:
         return [tensor[start:stop].clone() for tensor in self._tensors]
 
     def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
-        """Yield batches of ``batch_size`` of the indices (int64, not negative); the last one may be shorter."""
+        """Yield the indexed rows (int64 indices, not negative) in batches; the last batch may be shorter."""
         tensors, rows = self._tensors, self._rows
         at_once = batch_size * _BATCHES_AT_ONCE
         # In blocks: split() of a whole epoch would create a view for each batch at once.
@@ -81,7 +81,7 @@ class TensorRows:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    # All conditions under which index_select could differ from stacked rows in values, strides or autograd.
+    # For other tensors, index_select could differ from stacked rows in values, strides or autograd.
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -95,7 +95,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def loads_batches_here(loader: Any) -> bool:
-    """Return True if this process makes each batch by ``collate_fn`` from the rows that ``batch_sampler`` names."""
+    """Return True if this process itself collates each batch from the indices that ``batch_sampler`` yields."""
     return (
         type(loader) is DataLoader
         and not loader.num_workers
@@ -106,7 +106,7 @@ def loads_batches_here(loader: Any) -> bool:
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
-    """Draw the workers' base seed like ``iter(loader)``: before anything else, and also without workers."""
+    """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and also without workers."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 

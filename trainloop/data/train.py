@@ -29,8 +29,8 @@ _LIVE = object()  # represents the source's current position
 class TrainFeed:
     """A loader's epochs as the optimizer steps of one rank.
 
-    Before :meth:`steps`, nothing is read from the loader and no random number is drawn; a feed that is
-    dropped has only checked the loader.
+    Before :meth:`steps`, nothing is read from the loader and no random number is drawn: the constructor only
+    checks the loader.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class TrainFeed:
         self._resumed: dict[str, Any] | None = None  # position to start from
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
-        self._replaces_workers = False  # True if resumed: other persistent workers were running when the epoch began
+        self._replaces_workers = False  # True if resumed from an epoch that began with persistent workers running
 
     @property
     def loader(self) -> Any:
@@ -103,7 +103,7 @@ class TrainFeed:
 
     @property
     def shared(self) -> loaders.Shared:
-        """Properties that must agree with the other ranks' feeds, or they would do different steps.
+        """Properties that must agree with the other ranks' feeds; otherwise ranks would do different steps.
 
         Compare them before the first step: some exchanges occur only for certain loaders, so that ranks with
         different loaders would wait for each other.
@@ -116,7 +116,7 @@ class TrainFeed:
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
     def note_indices(self) -> None:
-        """From the next epoch on, remember the indices of a batch that can't be loaded."""
+        """From the next epoch on, record indices, so that those of a batch that can't be loaded are known."""
         self._source.note_indices()
 
     def next_indices(self) -> list[Any] | None:
@@ -142,8 +142,8 @@ class TrainFeed:
         grad_accumulation : int
             Micro-batches of a step; the epoch's last step may have fewer.
         skip_steps : int
-            Steps that were done already: they are not loaded if the loader's sampler shows what they contained,
-            or if a stream or loader has a state with its position; else they are read and discarded.
+            Number of steps that were done already. They are not loaded if the loader's sampler determines their
+            samples, or if a stream or loader has a state with its position; otherwise they are read and discarded.
 
         Raises
         ------
@@ -151,9 +151,9 @@ class TrainFeed:
             If the epoch is empty.
         """
         self._at_epoch_begin = self._states()
-        if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current ones
+        if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current states
             self._at_epoch_begin["global"] = self._global_rng
-        # Sizes by arithmetic or by an exchange, one item per micro-batch; steps are grouped from these below.
+        # One item per micro-batch; the items are grouped into steps below.
         read = self._items_of_new_workers if self._replaces_workers else self._items
         items = read(skip_steps * grad_accumulation)
         if self._world_size > 1 and self._exchange_ints is not None:
@@ -187,7 +187,7 @@ class TrainFeed:
         return chain(first, items)
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
-        """Yield the items, after a check that ranks read the same order: one exchange per epoch, if it could differ."""
+        """Yield the items, after checking that ranks read the same order (one exchange per epoch, if it is needed)."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
@@ -210,8 +210,8 @@ class TrainFeed:
             return self._following(first_batch, resumed)
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
-        # Without a seed, the order depends on the global generators at the beginning of the epoch. Once it is drawn
-        # again, they get the states of the checkpoint, which the loop has restored.
+        # Without a seed, the order depends on the global generators at the beginning of the epoch. Once the order is
+        # drawn again, the generators return to the checkpoint's states, which the loop has restored.
         with rng.isolated():
             rng.restore(self._global_rng)
             items = self._source.items(self._epoch, 0)
@@ -245,7 +245,7 @@ class TrainFeed:
         """Yield the items after the position that the source has loaded."""
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
-        # As in _items: draws at the beginning (an order) are repeated, later ones continue from the checkpoint.
+        # As in _items: draws at the beginning (an order) are repeated, later draws continue from the checkpoint.
         with rng.isolated():
             rng.restore(self._global_rng)
             items = self._source.items(self._epoch, first_batch)
@@ -261,15 +261,15 @@ class TrainFeed:
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """Return the random states that determine the order, as plain types and tensors.
 
-        Within an epoch these are the states at its beginning, between epochs the current ones. The result also has the
-        position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load the
-        result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
+        Within an epoch, these are the states at its beginning; between epochs, the current states. The result also has
+        the position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load
+        the result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
 
         Parameters
         ----------
         plain : callable
-            Called with the user's state and a name for it. If it raises, because a checkpoint can't hold the state, a
-            warning reports that and the state is left out.
+            Function that is called with the user's state and a name for it. If it raises an error, because a checkpoint
+            can't contain the state, a warning reports the error, and the state is left out.
         """
         states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
         position = self._source.position
@@ -292,7 +292,7 @@ class TrainFeed:
         return {**states, "position": {**sizes, "state": state}}
 
     def _now(self) -> Any:
-        assert self._source.position is not None  # the callers ensure it
+        assert self._source.position is not None  # checked by the callers
         try:
             return self._source.position.now()
         except Exception as error:
@@ -316,7 +316,7 @@ class TrainFeed:
             end_workers(self.loader)
 
     def _states(self) -> dict[str, Any]:
-        """Return the current states."""
+        """Return the current random states, and True under "workers" if persistent workers are running."""
         return {
             "generators": {name: generator.get_state() for name, generator in self._generators.items()},
             "global": rng.capture() if self._draws_globally else None,

@@ -43,7 +43,7 @@ class WholeBatches(BatchShardSampler):
 
     @property
     def rule(self) -> str:
-        """Computed by position, or iterated; only if it is iterated, ranks compare the orders that they have read."""
+        """Name of this rule and its kind of order. Ranks compare their orders only if they iterate the sampler."""
         return f"{super().rule} of {type(self._order).__name__}"
 
     @property
@@ -52,12 +52,12 @@ class WholeBatches(BatchShardSampler):
         return not isinstance(self._order, IdentityOrder)
 
     def batch_seed(self, batch_index: int) -> int:
-        """Return a seed that depends only on the batch's index: each rank draws the numbers that one process would."""
+        """Return a seed that depends only on the batch's index, so that ranks draw the numbers of a single process."""
         assert self.seed is not None  # without one, nothing is seeded
         return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """Yield this rank's batch of each round of ``world_size``, and its size (-1: unknown), from the first on."""
+        """Yield, from the start, this rank's batch of each round of ``world_size``, and its size (-1: unknown)."""
         self._visited, self.digest = [], None
         if self._order is not None:
             yield from self._by_position(self._order)
@@ -118,7 +118,7 @@ class WholeBatches(BatchShardSampler):
 
 
 def _compact(unit: Any) -> Any:
-    """Return a batch's indices as an array if they are integers: a pass may have many."""
+    """Return a batch's indices as an array if they are integers, to save memory."""
     if not isinstance(unit, (list, tuple)):
         return unit
     try:

@@ -1,6 +1,6 @@
 """Encode objects as bytes: pickled between ranks that share a key, else in the safe form of ``torch.load``.
 
-A pickle is a program: whoever writes one can execute code in the process that reads it. So :func:`dumps` and
+A pickle is a program: its writer can execute code in the process that reads it. So :func:`dumps` and
 :func:`loads` are for messages that are signed with the run's key, and for a process's own files. Without a key,
 :func:`encode` uses ``torch.save``, and :func:`decode` reads with ``weights_only=True``, which builds numbers, text,
 containers and tensors; numpy's arrays and scalars, frozensets and named tuples are allowed in addition.
@@ -44,7 +44,7 @@ _OF_NUMPY: list[Any] = [
 
 
 def dumps(obj: Any) -> bytes:
-    """Return a pickle of any object; accelerator tensors arrive on the reader's current device of that type."""
+    """Return a pickle of any object; accelerator tensors are loaded on the reader's current device of that type."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
@@ -82,7 +82,7 @@ def encode(obj: Any) -> bytes:
     Raises
     ------
     NotPlain
-        If it contains anything else.
+        If ``obj`` contains anything else.
     """
     buffer = io.BytesIO()
     torch.save(obj, buffer)
@@ -96,7 +96,7 @@ def decode(data: bytes | memoryview) -> Any:
     Raises
     ------
     Malformed
-        If :func:`encode` did not write the bytes. No function that they name has been called.
+        If :func:`encode` did not write the bytes. No function that the bytes name has been called.
     """
     buffer = io.BytesIO(data)
     try:
@@ -105,7 +105,7 @@ def decode(data: bytes | memoryview) -> Any:
             torch.sparse.check_sparse_tensor_invariants(True),
             warnings.catch_warnings(),
         ):
-            # PyTorch 2.15 warns although it does what was requested.
+            # PyTorch 2.15 warns although it validates these invariants, as requested.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
             return torch.load(buffer, map_location=_storage_here, weights_only=True)
     except Exception as error:  # torch's and pickle's errors are of many types
@@ -113,7 +113,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _allowed(buffer: io.BytesIO) -> list[Any]:
-    """Return the globals to allow for these bytes; raise NotPlain if they need any other."""
+    """Return the globals to allow for these bytes; raise NotPlain if the bytes need other globals."""
     buffer.seek(0)
     allowed = list(_OF_NUMPY)
     with safe_globals(allowed):

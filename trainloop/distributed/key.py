@@ -38,17 +38,17 @@ def set_run_key(key: bytes | None) -> None:
 
 
 def run_key() -> bytes | None:
-    """Return this process's key: the one that was set, else the environment's; ``None`` if there is neither."""
+    """Return this process's key: the key that was set, else the environment's key; ``None`` without a key."""
     return _of_this_run if _of_this_run is not None else key_from_environment()
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the key that ``TRAINLOOP_KEY`` holds or names.
+    """Return the key in ``TRAINLOOP_KEY``, or in the file that it names; ``None`` if it is not set.
 
     Raises
     ------
     ConfigurationError
-        If it is too short, or if its file is missing or other users can read or write it.
+        If the key is too short, or if its file is missing or other users can read or write it.
     """
     given = environ.get(KEY_VARIABLE, "").strip()
     if not given:
@@ -112,7 +112,7 @@ class SharedKey:
 
     @classmethod
     def open(cls, place: tuple[int, int]) -> bytes | None:
-        """Read the key at a place; ``None`` if this user has no key there, e.g. on another host or in a container."""
+        """Return the key at another process's :attr:`place`; ``None`` if it can't be read, as on another host."""
         path = f"/proc/{place[0]}/fd/{place[1]}"
         try:
             if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":

@@ -25,7 +25,7 @@ _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def backend_of(device_type: str) -> str | None:
-    """Return the name of the default group's backend for tensors on such a device; None if it has none."""
+    """Return the default group's backend for tensors on this type of device; None if it has no backend for them."""
     # 'cpu:gloo,cuda:nccl'
     config = dist.get_backend_config(None)
     return dict(entry.split(":", 1) for entry in config.split(",")).get(device_type)
@@ -55,9 +55,9 @@ def session_here() -> Session:
 def _gather_bytes(
     call: str, form: int, body: bytes | bytearray, dst: int | None = None
 ) -> list[tuple[Message, memoryview | None]]:
-    """Return every rank's message; returns once all ranks have called it, so it is also a barrier.
+    """Return every rank's message, once all ranks have called this function, so it is also a barrier.
 
-    With ``dst``, only that rank gets the bodies that need a second exchange; on other ranks they are None.
+    With ``dst``, only rank ``dst`` gets bodies that need a second exchange; on other ranks these bodies are None.
     """
     world_size, group, session = dist.get_world_size(), cpu_group(), session_here()
     receives = dst is None or dist.get_rank() == dst

@@ -1,9 +1,9 @@
 """Find out which users of this host are connected to this process.
 
 Gloo's listeners accept every user of the host, and its protocol has no authentication: a process that connects before
-a rank does takes the rank's place, also in the reduction of gradients. It must stay connected, and the kernel knows
-the owner of each end of a local connection. So this module looks up the connections that were made while a process
-group started.
+a rank does takes the rank's place, also in the reduction of gradients. Such a process must stay connected, and the
+kernel knows the owner of each end of a local connection. So this module looks up the connections that were made while a
+process group was created.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def only_trusted_peers(kind: type[ConnectionError] = ConnectionError) -> Iterato
     Raises
     ------
     ConnectionError
-        Names the user. It replaces the group's own error, which would not say what happened.
+        If another user has connected. The error names the user, and replaces the group's own error.
     """
     # A socket that was listening before is a server of the user, to which any process may connect.
     before = _own_sockets()
@@ -72,7 +72,7 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
     if uids:
         users = " and ".join(sorted({_user(uid) for uid in uids}))
         then = "" if cause is None else f" Creating the group then failed: {str(cause).rstrip('.')}."
-        # Without the cause, which would look like the loss of another rank.
+        # Raise without the cause, which would look like the loss of another rank.
         raise kind(
             f"{users} connected to this run's process group while it was being created, but only the run's ranks may "
             f"connect (seen by the run's process {os.getpid()} at {time.strftime('%H:%M:%S')}). No data was "
@@ -83,12 +83,12 @@ def _check(before: set[int], kind: type[ConnectionError], cause: Exception | Non
 
 def _untrusted_users(own: set[int]) -> list[int]:
     """Return the other users that connected to the listeners among these sockets."""
-    sockets = _sockets() if own else []  # once: listing them takes the kernel some milliseconds
+    sockets = _sockets() if own else []  # read once, since listing sockets takes the kernel some milliseconds
     listeners = {_port(s.local) for s in sockets if s.state == _LISTEN and s.inode in own}
     owners = {(s.local, s.remote): s.uid for s in sockets}
     taken = [s for s in sockets if s.state != _LISTEN and _port(s.local) in listeners]
     others = [owners.get((s.remote, s.local)) for s in taken if s.inode]
-    # Root can read every process anyway.
+    # Root is allowed, since it can read every process in any case.
     return [uid for uid in others if uid is not None and uid not in (user_id(), 0)]
 
 

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 if dist.is_available():
-    # Created without a group: defaults of its functions are the current group, and would keep it alive forever.
+    # Imported before a group exists: its functions' defaults are the group at import, and would keep it alive forever.
     importlib.import_module("torch.distributed.nn.functional")
 
 P = ParamSpec("P")
@@ -30,7 +30,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @dataclass(frozen=True, repr=False)
 class Rank:
-    """The place of one process among all processes of a run."""
+    """The rank of one process among all processes of a run, and among those of its node."""
 
     rank: int = 0
     """Global rank, 0 to ``world_size - 1``."""
@@ -63,13 +63,13 @@ def has_group() -> bool:
 
 
 @contextlib.contextmanager
-def alone(yes: bool) -> Iterator[None]:
-    """Make this thread rank 0 of one in the block, for a run in a single process; with False, undo this for ranks.
+def alone(enabled: bool) -> Iterator[None]:
+    """In the block, treat this thread as the only rank, for a run in a single process; False undoes this for ranks.
 
-    Such a run may be in one of several processes that a launcher started, or in a rank's callback. The others take no
-    part in it, so it can't wait for them or leave its files to them.
+    Such a run may be in one of several processes that a launcher started, or in a rank's callback. The other processes
+    take no part in it, so it can't wait for them or leave its files to them.
     """
-    token = _alone.set(yes)
+    token = _alone.set(enabled)
     try:
         yield
     finally:
@@ -87,8 +87,8 @@ def leave_group(*, failed: bool = False) -> None:
     Parameters
     ----------
     failed : bool
-        Don't wait for other ranks: NCCL's orderly shutdown waits for work queued on the device, and a collective there
-        never ends once another rank is gone.
+        True to not wait for other ranks: NCCL's orderly shutdown waits for work queued on the device, and a collective
+        there never ends once another rank has ended.
     """
     if not has_group():
         return
@@ -123,7 +123,7 @@ def _is_busy(task: Path) -> bool:
     """Return True if a thread belongs to Gloo and is running or runnable."""
     try:
         name, state = (task / "stat").read_text().rpartition(")")[::2]
-    except OSError:  # it has just ended
+    except OSError:  # the thread has just ended
         return False
     return "(pt_gloo_" in name and not state.startswith(" S")
 

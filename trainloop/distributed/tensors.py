@@ -39,7 +39,7 @@ class _Leaf(NamedTuple):
 
 
 def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
-    """Replace every item of ``value`` that is not a container by ``leaf(item, path)``; keep None."""
+    """Return ``value`` with every item that is not a container replaced by ``leaf(item, path)``; None is kept."""
     if value is None:
         return None
     parts = parts_of(value)
@@ -75,7 +75,7 @@ def _leaves(value: Any) -> list[tuple[str, Tensor]]:
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
-    """Replace the leaves of ``value`` by the given items, in the order of :func:`_leaves`."""
+    """Return ``value`` with its leaves replaced by the given items, in the order of :func:`_leaves`."""
     return _map_leaves(value, lambda _item, _path: next(tensors))
 
 
@@ -128,7 +128,7 @@ def _agreed(
         )
     agreed: dict[str, _Agreed] = {}
     for same_leaf in zip(*(leaves for _, leaves in everyone), strict=True):
-        # An empty batch often has another dtype than the others: float32 instead of int64.
+        # An empty batch often has another dtype than other batches: float32 instead of int64.
         dtype = functools.reduce(torch.promote_types, (_DTYPES[leaf.dtype] for leaf in same_leaf))
         device_types = {leaf.device_type for leaf in same_leaf}
         device_type = device_types.pop() if len(device_types) == 1 else "cpu"
@@ -139,7 +139,7 @@ def _agreed(
 
 def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
     """Return every rank's description of its value; a rank whose value can't be exchanged sends the reason (str)."""
-    # A rank with an error calls this, too; otherwise the others would keep waiting here.
+    # A rank with an error calls this, too; otherwise the other ranks would keep waiting here.
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
@@ -227,7 +227,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
 
 
 def _exchanged(own: Tensor, shapes: list[tuple[int, ...]], direct: bool) -> list[Tensor]:
-    """Return each rank's tensor. They are exchanged as bytes, so that any dtype works."""
+    """Return each rank's tensor. Tensors are exchanged as bytes, so that any dtype works."""
     flat = own.reshape(-1).view(torch.uint8)
     lengths = [math.prod(shape) * own.dtype.itemsize for shape in shapes]
     padded = flat.new_zeros(max(lengths))  # Gloo and NCCL gather equal shapes only

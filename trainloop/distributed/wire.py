@@ -3,7 +3,7 @@
 A process of another user can take a rank's place at a Gloo connection, since listeners on loopback accept every local
 user. So a message contains its sender and its number, and both are checked before its size is used and before it is
 decoded. If the run has a key (:mod:`trainloop.distributed.key`), a message is signed with HMACs under a key of this
-process group only: without the key, nobody can create, change, repeat or reflect a message. Only such messages may
+process group only: without the key, no process can create, change, repeat or reflect a message. Only such messages may
 contain pickles.
 
 ::
@@ -72,7 +72,7 @@ class Message:
 
 
 def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
-    """Return the form and bytes of an object; if it can't be sent, those of the reason, cut to ``SHORT`` bytes.
+    """Return the form and bytes of an object; if it can't be sent, REFUSED and the reason, cut to ``SHORT`` bytes.
 
     It never raises: a rank that raised here would leave the others waiting in the exchange.
     """
@@ -97,7 +97,7 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
 
 def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
     """Return the object of a message whose tags were verified."""
-    assert body is not None  # another rank's own affair
+    assert body is not None  # only ranks that receive the body call this
     if message.form == Form.REFUSED:
         reason = bytes(body).decode("utf-8", "replace")
         raise UnpicklableError(f"{message.call}: the object of rank {message.rank} {reason}.")
@@ -160,7 +160,7 @@ class Session:
                 shared.close()
 
     def _confirm(self, group: dist.ProcessGroup | None) -> None:
-        """Check on all ranks that all have the same key: later a rank might wait for one that has failed."""
+        """Check that all ranks have the same key; a later failure of one rank would leave other ranks waiting."""
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
@@ -186,7 +186,7 @@ class Session:
         Raises
         ------
         ConnectionError
-            If it is not a message of that rank, or not its next one.
+            If the block is not that rank's next message.
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
@@ -204,7 +204,7 @@ class Session:
         return Message(rank=rank, call=call, form=form, size=size, tag=tag, body=body)
 
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
-        """Verify that the body of a second exchange is the announced one."""
+        """Verify that the body of a second exchange is the one that the message announced."""
         if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.untrusted_error(message.rank, "data that was not signed with this run's key")
 

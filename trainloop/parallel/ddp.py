@@ -81,7 +81,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         refuse("TTDistributedDataParallel", ddp_args, keywords_of(TTDistributedDataParallel))
         check_not_lazy(module, "TTDistributedDataParallel")
-        # DDP asserts the same, but names no module.
+        # DDP asserts the same, but does not name the module.
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise RuntimeError(
@@ -111,7 +111,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _ddp_init_helper(
         self, parameters: list[Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
     ) -> None:
-        # Last parameters first, in the order of their gradients: the order of _settle_buckets.
+        # Last parameters first, since backward computes their gradients first; _settle_buckets uses the same order.
         self._tt_reversed = static_graph or not self.find_unused_parameters
         if self._tt_reversed:
             parameters, sparse = parameters[::-1], sparse[::-1]
@@ -119,20 +119,21 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
             if is_sparse:
-                # Its gradient shares memory with the gradient of the layer output. DDP divides it there, also the part
-                # that backward has not yet passed on to other layers (torch 2.6 to 2.15).
+                # DDP divides its gradient in place. The gradient shares memory with that of the layer's output, which
+                # backward may still have to pass on to other layers (torch 2.6 to 2.15).
                 weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
 
-        DDP reduces the first backward in one bucket, and afterwards in buckets ordered as the gradients arrived. With
-        three ranks or more, the position of a number in a buffer determines the order in which Gloo and NCCL add it: a
-        step's bits would depend on the number of earlier steps in the process, and a resumed run would differ. So DDP
-        gets the order, the reverse of the parameters', as if they had arrived; its next forward makes the buckets.
-        With ``find_unused_parameters`` it keeps its initial layout, and this does nothing.
+        DDP reduces the gradients of the first backward in one bucket, and later ones in buckets, in the order of their
+        arrival. With three ranks or more, the position of a number in a buffer determines the order in which Gloo and
+        NCCL add it. So a step's bits would depend on the number of earlier steps in the process, and a resumed run
+        would differ. This method tells DDP that gradients arrive in the reverse order of the parameters. DDP's next
+        forward then makes the buckets. With ``find_unused_parameters``, DDP keeps its initial layout, and this does
+        nothing.
         """
-        if hasattr(self, "reducer"):  # DDP has none if it averages no gradients itself
+        if hasattr(self, "reducer"):  # DDP has no reducer if it averages no gradients itself
             self.reducer._push_all_rebuilt_params()
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -153,14 +154,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
 
     def _joined(self, method: str, output: Any) -> Any:
-        """Return the output of a method in the form in which DDP receives it."""
+        """Return a method's output, in the form that DDP's forward must return."""
         return output
 
     def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
-        """Yield each loss of a ``get_loss`` that yields them; each is a separate forward pass of DDP."""
+        """Yield the losses that ``get_loss`` yields, each from a separate forward pass of DDP."""
         while True:
             with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
-                # Once per loss: DDP's reducer expects one backward for each of its forwards.
+                # Once per loss, since DDP's reducer expects one backward for each of its forwards.
                 self._pre_forward(*args, **kwargs)
                 with self._inside_ddp_forward():
                     output = next(losses, losses)
@@ -194,9 +195,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _first_of_static_graph(self) -> Iterator[None]:
         """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
 
-        torch's reducer (to 2.15 at least) counts in the first backward how often each parameter is used, and treats all
-        backwards up to the second exchange as the first: accumulation from the start then fails an internal assertion,
-        or waits forever. Averaging a sum of gradients in parts gives the same result.
+        In the first backward, torch's reducer (to 2.15 at least) counts how often each parameter is used. It treats all
+        backwards up to the second exchange as the first. Gradient accumulation from the start would therefore fail an
+        internal assertion, or wait forever. Averaging a sum of gradients in parts gives the same result.
         """
         before = self.require_backward_grad_sync
         if self.static_graph and self._tt_static_passes < 2 and torch.is_grad_enabled():
@@ -257,8 +258,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 class WeighingDataParallel(TTDistributedDataParallel):
     """A ``TTDistributedDataParallel`` that averages two numbers over the ranks along with a step's gradients.
 
-    They are the gradient of an extra parameter of the wrapper, which is part of DDP's last bucket, so they need no
-    additional exchange. Like all gradients they add up over the micro-batches of a step.
+    The numbers are the gradient of an extra parameter of the wrapper, which is part of DDP's last bucket, so they need
+    no additional exchange. Like all gradients, they add up over the micro-batches of a step.
     """
 
     _tt_carrier: Tensor
@@ -270,7 +271,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         exact = all(p.dtype is torch.float64 for p in parameters)
         dtype = torch.float64 if exact else torch.float32
         carrier = torch.zeros(2, dtype=dtype, device=parameters[0].device, requires_grad=True)
-        # Through __dict__: it is not a parameter of the module.
+        # Set through __dict__, since the carrier must not be a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
         carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
@@ -300,18 +301,18 @@ class WeighingDataParallel(TTDistributedDataParallel):
         return averages
 
 
-# Private names of torch that TTDistributedDataParallel uses; unchanged since torch 2.1. Without one of them gradients
-# would silently not be averaged, or in another order after a resume: so a missing name is an error.
-_TORCHS_OWN = (
+# Private names of torch that TTDistributedDataParallel uses; unchanged since torch 2.1. A missing name is an error:
+# otherwise gradients would silently not be averaged, or be averaged in another order after a resume.
+_REQUIRED = (
     (
         DistributedDataParallel,
         "_pre_forward _post_forward _inside_ddp_forward _check_reducer_finalized _ddp_init_helper _sync_buffers"
         " _remove_autograd_hooks to_kwargs",
     ),
-    # A torch without distributed has no Reducer, and no wrapper can be created.
+    # A torch build without distributed has no Reducer; no wrapper can be created there.
     (getattr(dist, "Reducer", object), "_push_all_rebuilt_params _rebuild_buckets" if dist.is_available() else ""),
 )
-for _owner, _names in _TORCHS_OWN:
+for _owner, _names in _REQUIRED:
     for _name in _names.split():
         if not callable(getattr(_owner, _name, None)):
             raise ImportError(
@@ -323,7 +324,8 @@ for _owner, _names in _TORCHS_OWN:
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
     """Return the communication hooks, with their states, that were registered with a wrapper.
 
-    torch has no public way to read them (read in torch 2.6 to 2.15); if it stores them elsewhere, the result is empty.
+    torch has no public way to read them (checked in torch 2.6 to 2.15). If it stores them elsewhere, the result is
+    empty.
     """
     return getattr(wrapper, "_comm_hooks", ())
 
@@ -382,7 +384,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     if not dist.is_available() or not dist.is_initialized():
         return
     world_size = dist.get_world_size(group)
-    trained = list(parameters)  # frozen ones too, as a get_loss may freeze parameters after using them
+    trained = list(parameters)  # also frozen ones: a get_loss may freeze parameters after using them
     if world_size == 1 or not trained:
         return
     # 0: no gradient, 1: dense, 2: sparse; the maximum over ranks counts.
@@ -399,7 +401,7 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
             if p.grad is None:
                 p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
             with torch.no_grad():
-                p.grad.copy_(mean.view(p.shape))  # in place: it may be a view into a bucket of DDP's
+                p.grad.copy_(mean.view(p.shape))  # in place: it may be a view into a DDP bucket
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -422,7 +424,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:
     if not parameters:
         return
-    # Ranks differ in their number of entries, and NCCL has no sparse sum: gather them, padded to the longest.
+    # Ranks differ in their number of entries, and NCCL has no sparse sum: gather the entries, padded to the longest.
     own = [None if p.grad is None else (p.grad if p.grad.is_sparse else p.grad.to_sparse(1)) for p in parameters]
     own = [None if grad is None else grad.detach().coalesce() for grad in own]
     counts = [[-1, 1] if grad is None else [grad._nnz(), grad.sparse_dim()] for grad in own]

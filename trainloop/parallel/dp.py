@@ -114,7 +114,7 @@ class TTDataParallel(Transparent, DataParallel):
         self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
-    _tt_summed = True  # True if the last loss was a sum over samples, if the criterion computes sums
+    _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
@@ -126,7 +126,7 @@ class TTDataParallel(Transparent, DataParallel):
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
-        # Parameters may have been moved since; the error of the first kernel would not name a tensor.
+        # Parameters may have been moved since construction; the error of the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
             cut = parts.scatter((args, kwargs), len(devices), self.dim)
@@ -156,11 +156,11 @@ class TTDataParallel(Transparent, DataParallel):
         return outputs
 
     def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
-        """Return the loss of the whole batch from those of its parts."""
+        """Return the loss of the whole batch from the losses of its parts."""
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return parts.combine_losses(losses, sizes)
-        # Without a graph, reuse the last answer: evaluation's first batch has a graph.
+        # Without a graph, use the last decision: evaluation's first batch has a graph.
         if torch.is_grad_enabled() or rule.certain:
             self._tt_summed = rule(losses[0])
         return parts.combine_losses(losses, sizes, self._tt_summed)
@@ -173,7 +173,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
     ) -> Iterator[Any]:
-        """Yield each loss of a ``get_loss`` that yields them, for the whole batch; then update replicas' weights."""
+        """Yield the whole batch's losses if ``get_loss`` yields its losses; after each, renew the replicas' weights."""
         ended = object()
         while True:
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
@@ -257,18 +257,18 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
-    """Return a replica per device for its number of samples; in autograd its parameters derive from the module's."""
+    """Return one replica per device, for its number of samples; gradients go to the module's own parameters."""
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
         replicas = replicate(module, devices, not torch.is_grad_enabled())
     for replica, size in zip(replicas, sizes, strict=True):
         for part in replica.modules():
-            part.__dict__["_log_batch_size"] = size  # what TTModel.log weighs by
+            part.__dict__["_log_batch_size"] = size  # weight of the values in TTModel.log
             # torch leaves parameters() of a replica empty, so a penalty on the weights in get_loss would be lost.
             if not isinstance(part, torch.jit.ScriptModule):
                 part._parameters.update(part.__dict__.get("_former_parameters", {}))
-            # It would run the compiled module, which is not this replica.
+            # This attribute would run the compiled module instead of the replica.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas
 
@@ -277,9 +277,9 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
     """Give replicas in the middle of a method the parameters of newer replicas, attribute by attribute."""
     for replica, newer in zip(replicas, with_weights_of, strict=True):
         for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
-            part._parameters.clear()  # else a tensor can't replace a parameter
+            part._parameters.clear()  # otherwise a tensor can't replace a parameter
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
-                setattr(part, name, tensor)  # setattr, since an RNN updates its list of weights in it
+                setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
             part._parameters.update(newer_part._parameters)
 
@@ -297,9 +297,9 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
             if parameter is None:
                 copy._parameters[name] = None
             else:
-                # Unlike that of view_as, its backward takes sparse gradients.
+                # The backward of alias accepts sparse gradients, that of view_as does not.
                 view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
-                setattr(copy, name, view)  # setattr, since an RNN updates its list of weights in it
+                setattr(copy, name, view)  # setattr, since an RNN's __setattr__ updates its list of weights
                 copy._former_parameters[name] = view
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -338,14 +338,14 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
 def _thread_settings(
     devices: list[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Return this thread's settings in torch, for other threads.
+    """Return a function ``device -> context``; the context applies this thread's torch settings in another thread.
 
-    ``nn.parallel.parallel_apply`` passes on whether autocast is on, but not its dtype, so that bf16 becomes fp16.
+    ``nn.parallel.parallel_apply`` enables autocast in its threads, but not with this thread's dtype: bf16 becomes fp16.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
     autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    # Only for these: replicas on the CPU don't touch CUDA, which a process may be unable to start.
+    # Only for GPUs: replicas on the CPU must not initialize CUDA, which may be impossible in this process.
     streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
 
     @contextlib.contextmanager

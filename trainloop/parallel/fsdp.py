@@ -131,7 +131,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_mesh = mesh
         self._tt_units = units
         self._tt_watched: WatchedForwards | None = None
-        # Those that a forward leaves gathered, or sharded over fewer ranks, except the root.
+        # The units, except the root, that a forward leaves gathered, or sharded over fewer ranks.
         self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
@@ -151,7 +151,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for p, data in originals:
                 p.data = _of_first_rank(data, mesh, device) if sends else data
                 if not p.is_contiguous():
-                    p.data = p.data.contiguous()  # for instance from channels_last: a shard is cut from contiguous rows
+                    p.data = p.data.contiguous()  # for instance channels_last: a shard is cut from contiguous rows
             # The root is needed again as soon as backward begins: by default torch keeps it gathered.
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
@@ -159,7 +159,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
-            for p, data in originals if init_sync else ():  # not in the module any more; restore it for its owner
+            for p, data in originals if init_sync else ():  # no longer in the module; restore them for other owners
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
@@ -169,7 +169,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         for p in self._tt_whole:
             p.data = (_of_first_rank(p.data, mesh, device) if sends else p.data).to(device)
             trains = p.requires_grad
-            p.requires_grad_(True)  # a frozen one may be unfrozen later, but accepts no hook
+            p.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
             p.requires_grad_(trains)
         self._become_transparent()
@@ -177,7 +177,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that the rest needs.
+        # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it still needs.
         for group in self._tt_groups:
             group.reshard_after_backward = False
         try:
@@ -214,7 +214,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             call = _Call(lambda: next(losses, losses))
             output = with_multi_losses(self(call), call.output)
             if output is losses:
-                self.reshard_units()  # no backward does it
+                self.reshard_units()  # no backward follows that would do it
                 return
             yield output
 
@@ -222,7 +222,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     @property
     def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that are not sharded: scalar and empty ones."""
+        """Parameters that are not sharded: scalar and empty parameters."""
         return self._tt_whole
 
     def reshard_units(self) -> None:
@@ -314,7 +314,7 @@ def _device_of(mesh: Any) -> torch.device:
 
 
 def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
-    """Return the values of the mesh's first rank, in other memory than this rank's. Collective."""
+    """Return the values of the mesh's first rank, in new memory. Collective."""
     can_send = backend_of(own.device.type) is not None
     sent = own.clone(memory_format=torch.contiguous_format) if can_send else own.to(device, copy=True).contiguous()
     _send_from_first(sent, mesh)
@@ -322,7 +322,7 @@ def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
 
 
 def _send_from_first(tensor: Tensor, mesh: Any) -> None:
-    """Overwrite a tensor by that of the first rank of its mesh: others, such as pipeline stages, have other weights."""
+    """Overwrite a tensor with the first rank's of the mesh; ranks outside the mesh may have another model part."""
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
@@ -337,7 +337,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _common_seed(mesh: Any) -> int:
-    """Return a number that the mesh's first rank draws: shards are cut from the same values on every rank."""
+    """Return a seed that the mesh's first rank draws, so that all ranks cut their shards from the same values."""
     seed = torch.randint(2**31, ())
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
@@ -346,7 +346,7 @@ def _common_seed(mesh: Any) -> int:
 
 
 def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate and initialize those of a unit's tensors that are on the meta device."""
+    """Allocate and initialize a unit's tensors that are on the meta device."""
     parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
@@ -360,7 +360,7 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
         for part in parts:
             for name, p in part._parameters.items():
                 if p is not None and p.is_meta:
-                    if id(p) not in made:  # a tied one is created once
+                    if id(p) not in made:  # a tied parameter is created once
                         made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
                     part._parameters[name] = made[id(p)]
             for name, buffer in part._buffers.items():

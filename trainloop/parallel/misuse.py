@@ -1,4 +1,4 @@
-"""Detect or explain what a model does that can't work with sharded parameters."""
+"""Detect and explain operations of a model that can't work with sharded parameters."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class _Seen(NamedTuple):
 class WatchedForwards:
     """Raise an error if one of the next few training forwards changes parameters of a unit.
 
-    It changes a gathered copy, which is dropped afterwards with the change: a momentum encoder would silently not be
-    updated. Counters of in-place operations detect most changes; those through ``.data`` are detected by their bits,
-    unless the new values equal the old ones: a copy of a network at its first step.
+    The forward would change a gathered copy, and lose the change when the copy is freed: a momentum encoder would
+    silently not be updated. Tensor versions, which count in-place operations, detect most changes. Changes through
+    ``.data`` are detected by the values' bits, unless the new values equal the old ones, as in the first step of a
+    momentum encoder.
 
     Parameters
     ----------
@@ -62,7 +63,7 @@ class WatchedForwards:
         units = list(units)
         for name, unit in units:
             if getattr(unit, "_compiled_call_impl", None) is not None:
-                continue  # its hooks are part of the graph
+                continue  # hooks would become part of the compiled graph
             is_root = unit is units[-1][1]
             # FSDP's own hooks gather first, and free last.
             self._hooks += [
@@ -82,7 +83,7 @@ class WatchedForwards:
         self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
 
     def _compare(self, name: str, is_root: bool) -> None:
-        # Without memory: a backward within the forward has freed them.
+        # Skip parameters without memory: a backward within the forward has freed them.
         then = [seen for seen in self._seen.pop(name, []) if seen.parameter.untyped_storage().nbytes()]
         bits = bit_sums([seen.parameter for seen in then])
         for seen, own in zip(then, bits, strict=True):

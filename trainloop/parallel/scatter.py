@@ -22,7 +22,7 @@ from trainloop.optim import MultiLoss
 
 
 def chunk_sizes(length: int, num_chunks: int) -> list[int]:
-    """Return the sizes into which ``torch.chunk`` cuts: 7 over 2 gives 4 and 3; over 8, seven times 1.
+    """Return the sizes of the parts that ``torch.chunk`` makes: for 7 and 2, 4 and 3; for 7 and 8, seven times 1.
 
     Examples
     --------
@@ -34,9 +34,9 @@ def chunk_sizes(length: int, num_chunks: int) -> list[int]:
 
 
 def batch_length(value: Any, dim: int = 0) -> int | None:
-    """Return the samples in a batch: the length of its first tensor or array, or else of the first list of plain items.
+    """Return the number of samples in a batch; None if unknown.
 
-    None if it has neither.
+    It is the length of the batch's first tensor or array, or else of its first list of plain items.
     """
     return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
 
@@ -49,7 +49,8 @@ def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
     value : nested dicts, lists, tuples, namedtuples, dataclasses
         Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
         lists and tuples of that length that hold plain items (strings, numbers, objects): one item per sample.
-        Everything else is in every part unchanged: other tensors (e.g. class weights), scalars, modules, devices.
+        All other values are passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and
+        devices.
     num_chunks : int
     dim : int
         Dimension of the samples in tensors and arrays.
@@ -81,12 +82,12 @@ def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
 
 
 def _length(item: Any, dim: int) -> int | None:
-    """Return the length of a tensor or array along the batch's dimension; None for anything else."""
+    """Return the length of a tensor or array along the batch's dimension; None for other values."""
     return item.shape[dim] if isinstance(item, (Tensor, np.ndarray)) and -item.ndim <= dim < item.ndim else None
 
 
 def _list_length(item: Any) -> int | None:
-    """Return the length of a list with an item per sample; None for anything else, also for lists of lists or tensors.
+    """Return the length of a list with one item per sample; None for other values, also lists of lists or tensors.
 
     The list ``[x, y]`` that a DataLoader makes of pairs is not a list of two samples, so a list whose items can be cut
     themselves is treated as structure.
@@ -116,7 +117,7 @@ def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
     return found[0] if found else None
 
 
-# -- putting together --------------------------------------------------------------------------------------------------
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = False) -> Any:
@@ -133,8 +134,9 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
 
     Returns
     -------
-    same as each
-        Sums add up. Means over samples combine by ``sizes``; ``(loss, weight)`` by the weights, with their sum.
+    same type as each loss
+        Sums are added. Means over samples are averaged by ``sizes``. Pairs ``(loss, weight)`` are averaged by their
+        weights, which are added.
 
     Raises
     ------
@@ -174,7 +176,7 @@ def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
     if isinstance(weight, Tensor):
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
-    # Without weight it is zero, and still in the graph: all parts may have weight 0.
+    # With weight 0 the result is zero, but still in the graph: all parts may have weight 0.
     return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
 
 

@@ -45,7 +45,7 @@ MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return True if it is a ``DTensor``."""
+    """Return True if an object is a ``DTensor``."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
@@ -60,7 +60,7 @@ def is_mark_of_sharding(name: str) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a tensor, sharing its memory; all of a plain one."""
+    """Return this rank's shard of a tensor, sharing its memory; for a plain tensor, all of it."""
     if not is_sharded(tensor):
         return cast(Tensor, tensor.detach())
     with torch.no_grad():  # to_local() then returns the shard itself
@@ -68,15 +68,15 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Return the full tensor on every rank that has a shard of it; collective if sharded. A plain one is unchanged."""
+    """Return the full tensor on every rank of its mesh. Collective if sharded; a plain tensor is returned unchanged."""
     full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a full one on the CPU of rank 0. Collective.
+    """Return a sharded tensor's full tensor on the CPU of rank 0, and an empty tensor on other ranks. Collective.
 
-    Other ranks get an empty tensor. A plain tensor is returned unchanged.
+    A plain tensor is returned unchanged.
     """
     if not is_sharded(tensor):
         return tensor
@@ -85,14 +85,15 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, like: Any) -> Any:
-    """Shard a tensor that every rank has in full like another one and on its device; no exchange.
+    """Shard a full tensor in the same way, and on the same device, as another tensor; no exchange.
 
     Parameters
     ----------
     value : Tensor
-        Tensor of the shape of ``like``. Only this rank's part of it is read.
+        Tensor of the shape of ``like``, of which only this rank's part is read. If it is already sharded, it is only
+        moved.
     like : DTensor or Tensor
-        If plain, it is full on every rank, and so is the result. A value that is already sharded is returned.
+        Tensor with the sharding and device of the result. If it is plain, the result is a full tensor.
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
@@ -102,7 +103,7 @@ def shard_like(value: Tensor, like: Any) -> Any:
 
 
 def is_first_replica(tensor: Any) -> bool:
-    """Return True if no other rank before this one has the same part of a sharded tensor."""
+    """Return True if no rank before this one has the same part of a sharded tensor."""
     coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)
     return all(place == 0 or placement.is_shard() for placement, place in coordinates)
 
@@ -116,12 +117,12 @@ def slice_of(tensor: Any) -> ShardSlice:
 
 
 def write_shard(tensor: Any, into: Tensor) -> bool:
-    """Write this rank's shard of a tensor into a full one in memory that the ranks share; no exchange.
+    """Write this rank's shard of a tensor into the full tensor, in memory that the ranks share; no exchange.
 
     Returns
     -------
     bool
-        True if the ranks together have written all of it; False if each has a term of a sum.
+        True if all ranks together write the full tensor; False, without writing, if each rank has a term of a sum.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         return False
@@ -144,7 +145,7 @@ def _own_part(value: Tensor, like: Any) -> Tensor:
 def free(tensor: Any) -> None:
     """Release the memory of this rank's shard; the tensor must no longer be used.
 
-    Memory that torch can't resize, such as pinned memory, is released with the last tensor on it.
+    Memory that torch can't resize, such as pinned memory, is released with the last tensor that uses it.
     """
     storage = local_shard(tensor).untyped_storage()
     if storage.resizable():
@@ -152,10 +153,10 @@ def free(tensor: Any) -> None:
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
-    """Return a tensor of this shape, sharded like another one, from this rank's ``part``; no exchange."""
+    """Return a tensor of the given shape, sharded like ``like``, from this rank's ``part``; no exchange."""
     from torch.distributed.tensor import DTensor
 
-    if part.device.type != like.device_mesh.device_type:  # kept on the host; from_local would move it
+    if part.device.type != like.device_mesh.device_type:  # the part is on the host, and from_local would move it
         made: Any = torch.empty_like(like, dtype=part.dtype)
         made.to_local().copy_(part)
         return made
@@ -184,7 +185,7 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 
 def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return these items in a dictionary of another one's type: that of ``state_dict()`` contains module versions."""
+    """Return ``items`` as a dictionary like ``like``, with its attributes: a ``state_dict()`` has module versions."""
     if type(like) is not OrderedDict:
         return items
     made = OrderedDict(items)
@@ -193,10 +194,10 @@ def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]:
-    """Return the norm of each full tensor, of which ranks may have shards; on every rank. Collective.
+    """Return, on every rank, the norm of each full tensor; ranks may have shards of it. Collective.
 
-    One exchange for all tensors with the same sharding. A rank without a part of a tensor, smaller than the number of
-    ranks, counts as zero; torch has no infinity norm of an empty tensor (2.13).
+    All tensors with the same sharding need one exchange. The norm of an empty part (of a tensor that is smaller than
+    the number of ranks) is zero here; torch has no infinity norm of an empty tensor (2.13).
     """
     norms: list[Tensor] = []
     alike: dict[Any, list[int]] = {}
@@ -223,7 +224,7 @@ def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
     """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, even if only some are sharded."""
-    parameters, norm_type = list(parameters), float(norm_type)  # torch takes 'inf', too
+    parameters, norm_type = list(parameters), float(norm_type)  # torch also accepts 'inf'
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
     if not sharded or (sharded == len(gradients) and norm_type == 2):
@@ -237,7 +238,7 @@ def clip_gradients(
             "cannot be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch does it
+    factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as in torch
     for gradient in gradients:
         part = local_shard(gradient)
         part.mul_(factor.to(part.device, part.real.dtype))
@@ -247,7 +248,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sums(tensors: list[Tensor]) -> list[int]:
-    """Return a number for each tensor's bits, exact in any order of summation; waits once per device."""
+    """Return a checksum of each tensor's bits, independent of the order of summation; waits once per device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append((i, _bit_sum(tensor.detach())))

@@ -93,15 +93,15 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     Parameters
     ----------
     module : nn.Module
-        As converted by :func:`convert`.
+        A module that :func:`convert` has converted.
     ranks : sequence of int
         Global ranks that have a batch in this step.
 
     Notes
     -----
-    The first call with these ranks creates a process group of them, in which every rank must participate (torch can
-    create one among its members alone, but fails if some of them have created more groups before, as here). The group
-    is kept as long as the default group exists.
+    The first call with given ranks creates a process group of these ranks, for which every rank must make the call.
+    (torch can create a group by calls of its members only, but this fails if some members have created more groups
+    before, as here.) The group is kept as long as the default group exists.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -123,8 +123,8 @@ _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 def _group_of(ranks: tuple[int, ...]) -> Any:
     default = dist.group.WORLD
-    made_beside, group = _groups.get(ranks, (None, None))
-    if made_beside is not default:
+    default_then, group = _groups.get(ranks, (None, None))
+    if default_then is not default:
         with only_trusted_peers():
             group = dist.new_group(list(ranks))
         _groups[ranks] = (default, group)
@@ -140,7 +140,7 @@ class CpuSyncBatchNorm(BatchNorm):
 
     Notes
     -----
-    One exchange of ``2 C + 1`` numbers in the forward, one of ``2 C`` in the backward.
+    The forward exchanges ``2 C + 1`` numbers once, the backward ``2 C`` numbers once, for ``C`` channels.
     """
 
     process_group: dist.ProcessGroup | None
@@ -150,7 +150,7 @@ class CpuSyncBatchNorm(BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalised input, of the same shape."""
+        """Return the normalised input, in the same shape."""
         over_batch = self.training or (self.running_mean is None and self.running_var is None)
         synchronises = self.training and dist.is_available() and dist.is_initialized()
         if not over_batch or not synchronises or dist.get_world_size(self.process_group) == 1:
@@ -220,7 +220,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
             grad_input = _along(scale, x) * (grad - _along(mean_grad, x) - normal * _along(mean_grad_normal, x))
             grad_input = grad_input.to(input.dtype)
-        # Only this rank's part: DDP averages gradients of parameters.
+        # Return only this rank's part, since DDP averages gradients of parameters.
         grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None

@@ -1,4 +1,4 @@
-"""Decide which attributes of a wrapper are the wrapped model's, and which are its own."""
+"""Decide which attributes of a wrapper belong to the wrapped model, and which to the wrapper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SharedName:
 
 
 class Transparent(nn.Module):
-    """Base of wrappers. Attributes that are not the wrapper's own are read, written and deleted on the model.
+    """Base class of wrappers. Attributes that are not the wrapper's own are read, written and deleted on the model.
 
     These names belong to the wrapper: ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a
     leading underscore that the model doesn't have. Every other name belongs to the model, even if it is new.
@@ -78,7 +78,7 @@ class Transparent(nn.Module):
         raise NotImplementedError
 
     def _become_transparent(self) -> None:
-        """Called when the wrapper is complete: at the end of its constructor, and of unpickling."""
+        """From now on, let attributes refer to the model; called at the end of construction and of unpickling."""
         for name in vars(self):
             if not name.startswith("_") and name != "training" and not hasattr(type(self), name):
                 setattr(type(self), name, SharedName(name))
@@ -126,7 +126,7 @@ class Transparent(nn.Module):
 
 
 def model_has(wrapper: nn.Module, name: str) -> bool:
-    """Return True if the wrapped model has such an attribute; evaluates no property."""
+    """Return True if the wrapped model has an attribute of this name; properties are not evaluated."""
     module = _wrapped(wrapper)
     if module is None:
         return False
@@ -165,7 +165,7 @@ def with_multi_losses(opened: Any, output: Any) -> Any:
         return output.map(lambda loss: with_multi_losses(next(tensors), loss))
     if type(output) is tuple:
         return tuple(with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
-    # torch's wrappers may return another tensor, a copy for its hook on backward.
+    # torch's wrappers may return another tensor: a copy that has their backward hook.
     return attach_divisor(opened, divisor_of(output)) if isinstance(output, Tensor) and opened is not output else opened
 
 

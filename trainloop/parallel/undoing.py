@@ -1,8 +1,8 @@
 """Undo torch's ``fully_shard``, for which torch has no function.
 
-All private torch names that this needs are here; read in torch 2.6 to 2.13. ``fully_shard`` changes a module in place:
-it changes its class and adds hooks and marks. ``fit`` must return the same model without any of these.
-If a later torch renames them, :func:`can_undo` reports it before anything is sharded.
+``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
+model without any of these. This module has all private torch names that undoing needs (checked in torch 2.6 to 2.13).
+If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _NEEDED = {
 
 @cache
 def can_undo() -> None:
-    """Check that this torch has the names that are needed.
+    """Check that this torch has the private names that :func:`undo_fully_shard` needs.
 
     Raises
     ------
     ConfigurationError
-        If one is missing; the error names it.
+        If a name is missing; the error names it.
     """
     missing = ""
     for module, names in _NEEDED.items():

@@ -24,19 +24,19 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         The whole model.
     shard : type, sequence of types or callable, optional
         Classes of modules, or a predicate ``module -> bool`` or ``(name, module) -> bool``. Default: the repeated
-        blocks of a model, members of one class in a ``ModuleList`` or ``Sequential``, and nothing inside of them.
+        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``.
 
     Returns
     -------
     list of (str, nn.Module)
-        Inner ones first, the order in which they must be sharded. No unit shares a parameter with a module outside
-        of it: a block that does (tied weights) is not a unit, and belongs to the next one around it that contains all
-        users of the parameter, or to the root.
+        Inner units first, the order in which they must be sharded. A block that shares a parameter with a module
+        outside of it (tied weights) is not a unit: it belongs to the next enclosing unit that contains all users of the
+        parameter, or to the root.
 
     Raises
     ------
     ConfigurationError
-        If ``shard`` is something else, or matches no module.
+        If ``shard`` has another type, or matches no module.
     """
     chosen = _repeated_blocks(module) if shard is None else _matching(module, shard)
     users = _users(module)
@@ -54,7 +54,7 @@ def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
     Raises
     ------
     ConfigurationError
-        If they differ; the error names two of them.
+        If the dtypes differ; the error names a parameter of each dtype.
     """
     found: dict[torch.dtype, str] = {}
     for name, p in parameters.items():
@@ -80,7 +80,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for own_name, member in members:
             path = f"{name}.{own_name}" if name else own_name
             if counts[type(member)] > 1 and _can_be_unit(member):
-                # Nothing inside of it: small units would mean many small exchanges.
+                # Don't search inside of it: small units would mean many small exchanges.
                 found.append((path, member))
             else:
                 look(path, member)
@@ -114,7 +114,7 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
         try:
-            # Inspect its signature instead of calling it: an error in it must not look like one argument too many.
+            # Inspect the signature instead of calling it: an error inside must not look like a wrong argument count.
             inspect.signature(shard).bind("", nn.Module())
         except TypeError:
             return lambda name, part: bool(shard(part))
@@ -139,7 +139,7 @@ def _can_be_unit(part: nn.Module) -> bool:
 
 
 def _has_forward(part: nn.Module) -> bool:
-    # Such a container is never called, so FSDP's hooks would not run there.
+    # A plain container is never called, so FSDP's hooks would not run.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 

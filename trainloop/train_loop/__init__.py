@@ -17,7 +17,7 @@ __all__ = ["PredictionStream", "TrainLoop", "TrainLoopCheckpoint", "TrainLoopChe
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        # Imported on first access, with the callbacks that they use: most programs need none of them.
+        # Imported on first access, with the callbacks that these loops use: most programs don't need them.
         if name in __all__:
             return getattr(importlib.import_module("trainloop.train_loop.tracking"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,10 +23,10 @@ Optimizers = Optimizer | MultiOptimizer
 """One optimizer, or several."""
 
 GpuMode = Literal["single", "dp", "ddp", "fsdp", "auto", "ddp_spawn", "ddp_notebook", "ddp_fork"]
-"""Mode: ``'auto'`` is ``'single'`` for one device, else ``'ddp'``; the last three are Lightning's names for that."""
+"""Mode: ``'auto'`` is ``'single'`` for one device, else ``'ddp'``; the last three are Lightning's names of modes."""
 
 Accelerator = Literal["auto", "cpu", "gpu", "cuda", "mps"]
-"""Kind of device: ``'auto'`` for the best one available, or its name."""
+"""Kind of device by name; ``'auto'`` for the best available kind."""
 
 StartMethod = Literal["auto", "forkserver", "spawn"]
 """Method by which ranks are started."""

@@ -26,7 +26,7 @@ from trainloop.train_loop.options import AmpOptions, RestartOptions
 
 
 def check_model(model: Any) -> Any:
-    """Return the model; raise an error for a wrapped or incomplete one."""
+    """Return the model; raise an error if it is wrapped or incomplete."""
     if isinstance(model, type):
         raise ConfigurationError(f"model={model.__name__}: this is a class. Pass an instance, {model.__name__}(...).")
     # Gradients of a wrapped model would be exchanged twice, and its checkpoint keys would have a prefix.
@@ -56,7 +56,7 @@ def check_model(model: Any) -> Any:
 
 
 def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
-    """Return the loader; raise an error for one that can be iterated only once."""
+    """Return the loader; raise an error if it can be iterated only once."""
     if loader is None and optional:
         return None
     if (isinstance(loader, Dataset) and not loads(loader)) or torch.is_tensor(loader):
@@ -94,7 +94,7 @@ def check_criterion(criterion: Any) -> Any:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
-    """Return the optimizer; raise an error for one that steps no parameter of the model."""
+    """Return the optimizer; raise an error if it steps no parameter of the model."""
     if optimizer is None:
         return None
     if isinstance(optimizer, type):
@@ -132,7 +132,7 @@ def check_amp(use_amp: Any) -> AmpOptions:
         check_count(use_amp.get("growth_interval", 1), "use_amp: growth_interval", 1)
         try:
             torch.amp.GradScaler("cpu", enabled=True, **use_amp)
-        except (AssertionError, TypeError) as error:  # of torch's own checks
+        except (AssertionError, TypeError) as error:  # from torch's own checks
             raise ConfigurationError(
                 f"use_amp={short(use_amp)}: GradScaler can't use these arguments: {error}"
             ) from error
@@ -289,7 +289,7 @@ def check_restarts(
 
 
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
-    """Return both as ints; exactly one of them is positive and sets the length of the training."""
+    """Return both numbers as ints; exactly one of them is positive and sets the length of the training."""
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Check that all ranks of a training have the same settings, before any rank waits for another.
+"""Check that all ranks of a training run have the same settings, before any rank waits for another.
 
 Ranks that a ``fit`` starts have its settings. With torchrun, Slurm or several hosts, each script runs independently.
 A rank with other arguments, loaders or checkpoints would wait for steps and exchanges that never happen, and then
@@ -26,7 +26,7 @@ _LOADERS = ("train_loader", "validation_loader", "test_loader")
 
 @contextmanager
 def share_refusals(*, enabled: bool) -> Iterator[None]:
-    """Report a ``ConfigurationError`` in the block to the ranks that already wait in :func:`check_same_on_all_ranks`.
+    """Report a ``ConfigurationError`` in the block to the ranks that are waiting in :func:`check_same_on_all_ranks`.
 
     Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """
@@ -96,7 +96,7 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
     refused = next((rank for rank, theirs in enumerate(everyone) if theirs is None), None)
     if refused is not None:
         raise ConfigurationError(
-            f"rank {refused} refused its arguments. See that rank's own error, and fix its cause. All ranks stop, "
+            f"rank {refused} rejected its arguments. See that rank's own error, and fix its cause. All ranks stop, "
             "because they take each step together."
         )
     first = everyone[0]
@@ -114,7 +114,7 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
             raise ConfigurationError(
                 f"rank {rank} would resume after epoch {other_epoch} and step {other_step}, but rank 0 after epoch "
                 f"{epoch} and step {step}. All ranks take each step together: on every rank, resume from the same "
-                "checkpoint (for resume_from='last', in a folder that all hosts share) and call fit equally often."
+                "checkpoint (for resume_from='last', in a folder that all hosts share), and make the same calls of fit."
             )
     for i, name in enumerate(_LOADERS):
         check_shared([Shared(*theirs["loaders"][i]) for theirs in everyone], name)

@@ -1,4 +1,4 @@
-"""Find out why a training ended early, and whether a checkpoint leaves anything to do."""
+"""Find out why training ended early, and whether any work is left after a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class End(NamedTuple):
     """A callback's request to end training."""
 
     kind: str
-    """The callback's class; with the name it identifies the callback in checkpoints."""
+    """Name of the callback's class; together with ``name``, it identifies the callback in checkpoints."""
     name: str
     reason: str = ""
     """Reason as text; empty if the callback gave none."""
@@ -42,16 +42,16 @@ def requesting_callback(loop: LoopState) -> End | None:
 
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
-    """Describe in one line why training ended after an epoch, counted from 1."""
+    """Return a line that says why training ended after an epoch, counted from 1."""
     names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which was set outside of callbacks,"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
     return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
-    """Return the callbacks that ended a checkpoint's run, if they are still here and would end it again.
+    """Return the ends of a checkpoint's run whose callbacks are still present and would end it again.
 
-    Empty if this call asks for more epochs or iterations than that run did.
+    Empty if this ``fit`` asks for more epochs or iterations than that run did.
     """
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):

@@ -1,7 +1,7 @@
 """Compute loss and predictions over a whole loader: each sample counts once, and all modes give the same result.
 
-Each rank takes whole batches of the sequence that one process would see. Results are joined in that order, so they
-depend neither on the number of ranks nor on which of them finishes first.
+Each rank takes whole batches of the sequence that one process would see. Results are joined in the order of this
+sequence, so they depend neither on the number of ranks nor on which rank finishes first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end restore the mode of each module, frozen or not."""
+    """Switch to evaluation mode without gradients; at the end restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     try:
-        model.eval()  # a Ctrl-C may interrupt it
+        model.eval()  # inside ``try``, since Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:
@@ -75,7 +75,7 @@ def mean_loss(
     name : str
         Name of the loader, for messages.
     sums : SumRule, optional
-        Rule for which losses are sums over samples.
+        Rule that decides which losses are sums over samples.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def mean_loss(
     calls_functions: list[bool] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
-        # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all.
+        # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
         functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
         with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)), functions:
             loss, weight = split_loss(get_loss(batch))
@@ -170,7 +170,7 @@ def predictions(
     collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
     transform: Callable[[list[Any]], Any] = join_rows,
 ) -> Predictions:
-    """Return ``(y_pred, y_true, metadata)`` of a whole loader, rows in dataset order, on the ranks that get them.
+    """Return ``(y_pred, y_true, metadata)`` of a whole loader, with rows in dataset order, on the ranks that get rows.
 
     Collective if ``gather`` is: one exchange, at the end.
 
@@ -193,7 +193,7 @@ def predictions(
     parts = gather(mine)
     if parts is None:
         return None, None, None
-    # Ranks took whole batches in turn, so the batch numbers give the order of one process.
+    # Ranks took whole batches in turn, so sorting by batch number restores the order of one process.
     rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
     results: list[Any] = []
     for column in (2, 3):

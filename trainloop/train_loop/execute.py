@@ -1,7 +1,7 @@
-"""Do a piece of a loop's work: in this process, in ranks started for it, or as a rank that a launcher has started.
+"""Do a loop's work: in this process, in ranks that are started for it, or as a rank that a launcher has started.
 
-:func:`execute` is the only way from a :class:`~trainloop.TrainLoop` to a run. In one process the run is made here; for
-``ddp`` and ``fsdp`` the loop is sent to the ranks, each makes its own run, and their state is sent back.
+:func:`execute` makes all runs of a :class:`~trainloop.TrainLoop`. In one process, it makes the run here. For ``ddp``
+and ``fsdp``, it sends the loop to the ranks, each rank makes a run, and the loop's state is sent back.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     Parameters
     ----------
     loop : TrainLoop
-        Ranks get a copy, whose state is written back into this one.
+        Ranks get a copy of the loop; its state is written back into this object.
     work : callable
         A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by name.
     *args
         Further arguments of ``work``.
     job : FitJob, optional
-        The work of a training; without it the run can only evaluate.
+        Options of a training run; without them, the run can only evaluate and predict.
 
     Returns
     -------
@@ -83,8 +83,8 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     _initialize_lazy_parameters(loop)
-    # Without a seed ranks still need a common one. Deriving it makes no draw, so that ranks don't change what the
-    # caller's generators draw next.
+    # Without a seed, ranks still need a common one. It is derived without a draw, so that the caller's generators
+    # remain unchanged.
     loop.drawn_seed = rng.peek_seed()
     config = loop.run_config
     options = {"timeout_s": loop.timeout, "backend": config.backend, "init_method": config.init_method}
@@ -98,7 +98,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, None)
         return launch.join(as_rank, devices=config.devices, **options)
-    # Before the loop is packed: it records the caller's objects, so that the result can refer to them.
+    # Created before the loop is packed: it records the caller's objects, so that the result can refer to them.
     caller_side = CallerSide(loop)
     # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
     ranks, quota = len(config.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
@@ -158,7 +158,7 @@ def _as_rank(
     caller : dict, optional
         The caller's random states, for the one process of ``single`` and ``dp``: a run without a seed uses them.
     """
-    # The loop was sent by a process that is not a rank, so its rank attributes are those of the caller.
+    # The loop was sent by a process that is not a rank, so it still has the caller's rank attributes.
     loop.process = process = launch.place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     rank_side = None if paths is None else RankSide(loop, paths, sends=process.local_rank == 0)
@@ -187,7 +187,7 @@ def _as_rank(
 
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
-    """Make a run in this process, for training (``job``) or only evaluation; in the block it is ``loop.running``."""
+    """Make a run in this process, which is ``loop.running`` in the block; without ``job``, it can only evaluate."""
     with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         try:
@@ -212,15 +212,15 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
     if own is not None:  # an optimizer may define its own kind of step
         return own
-    kind, peculiar = Training, ""
+    kind, reason = Training, ""
     if yields_losses(loop.model):
-        kind, peculiar = AlternatingTraining, "get_loss yields its losses, and the optimizers step in between"
+        kind, reason = AlternatingTraining, "get_loss yields its losses, and the optimizers step in between"
     elif any(map(needs_closure, optimizers_of(loop.optimizer))):
-        kind, peculiar = ClosureTraining, "the optimizer evaluates the loss several times in a step"
+        kind, reason = ClosureTraining, "the optimizer evaluates the loss several times in a step"
     if not loop.options.compiles_step:
         return kind
-    if peculiar:
-        warn(f"compile='step': steps are not compiled, because {peculiar}.")
+    if reason:
+        warn(f"compile='step': steps are not compiled, because {reason}.")
         return kind
     return WholeStepTraining
 
@@ -256,7 +256,8 @@ def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
     """Initialize lazy modules from a batch before ranks or replicas are made, so that all have the same weights.
 
-    The weights are those that ``single`` draws in its first forward, unless that draws other numbers before (dropout).
+    The weights are those that ``single`` draws in its first forward, unless that forward draws other numbers first
+    (dropout).
     """
     lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
     loader = next((loader for loader in loaders_of(loop) if loader is not None), None)
@@ -270,7 +271,7 @@ def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
 
 @contextmanager
 def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Restore the global generators and those of the loaders at the end."""
+    """Restore the global generators and the loaders' generators at the end of the block."""
     loaders = loaders_of(loop)
     before = generator_states(loaders)
     try:

@@ -37,9 +37,10 @@ _TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocato
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, for sharded and unsharded gradients, with one decision for all ranks.
+    """torch's scaler, for sharded and unsharded gradients, which skips a step on all ranks or on none.
 
-    torch's kernel can't mix them, and with only sharded ones it missed a rank's overflow (torch 2.13, Gloo).
+    torch's kernel does not accept sharded and unsharded gradients in one call. With sharded gradients only, it missed
+    another rank's overflow (torch 2.13, Gloo).
     """
 
     def _unscale_grads_(
@@ -54,7 +55,7 @@ class _Scaler(torch.amp.GradScaler):
             if part.numel():
                 infinite = part.isfinite().logical_not_().any()
                 found_inf.copy_(torch.maximum(found_inf, infinite.to(found_inf)))
-                part.mul_(inv_scale.to(part.device))  # another one for gradients that are offloaded
+                part.mul_(inv_scale.to(part.device))  # offloaded gradients are on another device
         torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
         return {found_inf.device: found_inf}
 
@@ -69,7 +70,7 @@ class ShardedPlacement(Placement):
         """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Do nothing: gradients are reduced in each micro-batch, since full ones would be as large as the model."""
+        """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""
         return nullcontext()
 
     def share_buffers(self) -> None:
@@ -109,7 +110,7 @@ def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> No
 def sharded(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], wrapper_args: dict[str, Any], *, values_to: str
 ) -> Iterator[Any]:
-    """Wrap the model, whose shards optimizers step. Afterwards restore everything except the values.
+    """Shard and wrap the model, and let optimizers step the shards; afterwards restore everything except the values.
 
     Parameters
     ----------
@@ -120,19 +121,19 @@ def sharded(
     wrapper_args : dict
         Further arguments of the wrapper's constructor.
     values_to : {'all', 'host', 'none'}
-        Model and optimizers that get the trained values: each rank's, or on each host those of local rank 0, in the
-        file from which the launching process reads the result. Collective, at the end. If an exception ends the run,
-        and with ``'none'``, the model has its initial values.
+        Ranks whose model and optimizers get the trained values at the end (collective): all ranks, or local rank 0 of
+        each host, in the file from which the launching process reads the result. With ``'none'``, or if an exception
+        ends the run, the model gets its initial values back.
     """
 
     originals = dict(model.named_parameters())
     kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU also moves its parameters
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
     in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
-    for tensor in in_place if optimizers else ():  # otherwise the caller's tensors would always change
+    for tensor in in_place if optimizers else ():  # copies: a run that fails must not change the caller's tensors
         tensor.data = tensor.data.clone()
     returned = False
-    if "init_sync" not in wrapper_args:  # ranks of one host map the same weights; other ranks have created their own
+    if "init_sync" not in wrapper_args:  # not if all ranks map the same weights, which the launching process has sent
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
     for name, p in originals.items():
@@ -142,11 +143,11 @@ def sharded(
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
-    for optimizer in optimizers:  # scalars, and the counters of fused kernels
+    for optimizer in optimizers:  # scalars, and the step counters of fused kernels
         move_state(optimizer)
     read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
     here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
-    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file keeps all
+    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file has all
     try:
         yield wrapper
         if values_to != "none":
@@ -163,7 +164,7 @@ def sharded(
             if stays_whole(p):
                 p.data = kept[name]
         _put_back_buffers(model, buffers, restore=bool(optimizers) and not returned)
-        for optimizer in optimizers if not returned else ():  # useless without its values
+        for optimizer in optimizers if not returned else ():  # state is useless without the trained values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
         _move(optimizers, shards, originals, lambda value, _: value)
@@ -176,14 +177,13 @@ def sharded(
 
 
 def _is_first_of_host() -> bool:
-
     return place_here().local_rank == 0
 
 
 def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
     """Return the parameters that were sharded: their current and former names, and their current values.
 
-    A callback may have replaced a module by one with an adapter.
+    A callback may have replaced a module by another module, for example one with an adapter.
     """
     names = {id(p): name for name, p in shards.items()}
     found = [(now, names.get(id(p), now), p) for now, p in model.named_parameters() if id(p) in names or is_sharded(p)]
@@ -201,9 +201,9 @@ def _write_back(
 ) -> None:
     """Write the trained values into the model's parameters and its optimizers' state, one tensor at a time.
 
-    With a file, each rank writes its shard into it and frees that memory, so the full model exists only once. Without
-    one, every rank gathers each tensor and moves it off the device before the next: a device with room for its
-    shards may have no room for the full model.
+    With a file, each rank writes its shard into it and frees the shard's memory, so the full model exists only once.
+    Without a file, every rank gathers each tensor and moves it off the device before the next one: a device with room
+    for its shards may have no room for the full model.
     """
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
@@ -219,12 +219,12 @@ def _write_back(
             owners.append((None, None, target, kept[name].device))
         elif receives:
             (kept[name] if p is target else target).data.copy_(p.detach())
-    for optimizer, came in zip(optimizers, own_state, strict=True):
+    for optimizer, initial in zip(optimizers, own_state, strict=True):
         for stepped in parameters_of(optimizer):
             if id(stepped) not in names:
                 continue
             name = names[id(stepped)]
-            own, before = optimizer.state.get(stepped, {}), came.get(originals[name], {})
+            own, before = optimizer.state.get(stepped, {}), initial.get(originals[name], {})
             for key, value in own.items():
                 if is_sharded(value):
                     shards.append(value)
@@ -246,8 +246,7 @@ def _write_back(
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
-    """Write sharded tensors into the file of this host's result; return full ones, as views of it. Collective."""
-
+    """Write sharded tensors into the file of this host's result; return the full tensors, as its views. Collective."""
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
@@ -270,13 +269,12 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
 
 def _all_here() -> bool:
     """Return True if all ranks are on this host."""
-
     here = place_here()
     return here.local_world_size == here.world_size
 
 
 def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, restore: bool) -> None:
-    """Copy buffers back into their original memory and device; buffers replaced since then stay."""
+    """Copy buffers back into their original memory and device; with ``restore``, also put back replaced buffers."""
     now = dict(model.named_buffers())
     for name, (buffer, original) in buffers.items():
         if name not in now:
@@ -299,7 +297,7 @@ def _move(
     after: dict[str, nn.Parameter],
     convert: Callable[[Tensor, Any], Any],
 ) -> None:
-    """Replace parameters by others with the same names, in the optimizers' groups and state."""
+    """In the optimizers' groups and state, replace parameters by those with the same names in ``after``."""
     new = {id(p): after[name] for name, p in before.items() if name in after}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -308,6 +306,6 @@ def _move(
         optimizer.state.clear()
         for p, own in state:
             target = new.get(id(p), p)
-            if target is not p and isinstance(own, dict):  # kept, since users may hold a reference to it
+            if target is not p and isinstance(own, dict):  # the same dict, since users may refer to it
                 own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
             optimizer.state[target] = own

@@ -1,8 +1,8 @@
 """Compute a step's gradients from the losses of its micro-batches, and take the optimizers' steps.
 
 The gradients of a step are those of one mean over all its samples (or units, if ``get_loss`` returns a weight), over
-micro-batches and ranks. Backward of each micro-batch adds its part; :meth:`Gradients.complete` does the rest when all
-parts have been added.
+micro-batches and ranks. The backward of each micro-batch adds its part. Then :meth:`Gradients.complete` reduces and
+scales the sum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TINY = 1e-12
 
 
 class _Part:
-    """Weight so far and gradients of one loss of a ``MultiLoss`` in a step."""
+    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of its weights so far."""
 
     def __init__(self) -> None:
         self.weight: Any = 0.0
@@ -52,19 +52,19 @@ class Gradients:
     Attributes
     ----------
     reduced_later, ragged : bool
-        Of the current step. ``reduced_later``: gradients are averaged over ranks after backward, not by DDP during it.
-        ``ragged``: ranks have different numbers of micro-batches.
+        State of the current step. ``reduced_later`` is True if gradients are averaged over ranks after backward, not by
+        DDP during it. ``ragged`` is True if ranks have different numbers of micro-batches.
     given : list of bool
         For each micro-batch of the step, True if ``get_loss`` returned a weight.
     sums : SumRule or None
-        Rule for which losses are sums over samples; ``None`` if none is.
+        Rule that decides which losses are sums over samples; ``None`` if no loss is.
     optimizers : list of Optimizer
     parameters : list of Tensor
         Parameters of the model.
     learned : list of Tensor
         Parameters of the model and the criterion.
     trained : TrainedParameters or None
-        In ``ddp``: watches for parameters that are frozen or unfrozen.
+        Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
     ranks : int
         Number of ranks whose gradients are averaged.
     """
@@ -89,7 +89,7 @@ class Gradients:
         self._shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
-        if place.collective:  # until the second step: before it a copy of a network equals the original
+        if place.collective:  # until the second step: in the first one, a copy of a network equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def _take_parameters(self) -> None:
@@ -106,12 +106,12 @@ class Gradients:
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
     def follow_at_epoch_begin(self) -> None:
-        """Wrap the model again if other parameters train than before. Collective."""
+        """Wrap the model again if the set of trained parameters has changed. Collective."""
         if self.trained is not None and self.trained.agree():
             self._follow(self.trained)
 
     def follow_at_step_begin(self) -> None:
-        """Wrap the model again within an epoch: a rank that sees a change waits for the others."""
+        """Within an epoch, wrap the model again if trained parameters have changed, after waiting for other ranks."""
         if self.trained is not None and self.trained.changed():
             self.trained.meet()
             self._follow(self.trained)
@@ -127,21 +127,22 @@ class Gradients:
             self.trained.check_same_weights(self._place.wrapper)
 
     def begin_step(self, ragged: bool) -> None:
-        """Prepare for a step; ``ragged`` if ranks have different numbers of micro-batches. Collective."""
+        """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
         self.ragged = ragged
         self.reduced_later = (ragged or self._always_later) and not self._place.collective
         if self.reduced_later or self._shares_buffers:  # as DDP's forward does by itself
             self._place.share_buffers()
 
-    # -- of one micro-batch ------------------------------------------------------------------------------------------
+    # -- for each micro-batch ----------------------------------------------------------------------------------------
 
     def scaled(
         self, loss: Any, weight: Any, scale: float | None, count: int, size: int, *, is_sum: bool = False
     ) -> Any:
-        """Scale a micro-batch's loss so that the sum of the gradients, averaged over ranks, is that of the step.
+        """Scale a micro-batch's loss so that the gradients, added up and averaged over ranks, are the step's gradients.
 
-        A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to their sum,
-        divided by the step's samples; :meth:`complete` divides by the units per sample, once all units are known.
+        A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to the sum over
+        its units, divided by the step's samples. Once all units are known, :meth:`complete` divides by the units per
+        sample.
 
         Parameters
         ----------
@@ -162,7 +163,7 @@ class Gradients:
         if is_sum:  # micro-batches add up without scaling, ranks are averaged
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
-            return loss  # already the mean over the step's units: multiplying and dividing would only round it
+            return loss  # already the mean over the step's units: scaling would only add rounding errors
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
@@ -177,7 +178,7 @@ class Gradients:
         return loss * _like(loss, units)
 
     def _add(self, weight: Any, uneven: float) -> None:
-        """Add a micro-batch's weight to the step's; ``uneven`` is 1 if it differs from the number of samples."""
+        """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
         self._weight, self._uneven = self._weight + weight, self._uneven + uneven
         carrier = self._carrier
         if carrier is not None:
@@ -195,17 +196,17 @@ class Gradients:
             return torch.stack([weight, torch.full_like(weight, uneven)])
         known = self._known_numbers.get((weight, uneven))
         if known is None:
-            if len(self._known_numbers) > 64:  # in case weights never repeat
+            if len(self._known_numbers) > 64:  # limits the memory if weights never repeat
                 self._known_numbers.clear()
             known = torch.stack([self._zero() + weight, self._zero() + uneven])
             self._known_numbers[weight, uneven] = known
         return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
-        """Scale each loss of a ``MultiLoss`` by its own weight, since a single factor after backward can't do it.
+        """Scale each loss of a ``MultiLoss`` by its own weight; one factor for all after backward would not be enough.
 
-        Ranks therefore exchange the weights before the backward of a step's only micro-batch; in a step of several
-        micro-batches, each loss gets its own gradients, which :meth:`complete` adds up.
+        In a step with only one micro-batch, ranks exchange the weights before backward. In a step of several
+        micro-batches, each loss gets separate gradients, which :meth:`complete` adds up.
         """
         if count == 1 and not self.ragged:
             self._add(share, 0.0)
@@ -239,7 +240,7 @@ class Gradients:
         """Run backward of each loss into separate gradients."""
         several = len(self.optimizers) > 1
         own = losses.assigned_to(self._multi_optimizer) if several else losses
-        # Gradients of a micro-batch whose losses were all means over samples.
+        # Gradients of earlier micro-batches, whose losses were all means over samples.
         added_up = [(parameter, parameter.grad) for parameter in self.learned]
         for parameter in self.learned:
             parameter.grad = None
@@ -306,12 +307,12 @@ class Gradients:
                 self._parts.setdefault(name, _Part())
         self.backward(loss * 0.0)
 
-    # -- of the step -------------------------------------------------------------------------------------------------
+    # -- for each step -----------------------------------------------------------------------------------------------
 
     def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
-        """Reduce gradients that backward didn't, and divide them by the step's weight if it is not by samples.
+        """Reduce gradients that backward has not reduced, and divide them by the step's weight if it is not 1.
 
-        Returns the factor that they were multiplied by, ``None`` if it is 1.
+        Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
         given, weighted, weight, uneven = self.given, self._weighted, self._weight, self._uneven
         self.given, self._weighted, self._weight, self._uneven = [], False, 0.0, 0.0
@@ -350,7 +351,7 @@ class Gradients:
         return factor
 
     def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
-        """Return the step's weight over all ranks, divided by its samples; and 0 if that is 1."""
+        """Return the step's weight over all ranks, per sample, and a number that is 0 if this weight is 1."""
         carrier = self._carrier
         averages = None if carrier is None else carrier.averaged_numbers()
         if not weighted and (averages is None or not averages.is_cpu):
@@ -360,7 +361,7 @@ class Gradients:
         if averages.is_cpu:
             weight, uneven = averages.tolist()
             return weight, uneven
-        return averages[0], 1.0  # reading the other would wait for the device
+        return averages[0], 1.0  # reading the second number would wait for the device
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
@@ -391,7 +392,7 @@ class Gradients:
         """Unscale the complete gradients, call ``on_after_gradient_update``, and clip them."""
         training = self._training
         for i, optimizer in optimizers:
-            self._place.scaler.unscale_(optimizer)  # before clipping: torch's notes on AMP
+            self._place.scaler.unscale_(optimizer)  # before clipping, as torch's notes on AMP require
             if training.hooks.on_after_gradient_update:
                 for hook in training.hooks.on_after_gradient_update:
                     hook(i)

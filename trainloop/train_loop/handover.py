@@ -27,7 +27,7 @@ __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
-    *("early_stop", "ends"),  # in this order: the first changes the second
+    *("early_stop", "ends"),  # in this order: setting early_stop changes ends
 )
 _MISSING = object()
 # Attributes of every nn.Module that torch maintains.
@@ -37,7 +37,7 @@ _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_lo
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
     """Return the objects of a loop that both sides have, in the same order.
 
-    They are sent as references, so that a callback that is sent back still has the caller's model.
+    These objects are sent as references, so that a callback that is sent back still refers to the caller's model.
     """
     found: dict[int, object] = {}
 
@@ -105,14 +105,14 @@ class CallerSide:
 class RankSide:
     """The rank's side: remembers the loop's state on arrival, so that only changes are sent back.
 
-    One rank of each host ``sends`` its state. The others only ask callbacks for theirs, since that may be an exchange
-    of all ranks.
+    One rank of each host ``sends`` its state. The other ranks only call the callbacks' ``__getstate__``, since it may
+    be an exchange of all ranks.
     """
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = (), *, sends: bool = True) -> None:
         self._loop, self._sends = loop, sends
         self.callbacks = list(loop.callbacks)
-        """Callbacks that were sent, even if hooks change the loop's list."""
+        """Callbacks that the caller sent; hooks may later change the loop's list."""
         # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         if not sends:
@@ -120,7 +120,7 @@ class RankSide:
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
         """Objects that exist on both sides, by their path."""
-        # A part that is missing here keeps its number.
+        # A part that is missing here is replaced by an object, so that the others keep their numbers.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._loaders = loaders_of(loop)  # a hook may replace them
@@ -137,7 +137,7 @@ class RankSide:
         if not self._sends:
             return None
         modules = _modules(loop)
-        # Only the outermost modules that a callback has added. References to the caller's objects remain references.
+        # Send only the outermost modules that a callback has added. References to the caller's objects are kept.
         added = {key for key, module in modules.items() if self._modules.get(key) is not module}
         added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
         changed: dict[Any, Any] = {}
@@ -178,7 +178,7 @@ class RankSide:
         return can
 
     def _changed_list(self) -> list[Any] | None:
-        """Return the loop's callbacks if a hook has added or removed some; ``None`` if they are those that were sent.
+        """Return the loop's callbacks if a hook has added or removed some; ``None`` if the list is unchanged.
 
         The caller gets copies of new callbacks.
         """
@@ -245,7 +245,7 @@ def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[to
 
 
 def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, str], Any]) -> None:
-    """Write the other side's :func:`_plain_attributes` into this side's modules; skip modules that it lacks."""
+    """Write the other side's :func:`_plain_attributes` into this side's modules; skip missing modules."""
     modules = _modules(loop)
     for (root, path, name), value in values.items():
         if (root, path) in modules:
@@ -253,7 +253,7 @@ def _put_plain_attributes(loop: TrainLoop[Any], values: Mapping[tuple[int, str, 
 
 
 def _put_modules(loop: TrainLoop[Any], added: Mapping[tuple[int, str], nn.Module]) -> None:
-    """Add or replace modules as on the other side."""
+    """Add or replace the modules that a callback has added or replaced on the other side."""
     for (root, path), module in added.items():
         owner, _, name = path.rpartition(".")
         _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
@@ -278,7 +278,7 @@ def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:
 
 
 def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """Yield parameters and buffers, tied ones once and non-persistent ones too, by root module and name."""
+    """Yield parameters and buffers (also non-persistent buffers), by root module and name; tied ones only once."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor

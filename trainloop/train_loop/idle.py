@@ -26,20 +26,20 @@ _TORCH_OWN = frozenset(vars(nn.Module()))
 class Idle:
     """A dummy forward pass for a rank that has no batch, with a batch of another rank. It has no side effects.
 
-    It logs nothing, updates no BatchNorm statistics and no counts in modules' attributes (such as those of
-    torchmetrics), draws no random number and carries no state. Its gradients are zero. It uses the batch that another
-    rank runs at the same time, so that all ranks gather the same units; if that batch's loss is infinite or NaN, its
-    gradients are too.
+    It logs nothing, updates neither BatchNorm statistics nor counts in modules' attributes (such as those of
+    torchmetrics), draws no random numbers and carries no state. Its gradients are zero. It uses the batch that another
+    rank runs at the same time, so that all ranks gather the same units. If that batch's loss is infinite or NaN, the
+    gradients of the dummy pass may be NaN.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def borrowed_batch(self, batches: list[Any], counts: list[int], i: int) -> Any:
-        """Return the ``i``-th batch of the first rank that has one, on ranks without it; else ``None``. Collective."""
+        """Return another rank's ``i``-th batch if this rank has none and others have; else ``None``. Collective."""
         if min(counts) > i:
             return None
-        # Rank 0 may have none.
+        # Rank 0 may have no batch.
         source = next(rank for rank, n in enumerate(counts) if n > i)
         mine = i < len(batches)
         theirs = distributed.broadcast_object(batches[i] if mine else None, source)
@@ -73,7 +73,7 @@ class Idle:
 
 
 def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes that a module adds to ``nn.Module``'s own, each with a copy of what can change in place."""
+    """Return a module's attributes, except ``nn.Module``'s own, each with a copy if it can be changed in place."""
     return {name: (value, _copied(value)) for name, value in vars(module).items() if name not in _TORCH_OWN}
 
 
@@ -102,14 +102,14 @@ def _restore(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None
 def padded_batches(
     batches: Iterator[tuple[int, Any, int]], forward: Callable[[Any], Any], idle: Idle
 ) -> Iterator[tuple[int, Any, int]]:
-    """Yield this rank's batches of an evaluation; while others have more, run a dummy ``forward``. Collective."""
+    """Yield this rank's batches of an evaluation; run a dummy ``forward`` while other ranks have more. Collective."""
     last: Any = None
     while True:
         item = next(batches, None)
         counts = [n for (n,) in distributed.exchange_ints([int(item is not None)])]
         if not any(counts):
             return
-        if last is None and not all(counts):  # this rank may never have had one; all ranks decide the same
+        if last is None and not all(counts):  # this rank may never have had a batch; all ranks enter this branch
             last = idle.borrowed_batch([item[1]] if item is not None else [], counts, 0)
         if item is not None:
             last = item[1]

@@ -208,7 +208,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             gpu_mode, accelerator, devices, cuda_device_idx, check.check_bool(auto_select_gpus, "auto_select_gpus")
         )
         if checkpoint_modules is not None:
-            chosen_modules(model, checkpoint_modules)  # an error now rather than in the ranks
+            chosen_modules(model, checkpoint_modules)  # raise an error here rather than in the ranks
         self.options = Options(
             gpu_mode,
             accelerator,
@@ -227,7 +227,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     # -- fit ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelT:
-        """The same as :meth:`fit`."""
+        """Call :meth:`fit`."""
         return self.fit(*args, **kwargs)
 
     @hides_unknown
@@ -476,7 +476,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the work in the current run; without one, in the loop's own mode."""
+        """Do the work in the current run; if there is no run, start one in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
         self._check_has_values("evaluate_*" if work is Run.evaluate else "predict_*")
@@ -486,7 +486,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return result
 
     def _check_has_values(self, who: str) -> None:
-        """Raise an error if the model does not have the values of the training whose history the loop has."""
+        """Raise an error if the trained values were not written into the model (``fit(gather=False)``)."""
         if self.left_behind:
             raise ConfigurationError(
                 f"{who}: the model still has its initial values. The trained values are only in the checkpoint, "

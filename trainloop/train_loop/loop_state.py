@@ -208,7 +208,7 @@ class LoopState:
             raise ConfigurationError(f"num_optimizer_steps: {missing}.")
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = self.world_size if self.running is not None else self.run_config.num_ranks
-        # From a feed that is never read.
+        # This feed is never read.
         feed = TrainFeed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None

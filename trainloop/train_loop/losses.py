@@ -39,7 +39,7 @@ def per_sample(loss: Any, size: int) -> Any:
 
 
 def split_loss(output: Any) -> tuple[Any, Any]:
-    """Return a loss and its weight, ``None`` if ``get_loss`` returned no weight."""
+    """Return a loss and its weight; the weight is ``None`` if ``get_loss`` returned no weight."""
     if isinstance(output, tuple):
         if len(output) != 2:
             raise ConfigurationError(
@@ -72,7 +72,7 @@ def split_loss(output: Any) -> tuple[Any, Any]:
 
 
 def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
-    """Return the weight of each loss, ``None`` if all of them are means over their ``size`` samples."""
+    """Return the weight of each loss; ``None`` if all losses are means over their ``size`` samples."""
     divisors = {name: divisor_of(loss) for name, loss in losses.items()}
     if all(divisor is None for divisor in divisors.values()):
         return None
@@ -87,7 +87,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:
-    """After an error of backward, raise one that names ``get_loss`` if its loss can't be differentiated."""
+    """After an error of backward, raise an error about ``get_loss`` if its loss can't be differentiated."""
     _check_scalar(loss)
     explain_sharded(error)
     if isinstance(loss, Tensor) and not loss.requires_grad:
@@ -102,7 +102,7 @@ def explain_no_criterion(error: TypeError) -> None:
     text = str(error)
     if "'NoneType' object is not callable" not in text:
         return
-    # A thread of dp raises a new error, with the first one's traceback in its text.
+    # A thread of dp raises a new error, whose text has the original traceback.
     called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
         # Python 3.10 has no add_note.
@@ -136,7 +136,7 @@ class Yielded(NamedTuple):
     loss: Any
     """A tensor."""
     weight: Any
-    """Weight of the loss; ``None`` if ``get_loss`` gave none."""
+    """Weight of the loss; ``None`` if ``get_loss`` yielded no weight."""
 
 
 def split_yielded(item: Any) -> Yielded:
@@ -154,7 +154,7 @@ def split_yielded(item: Any) -> Yielded:
 
 
 def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
-    """Join the losses that one batch yielded, with their weight: the mean for each optimizer, by name or index."""
+    """Return the losses that one batch yielded, averaged for each optimizer (by name or index), and their weight."""
     groups: dict[int | str | None, list[Tensor]] = {}
     for optimizer, loss, _ in losses:
         groups.setdefault(optimizer, []).append(loss.reshape(()))
@@ -162,7 +162,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
         )
-    # With mean(): a division would look as if a sum over samples became a mean; see trainloop._support.reduction.
+    # Use mean(): a division would look like that of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:
@@ -177,7 +177,7 @@ def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
 
 
 def run_through(output: Any) -> Any:
-    """Return the loss of ``get_loss``; a generator is run to its end, and its losses are joined into one."""
+    """Return the loss of ``get_loss``; run a generator to its end, and join its losses into one loss."""
     if not isinstance(output, Generator):
         return output
     loss, weight = joined_losses([split_yielded(item) for item in output])

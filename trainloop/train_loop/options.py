@@ -17,7 +17,7 @@ _MPS_SCALER = TorchVersion("2.8")  # the first torch whose GradScaler works on m
 
 @dataclass(frozen=True)
 class AmpOptions:
-    """The settings that ``use_amp`` stands for."""
+    """Settings of mixed precision, from the argument ``use_amp``."""
 
     dtype: torch.dtype | None = None
     """Dtype of autocast; ``None`` for off."""
@@ -32,7 +32,7 @@ class AmpOptions:
         Raises
         ------
         ConfigurationError
-            If neither works on it.
+            If neither works on the device.
         """
         if self.dtype is None:
             return self
@@ -64,7 +64,7 @@ class AmpOptions:
 
     @property
     def scales(self) -> bool:
-        """True if gradients need a ``GradScaler``: fp16 does."""
+        """True if gradients need a ``GradScaler``, as in fp16."""
         return self.dtype == torch.float16
 
 
@@ -92,21 +92,21 @@ class Options:
 
 @dataclass(frozen=True)
 class RestartOptions:
-    """How often ``fit`` restarts after failures, and how often it writes checkpoints for that."""
+    """Options of a ``fit`` that restarts after failures."""
 
     most: int
     """Maximum number of restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two checkpoints; ``None`` to choose it by the time that a checkpoint takes."""
+    """Steps between two checkpoints; ``None`` to choose them by the time that a checkpoint takes."""
 
 
 @dataclass(frozen=True)
 class FitJob:
-    """The work of one ``fit``, as it is sent to the ranks."""
+    """Options of one ``fit``, as they are sent to the ranks."""
 
     gather: bool = True
     """In ``fsdp``, True if the trained values are written into the caller's model and optimizers."""
     resume: dict[str, Any] | None = None
     """State of the checkpoint to resume from."""
     restarts: RestartOptions | None = None
-    """Options of a run that restarts after failures."""
+    """Options of a run that restarts after failures; ``None`` if the first failure ends it."""

@@ -42,7 +42,7 @@ class Placement:
     scaler: torch.amp.GradScaler
     """Gradient scaler; disabled, and then a no-op, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
-    """True if BatchNorm is over all ranks."""
+    """True if BatchNorm normalises over all ranks."""
     wrap: Callable[..., Any] | None = None
     """Function that makes the wrapper; takes further arguments of its constructor."""
 
@@ -77,7 +77,7 @@ class Placement:
         return self.wrapper.no_sync()
 
     def batchnorm_ranks(self, counts: list[int] | None, i: int) -> AbstractContextManager[Any]:
-        """Return a context in which synchronised BatchNorm is over the ranks that have the step's ``i``-th micro-batch.
+        """Return a context in which synchronised BatchNorm covers the ranks that have the step's ``i``-th micro-batch.
 
         Parameters
         ----------
@@ -115,9 +115,10 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     loop : TrainLoop
         In ``ddp`` and ``fsdp``, this process is a rank of an initialised process group.
     job : FitJob or None
-        Work of a training; None for evaluation only, which needs no wrapper in ``ddp``.
+        Options of a training run; None for evaluation only, which needs no wrapper in ``ddp``.
     joined : bool
-        True if a launcher started this rank: in ``fsdp`` each rank then needs the trained values, else one per host.
+        True if a launcher started this rank. In ``fsdp``, every rank then gets the trained values, instead of one per
+        host.
     """
     model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
     optimizers = optimizers_of(loop.optimizer)
@@ -128,8 +129,8 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
     with ExitStack() as undo:
         if device.type == "cuda":
-            # Also for code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
-            # Restored without creating a context on the GPU that was current before, as set_device() would.
+            # Needed by code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
+            # At the end, set_device() would create a context on the GPU that was current before.
             undo.enter_context(torch.cuda.device(device))
         if mode != "fsdp":  # in fsdp a device may not have room for the whole model
             model.to(device)
@@ -152,7 +153,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
         kind: type[Placement] = Placement
         wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
         if mode == "fsdp":
-            from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # it builds on this module
+            from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # it imports this module
 
             kind = ShardedPlacement
             stepped = optimizers if job is not None else []
@@ -174,7 +175,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
 
 
 def check_values(model: nn.Module) -> None:
-    """Raise an error for parameters and buffers on the meta device. (``fsdp`` gives them values.)"""
+    """Raise an error for parameters and buffers on the meta device, which only ``fsdp`` initializes."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ConfigurationError(
@@ -194,13 +195,13 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
     for owner, root in (("model", model), ("criterion", criterion)):
         for path, module in root.named_modules(prefix=owner) if isinstance(root, nn.Module) else ():
             for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
-                # Or a container such as a list of tensors; the dicts of parameters and submodules are skipped.
+                # A value may be a container, such as a list of tensors; dicts of parameters and submodules are skipped.
                 parts = {"": value} if isinstance(value, torch.Tensor) else {}
                 if not name.startswith("_") and parts_of(value) is not None:
                     parts = dict(zip(paths_of(value), parts_of(value) or ()))
-                for at, part in parts.items():
+                for key, part in parts.items():
                     if isinstance(part, torch.Tensor) and part.device.type != device.type:
-                        found.append(f"{path}.{name}{at} is on {part.device}")
+                        found.append(f"{path}.{name}{key} is on {part.device}")
     if found:
         error.args = (
             f"{error} The run is on {device}, but {', '.join(found[:3])}. A tensor attribute is moved only if it is a "
@@ -225,9 +226,10 @@ def _wrapped(
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
-    """Move the optimizer's state to ``device`` (default: each parameter's); step counters to where they are read.
+    """Move the optimizer's state to ``device`` (default: each parameter's device).
 
-    Like torch's ``Optimizer.load_state_dict``: fused and capturable kernels read the counter on the device.
+    Like torch's ``Optimizer.load_state_dict``, leave step counters on the CPU, except for fused and capturable kernels,
+    which read them on the device.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")

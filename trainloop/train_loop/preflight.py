@@ -53,7 +53,7 @@ class Finding:
     ok: bool
     """True if the check passed."""
     detail: str
-    """What was found, and what to do about it."""
+    """Result of the check, with advice if it failed."""
     seconds: float
     """Duration of the check in seconds."""
     traceback: str = ""
@@ -90,7 +90,7 @@ class PreflightReport:
 def preflight(
     loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2, fsdp_model_args: dict[str, Any] | None = None
 ) -> PreflightReport:
-    """Look for problems that would otherwise show up later in training.
+    """Look for problems that would otherwise appear later in training.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def preflight(
 
 
 class _Found(Exception):
-    """A check's finding."""
+    """Raised by a check that fails, with the finding's detail."""
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
@@ -199,10 +199,10 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
-    model.eval()  # BatchNorm makes a sample's loss depend on the others, dropout on chance
+    model.eval()  # BatchNorm makes a sample's loss depend on other samples, dropout makes it random
     try:
         whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
-    except Exception:  # a model for batches of one size: nothing to compare
+    except Exception:  # the model accepts only batches of one size: nothing to compare
         return
     is_sum = math.isclose(whole, first + second, rel_tol=1e-4)
     is_mean = math.isclose(whole, (first * sizes[0] + second * sizes[1]) / sum(sizes), rel_tol=1e-4)
@@ -271,7 +271,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
             rank=rank,
             world_size=ranks,
             seed=loop.seed or 0,
-            exchange_ints=lambda values: [values] * ranks,  # as if the other ranks were like this one
+            exchange_ints=lambda values: [values] * ranks,  # as if all ranks had this rank's values
         )
         for rank in range(ranks)
     ]
@@ -292,7 +292,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
 
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
-    """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if epochs differ in samples."""
+    """Return the batches of one process, and of ``ranks``, that make the same steps; 0 if epochs differ in samples."""
     single, many = (
         TrainFeed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
         for size in (1, ranks)
@@ -307,9 +307,9 @@ def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: 
 
 def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[str, Any]) -> str:
     # One process that accumulates over `ranks` batches sees the same samples as `ranks` ranks in one step.
-    # But if ranks share each batch, a step has only one.
+    # But if ranks share each batch, a step has only one batch.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
-    # Another check reports parameters without a gradient; the others are compared nevertheless.
+    # Another check reports parameters without a gradient; this check compares the others.
     unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
@@ -317,7 +317,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
-    if mode == "fsdp":  # other precisions would differ, and these ranks may not divide into that many replicas
+    if mode == "fsdp":  # only the units: a precision would change results, and replicas may not divide these ranks
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}

@@ -19,7 +19,7 @@ __all__ = ["chosen_modules", "recomputing"]
 
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
-    """Return the modules that ``checkpoint_modules`` selects; none is inside another one.
+    """Return the modules that ``checkpoint_modules`` selects, without modules inside of selected modules.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
     Raises
     ------
     ConfigurationError
-        If it is something else, or if no module matches a part of it.
+        If ``choice`` has another type, or no module matches one of its items.
     """
     if choice is None:
         return []
@@ -72,7 +72,7 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
     classes = [type(module) for module in modules]
     logging = [part for part in model.modules() if isinstance(part, TTModel)]
     for module in modules:
-        # By changing the class, like torch's fully_shard: names, hooks, dp's replicas and state_dict are unaffected.
+        # Change the class, like torch's fully_shard: names, hooks, dp's replicas and state_dict are unaffected.
         module.__class__ = _recomputed(type(module), logging)
     try:
         yield
@@ -84,7 +84,7 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
-        # Without gradients there is no backward, and nothing to keep for it.
+        # Without gradients, there is no backward that would need activations.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         contexts = partial(_contexts, self, logging)
@@ -100,14 +100,14 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
 
 
 def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
-    return nullcontext(), _second_time(module, logging)
+    return nullcontext(), _hidden_recomputation(module, logging)
 
 
 @contextmanager
-def _second_time(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
+def _hidden_recomputation(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
     """Hide the repeated computation: it must not log or update BatchNorm's running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # of a replica
+    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # dp replica
     sinks = [part.__dict__.pop("_log_sink", None) for part in logging]
     try:
         yield

@@ -67,7 +67,7 @@ class Replay:
     notes: list[str] = field(default_factory=list)
     """Reasons why the results may differ from those on the rank."""
     batch: Any = None
-    """The batch that was loaded again, if the loader had failed."""
+    """The batch that was loaded again if the loader had failed; otherwise None."""
 
     def __str__(self) -> str:
         lines = [f"recorded: {self.error}", "the replay did not fail"]
@@ -198,7 +198,7 @@ def _error_of(record: dict[str, Any]) -> str:
     return f"rank {place['rank']}, step {place['step']}: {text}"
 
 
-# -- putting the record in place ---------------------------------------------------------------------------------------
+# -- restoring the recorded state --------------------------------------------------------------------------------------
 
 
 def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -208,7 +208,7 @@ def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Put the loop into the rank's state, in ``single`` on this device; restore everything at the end."""
+    """Give the loop the rank's recorded state, in ``single`` on this device; restore everything at the end."""
     place = record["place"]
     with ExitStack() as undo:
         undo.enter_context(rng.isolated())
@@ -224,7 +224,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
             undo.callback(setattr, module, name, getattr(module, name))
         for _, tensor in _tensors(loop):
             undo.callback(_put_back, tensor, tensor.data, tensor.grad, tensor.requires_grad)
-        # New memory for each tensor: the loop's own is not written to.
+        # Each tensor gets new memory: the loop's own memory must not change.
         values = {**record["parameters"], **record["buffers"]}
         for name, tensor in _tensors(loop):
             tensor.grad, tensor.data = None, values[name].to(tensor.device)
@@ -285,22 +285,22 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     for name, module in modules.items():
         module.training = record["training"].get(name, module.training)
     run.gradients = gradients = Gradients(run)
-    gradients.ranks = place["world_size"]  # they scale a loss
+    gradients.ranks = place["world_size"]  # the loss is scaled by their number
     if run.place.scaler.is_enabled() and record["scaler"]:
         run.place.scaler.load_state_dict(record["scaler"])
     run.watch = watch = _Repeats(record["random"])
     result = Replay(_error_of(record), notes=_notes(record))
     forward_backward: Callable[..., Any] = run.forward_backward
-    if isinstance(run, ClosureTraining):  # its own one waits until the optimizer calls the closure
+    if isinstance(run, ClosureTraining):  # its own method only stores the step for the optimizer's closure
         forward_backward = super(ClosureTraining, run).forward_backward
     show_and_clip, complete = gradients.show_and_clip, gradients.complete
-    # A get_loss that yields its losses: the weights are those after the recorded steps.
+    # No optimizer may step: if get_loss yields its losses, the recorded weights already include the earlier steps.
     vars(gradients).update(dict.fromkeys(("complete", "show_and_clip", "take_steps"), _nothing))
     with ExitStack() as undo:
         undo.enter_context(run.listening(run.recorder))
         if detect is not None:
             result.not_finite_before = not_finite({**dict(_tensors(loop)), "the batch": step.batches})
-            undo.enter_context(_looking(run, result))
+            undo.enter_context(_finding_origin(run, result))
         with suppress(_Reached):
             forward_backward(step)
     if record["stage"] in ("hooks", "step") and place["world_size"] == 1:
@@ -340,7 +340,7 @@ def _notes(record: dict[str, Any]) -> list[str]:
 
 
 def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> float:
-    """Return 0.0 only for equal values and NaN in the same places; infinity if a tensor is missing, or NaN in one."""
+    """Return the largest difference; infinity if a tensor is missing, or a value is NaN on one side only."""
     if own.keys() != recorded.keys():
         return math.inf
     largest = 0.0
@@ -356,7 +356,7 @@ def _largest_difference(own: dict[str, Tensor], recorded: dict[str, Tensor]) -> 
 
 
 @contextmanager
-def _looking(run: Training, result: Replay) -> Iterator[None]:
+def _finding_origin(run: Training, result: Replay) -> Iterator[None]:
     """Find the origin of the first value that is not finite, in forward and in backward."""
     scale = run.place.scaler.scale
 

@@ -1,4 +1,4 @@
-"""A rank of a run that restarts: it writes checkpoints into the run's private folder, and resumes from the newest."""
+"""Restarts, in a rank: write checkpoints into the run's private folder, and resume from the newest one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["RestartCheckpoints", "steps_between"]
 
 SHARE_OF_TIME = 0.01
 """Maximum share of time for restart checkpoints, unless the user sets how often they are written."""
-_RUN = "restarts"  # in the names of unfinished files: each start removes those of the previous one
+_RUN = "restarts"  # part of the names of unfinished files, so that each start removes files of the previous start
 
 
 class RestartCheckpoints:
-    """Writes checkpoints of a run between steps, in case that a rank fails.
+    """Write a run's checkpoints between steps; if a rank fails, the ranks resume from the newest one.
 
     Parameters
     ----------
     run : Training
     folder : RestartFolder
     every : int, optional
-        Steps between two checkpoints; ``None`` for as many as limit their cost to :data:`SHARE_OF_TIME`.
+        Steps between two checkpoints; ``None`` to limit their cost to :data:`SHARE_OF_TIME`.
     """
 
     def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
@@ -69,12 +69,12 @@ class RestartCheckpoints:
         self._progress[self._row, 0] = step
         if self._resumes:
             self._report()
-        # At an epoch's end ranks have agreed on whether it is the last; in its middle they have not, and continue.
+        # At an epoch's end, ranks have agreed on whether to end; within an epoch they have not, so they continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
 
     def _report(self) -> None:
-        """Once the first step after a restart is done: print a line, and give the launching process the time."""
+        """After the first step since a restart, print a line, and report the time to the launching process."""
         self._resumes = False
         assert self._order is not None
         if self._row == 1:
@@ -106,7 +106,7 @@ class RestartCheckpoints:
         self._cost_s = self._written_at - begin
 
     def _write(self, step: int) -> str | None:
-        """Write a checkpoint; return the reason if this rank could not, empty if another one could not. Collective.
+        """Write a checkpoint; return the reason if this rank failed, or an empty text if only another did. Collective.
 
         An error in a user's ``state_dict``, or lack of disk space, does not end the training.
         """
@@ -117,7 +117,7 @@ class RestartCheckpoints:
             state = run_state.whole_state(run, ranks)
         except Exception as raised:
             problem = described(raised)
-        # If all ranks write, the others would wait for one that can't.
+        # If all ranks write, a rank that can't would leave the others waiting.
         if self._sharded and any(theirs for (theirs,) in distributed.exchange_ints([int(problem is not None)])):
             return problem or ""
         if state is None:
@@ -135,7 +135,7 @@ class RestartCheckpoints:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume_state(self, job_resume: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the state that this start resumes: after a failure, that of the newest checkpoint."""
+        """Return the state that this start resumes: after a failure, the newest checkpoint's state."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
         if self._run.loop.num_nodes > 1:  # the checkpoint is on node 0
@@ -161,5 +161,5 @@ def _put(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo)
 
 
 def steps_between(cost: float, step: float) -> int:
-    """Return the steps between two checkpoints that keep their share of the time; ``cost`` and ``step`` in one unit."""
+    """Return the number of steps between checkpoints that limits their cost; ``cost`` and ``step`` have one unit."""
     return max(1, math.ceil(cost / SHARE_OF_TIME / max(step, 1)))

@@ -1,4 +1,4 @@
-"""Restarts, in the process that starts the ranks: whether ranks restart after a failure, and from which checkpoint.
+"""Restarts, in the process that starts the ranks: decide if ranks restart after a failure, and from which checkpoint.
 
 ::
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Restart", "RestartFolder", "RestartOrder", "Supervisor", "restart_line"]
 
 _ROOM = 3  # two checkpoints, and the files of the run itself
-_SHARE_OF_MEMORY = 0.5  # of what the run may use, for that room
+_SHARE_OF_MEMORY = 0.5  # maximum share of the run's memory limit for these files
 
 
 class Restart(NamedTuple):
@@ -67,7 +67,7 @@ class RestartOrder(NamedTuple):
 
 
 class RestartFolder:
-    """The private folder of a run that restarts: its checkpoints, how far its ranks are, and the latest order.
+    """The private folder of a run that restarts: its checkpoints, the progress of its ranks, and the latest order.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class RestartFolder:
         self._progress, self._order = os.path.join(path, "progress"), os.path.join(path, "order")
 
     def begin(self, ranks: int, step: int, order: RestartOrder | None) -> None:
-        """Record, before ranks start, that all of them are at this step and do not train yet."""
+        """Record, before ranks start, that all ranks are at this step and do not train yet."""
         np.array([(0, 0), *[(step, 0)] * ranks], np.int64).tofile(self._progress)
         if order is not None:
             with open(self._order, "w") as file:
@@ -100,7 +100,7 @@ class RestartFolder:
         """Return an array in memory shared by all processes of the run.
 
         Row 0: the time (monotonic clock) at which the first step after a restart was done, or 0. Row ``1 + r``: the
-        steps that local rank ``r`` has done, and 1 once it trains.
+        number of steps that local rank ``r`` has done, and 1 once this rank trains.
         """
         return np.memmap(self._progress, np.int64, "r+").reshape(-1, 2)
 
@@ -109,17 +109,17 @@ class _SeenFailure(NamedTuple):
     """A failure and the step at which it occurred, to compare it with the next one."""
 
     rank: int
-    """Rank that caused it: if one hangs, not the rank that reported it."""
+    """Rank that caused the failure: after a hang, the rank that hangs, not the one that reported it."""
     failure: Failure
     step: int
     trains: bool
 
     def recurs_in(self, other: _SeenFailure) -> bool:
-        """Return True if the other is the same failure at the same place."""
+        """Return True if ``other`` is the same failure at the same step."""
         a, b = self.failure, other.failure
         if (a.type, a.exitcode, a.timeout, *self[2:]) != (b.type, b.exitcode, b.timeout, *other[2:]):
             return False
-        # A bug occurs on all ranks, and any of them may report first; a signal or a lost connection affects one.
+        # A bug occurs on all ranks, and any rank may report it first; a signal or a lost connection affects one rank.
         of_code = a.type is not None and not (a.timeout or a.consequence or b.consequence)
         return self.rank == other.rank or (of_code and a.message == b.message)
 
@@ -189,7 +189,7 @@ class Supervisor:
             return None
         rank, failure = self._last_failure.rank, self._last_failure.failure
         reached = int(self.folder.progress()[1:, 0].max())
-        # Of two checkpoints of the same step, the later one counts: it may be from after the epoch's end.
+        # Of two checkpoints at the same step, use the later one, which may have been written after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
         cause = "hangs" if failure.timeout and rank != failure.rank else describe_failure(failure)
         restart = Restart(rank, cause, step, max(reached - step, 0), 0.0)
@@ -223,7 +223,7 @@ class Supervisor:
                 yield one.info.step, one.info.stamp, one.path
 
     def _record_restart(self, failed_ns: int | None) -> None:
-        """Record the last restart: training was resumed, or failed again before that."""
+        """Record the last restart, once training was resumed or has failed again before that."""
         if self._pending is None:
             return
         (restart, begun_ns), self._pending = self._pending, None

@@ -57,7 +57,7 @@ def write_rows(
             data = dumps(rows)
             places.append((index, size, file.tell(), len(data)))
             file.write(data)
-    # After the rows: RowFiles looks for tables, and so finds only complete files.
+    # Written after the rows: RowFiles searches for tables, and so finds only complete files.
     np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
 
 
@@ -69,12 +69,12 @@ class _Place(NamedTuple):
 
 
 class RowFiles:
-    """The files that :func:`write_rows` wrote on all ranks, opened.
+    """The open files that :func:`write_rows` wrote on all ranks.
 
     Parameters
     ----------
     folder : Path
-        May be removed afterwards.
+        Folder of the files; it may be removed afterwards.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ class RowFiles:
         found: list[tuple[int, _Place]] = []
         for path in sorted(folder.glob("*.npy")):
             number = len(self._files)
-            # Opened now, and read by position: the names may be removed, and readers share no offset.
+            # Open the files now and read them by position: their names may be removed, and readers share no offset.
             self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | getattr(os, "O_BINARY", 0)))
             for index, size, offset, length in np.load(path).tolist():
                 found.append((index, _Place(number, offset, length, size)))

@@ -4,8 +4,8 @@ A :class:`Run` exists only while its process works for a loop. Its subclass
 :class:`~trainloop.train_loop.training.Training` trains.
 
 A value logged in a hook belongs to the hook's epoch. Hooks of steps log into the epoch that is being recorded. At its
-end all ranks exchange their logs. Then the epoch's last hooks are called, callback by callback; the logs of each are
-exchanged before the next one is called, which finds them in the history.
+end, all ranks exchange their logs. Then the epoch's last hooks are called, one callback after another. The logs of each
+callback are exchanged before the next callback is called, which finds them in the history.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 
 # Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
 STEPS_BETWEEN_FLUSHES = 128
-# Step values are held twice until they are exchanged.
+# Until they are exchanged, step values occupy memory twice.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
 # Prefixes of names logged in an evaluation, by the dataset's type; a user's own type is its own prefix.
@@ -72,7 +72,7 @@ class Run:
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
         self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
-        """True if other ranks do the same; ``ddp`` under a launcher with one process has a group of one."""
+        """True if there are other ranks; False for the only rank of a group, as under a launcher with one process."""
         self.loop = loop
         self.place = place
         self.stop = stop
@@ -85,11 +85,11 @@ class Run:
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """Recorder that currently receives logs: the training's, or that of an evaluation inside it."""
+        """Function that currently receives logs: of the training's recorder, or of an evaluation's recorder."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """Epoch that logs currently belong to; outside of training, the last one."""
+        """Epoch that logs currently belong to; outside of training, the last epoch."""
         self.records_evaluations = False
-        """True if values of evaluations are written to the history: only inside a training."""
+        """True if values of evaluations are written to the history, as in training."""
         self.epoch_steps = 0
         """Steps since the epoch began."""
         self.undo = ExitStack()
@@ -109,9 +109,9 @@ class Run:
         loop = self.loop
         workers = getattr(loader, "num_workers", 0)
         # A quota is for the whole run, so each rank gets its share of the workers.
-        most = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
-        if most != workers:
-            loader = with_workers(loader, most)
+        allowed = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
+        if allowed != workers:
+            loader = with_workers(loader, allowed)
         self.undo.enter_context(workers_outlive_signals(loader))
         return make(
             loader,
@@ -124,7 +124,7 @@ class Run:
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        if id(loader) not in self._eval_feeds:  # kept for the run, with the workers of loaders that keep theirs
+        if id(loader) not in self._eval_feeds:  # kept for the run, with its persistent workers
             self._eval_feeds[id(loader)] = feed = self.feed_of(EvalFeed, loader, name)
             self.undo.callback(feed.close)
             if self.parallel and id(loader) not in self._compared:
@@ -132,7 +132,7 @@ class Run:
         return self._eval_feeds[id(loader)]
 
     def shared_of(self, loader: Any, name: str) -> Shared:
-        """Return the properties of a loader that must be equal on all ranks; they compare it in another exchange."""
+        """Return the properties of a loader that must be equal on all ranks; the caller must compare them."""
         self._compared[id(loader)] = loader
         loop = self.loop
         return EvalFeed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
@@ -150,7 +150,7 @@ class Run:
             with self.place.autocast:
                 loss = run_through(model.get_loss_eval(batch, criterion, device))
             if self.place.collective and torch.is_grad_enabled():
-                model.reshard_units()  # since no backward does it
+                model.reshard_units()  # no backward follows that would do it
             return loss
 
         with self._evaluation(prefix) as recorder:
@@ -190,7 +190,7 @@ class Run:
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
             write_rows(folder, self.loop.rank, batches, get_predictions)
             end()
-            distributed.barrier()  # all files are there
+            distributed.barrier()  # all ranks have written their files
             files = RowFiles(folder)
             order = feed.row_order(files.sizes)
             files.close()
@@ -199,21 +199,21 @@ class Run:
     def predict_stream(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None
     ) -> PredictionStream:
-        """Return predictions over a loader as an iterator, on the ranks that get them; empty on others."""
+        """Return an iterator over a loader's predictions, which is empty on ranks that get no rows."""
         first = distributed.is_global_zero()
         with rows_folder() if first else nullcontext() as own:
             folder = Path(distributed.broadcast_object(str(own)))
             order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
             receives = self.loop.rank in self._receivers(rows_to)
             files = RowFiles(folder) if receives else None
-            distributed.barrier()  # until then the files have names
+            distributed.barrier()  # all ranks have opened the files, whose names are removed now
         return PredictionStream(files, order if receives else None)
 
     @contextmanager
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
-        """Yield this rank's feed, its batches, a function that predicts one, and one that exchanges logs at the end."""
+        """Yield this rank's feed, its batches, a function that predicts a batch, and one that exchanges logs after."""
         model, device = self.place.evaluated, self.place.device
         # The model's own hooks are called in any case.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
@@ -226,7 +226,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)  # here, while the batch is known: it isn't once rows are joined
+            check_rows(output)  # checked here, while the batch is known
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -270,12 +270,12 @@ class Run:
 
     @contextmanager
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Evaluate rank 0's model and record what it logs.
+        """Yield a recorder for an evaluation of rank 0's model, and make it the recorder of all logs.
 
-        The training around it does not notice: modes and random numbers are as before.
+        The training around the evaluation is not affected: modules' modes and random states are restored.
         """
         model = self.loop.model
-        # A separate recorder: the training's may be in the middle of an epoch.
+        # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
@@ -283,7 +283,7 @@ class Run:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
-        """Record the values of an evaluation inside a training."""
+        """Record the values of an evaluation, if it is part of training."""
         if self.records_evaluations and prefix:
             for name, value in values.items():
                 self.loop.history.record(name, value, self.history_epoch, replace=True)
@@ -295,10 +295,10 @@ class Run:
         """Send everything that the model, callbacks and the loop log to this recorder."""
         model = self.loop.model
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
-        # Through __dict__: nn.Module.__setattr__ first looks through parameters, modules and buffers.
+        # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
         before = [part.__dict__.get("_log_sink") for part in parts]
-        # Compiled code breaks its graph at a log: if traced, the growing lists of logs would recompile it each step.
-        # Nothing can be compiled before torch._dynamo is imported, which takes a second.
+        # Compiled code breaks its graph at a log: tracing the growing lists of logs would recompile it at each step.
+        # Don't import torch._dynamo here, which takes a second: before its import, nothing can be compiled.
         sink = torch.compiler.disable(recorder.log) if "torch._dynamo" in sys.modules else recorder.log
         own_before, self.sink = self.sink, sink
         for part in parts:
@@ -312,7 +312,7 @@ class Run:
 
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
-        # All ranks decide the same: hooks of one make all exchange. Without hooks, an occasional exchange is enough.
+        # A hook on any rank makes all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
         if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
@@ -330,7 +330,7 @@ class Run:
     def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
         """Put the logs since the beginning of the epoch (``late``: since the last call) into the history. Collective.
 
-        Returns the losses among them.
+        Return the losses among them.
         """
         history = self.loop.history
         end = self.recorder.finish_epoch(history.take_own(), late=late)
@@ -342,13 +342,13 @@ class Run:
         return losses
 
     def _call_in_turn(self, name: str) -> None:
-        """Call a hook that runs after its epoch was recorded; each callback sees the logs of those before it."""
+        """Call a hook that runs after its epoch was recorded; each callback sees the logs of earlier callbacks."""
         for hook, may_log in self.hooks.in_turn(name):
             if hook is not None:
                 hook()
             if may_log and self._same_callbacks:
                 self._record_late()
-        # Ranks with different callbacks can't exchange between two of them: one exchange, after all of them.
+        # Ranks with different callbacks can't exchange after each callback: do one exchange after all callbacks.
         if not self._same_callbacks:
             self._record_late()
 
@@ -361,7 +361,7 @@ class Run:
 
     @contextmanager
     def _recording_alone(self) -> Iterator[None]:
-        """Record this rank's logs into its own history, without an exchange: the other ranks may be gone."""
+        """Record this rank's logs into its own history, without an exchange: the other ranks may have ended."""
         recorder = Recorder(rank=self.loop.rank, on_step=False)
         with self.listening(recorder):
             yield
@@ -370,7 +370,7 @@ class Run:
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """Yield an evaluation's batches between its hooks, whose logs are exchanged with those of the batches."""
+    """Yield an evaluation's batches; call hooks before and after, whose logs are exchanged with the batches' logs."""
     recorder.batch_size = 1  # a hook's logs do not belong to a batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
@@ -382,7 +382,7 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Give all ranks rank 0's buffers in the block: if DDP doesn't broadcast them, they differ."""
+    """Give all ranks rank 0's buffers in the block; buffers differ between ranks if DDP doesn't broadcast them."""
     buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:

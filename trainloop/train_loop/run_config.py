@@ -63,7 +63,7 @@ def run_config_of(
             raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # Not when the loop is created: fit may run hours later, and the lease lasts as long as the process.
+        # Chosen by fit, which may run hours after the loop is created: the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
     # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
     devices = devices_under(options.quota, found, options.devices)
@@ -115,10 +115,10 @@ def _are_all(asked: Any) -> bool:
 def devices_for(
     mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
 ) -> list[torch.device]:
-    """Return the devices of a run on one node: those of the loop, changed by the arguments of ``fit``.
+    """Return the devices of a run on one node: the loop's devices, changed by the arguments of ``fit``.
 
-    ``num_gpus=torch.cuda.device_count()`` is the documented call. It must also work on a machine without GPUs, where it
-    is 0: there the run trains on the CPU, with one warning.
+    The documentation uses ``num_gpus=torch.cuda.device_count()``, which must also work on a machine without GPUs: with
+    0, the run trains on the CPU, after one warning.
     """
     if num_gpus is not None:
         num_gpus = check_count(num_gpus, "num_gpus", 0)
@@ -182,8 +182,7 @@ def check_gpu(num_gpus: int | None) -> None:
 
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
-    """Return this node's rank; raise an error for several nodes without an address that all of them know."""
-
+    """Return this node's rank; raise an error for several nodes without a rendezvous point."""
     rank = whole_number(node_rank)
     if rank is None or not 0 <= rank < num_nodes:
         raise ConfigurationError(

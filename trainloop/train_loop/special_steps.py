@@ -9,7 +9,7 @@ A ``get_loss`` that yields its losses steps one optimizer after another within a
         yield "generator", fools
 
 With several micro-batches in a step, their generators run side by side: the first loss of every micro-batch, one
-optimizer step for all of them, then the second losses. The step equals that of one batch with all their samples.
+optimizer step for all of them, then the second losses. The step equals the step of one batch with all these samples.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ __all__ = [
     "ClosureTraining",
 ]
 
-# Sent to other ranks instead of an optimizer's index: all generators ended, this rank has none, or they differ.
+# Sent to other ranks instead of an optimizer's index: all generators have ended, this rank has no generator, or its
+# generators yielded losses for different optimizers.
 _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 
 class AlternatingTraining(Training):
-    """Run backward and the optimizer's step for each loss that micro-batches yield; all of it counts as one step."""
+    """Run backward and an optimizer's step for each loss that micro-batches yield; together they count as one step."""
 
     _sizes: list[int]
 
@@ -63,7 +64,7 @@ class AlternatingTraining(Training):
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
-        # In ddp without the wrapper: DDP's reducer expects one backward per forward.
+        # In ddp, the wrapper is not used: DDP's reducer expects one backward per forward.
         batches = step.batches
         if counts and place.collective:  # every rank must run the same number
             borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
@@ -103,7 +104,7 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> int | None:
-        """Run backward of each generator's next loss; return the index of the optimizer, None once all have ended."""
+        """Run backward of each generator's next loss; return the optimizer's index, None once all generators end."""
         sums = self.gradients.sums
         indices: set[int] = set()
         for i, generator in enumerate(generators):
@@ -229,7 +230,7 @@ class ClosureTraining(Training):
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
-                # In every run, not once per step: else a line search would compare clipped with unclipped gradients.
+                # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
             first = False
             assert value is not None  # because of wants_loss

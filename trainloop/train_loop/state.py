@@ -1,4 +1,4 @@
-"""The state of a training, for checkpoints: taken from one run, loaded by another."""
+"""The state of a training run, for checkpoints: collected from one run, and loaded into another."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ __all__ = [
 
 
 def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, Any] | None:
-    """Return all that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
+    """Return everything that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
 
-    Collective: all ranks call it, between two steps, when step logs are exchanged. Tensors are the live ones: copy them
-    if they must outlast the next step.
+    Collective: all ranks call it, between two steps; it exchanges step logs. The tensors are the model's and the
+    optimizers' own, so copy them if they must not change in the next step.
     """
     state = whole_state(run, states_of_ranks(run))
     if state is not None and run.place.collective and not keep_shards:
@@ -67,7 +67,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
     run.gradients.check_same_weights()
     last = loop.last_loss
     mine = {
-        # A rank without a batch in its first step after a resume shows callbacks the loss of the step before.
+        # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
         "last_loss": None if last is None else [last.item(), last.dtype],
         "rng": rng.capture(),
         "feed": run.feed.state_dict(plain),
@@ -82,7 +82,7 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
 def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
     """Return the state with the per-rank parts; its tensors may be sharded. No exchange.
 
-    ``None`` on ranks without a part of it; in ``fsdp`` each rank has its shards.
+    ``None`` on ranks that have no part of the state; in ``fsdp``, each rank has its shards.
     """
     if ranks is None and not run.place.collective:
         return None
@@ -102,7 +102,7 @@ def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, 
 
 
 def _common_state(run: Training) -> dict[str, Any]:
-    """Return the part of a training's state that is the same on all ranks. Tensors are the live ones."""
+    """Return the part of a training run's state that is the same on all ranks; its tensors are not copied."""
     loop = run.loop
     # At the end of training the last epoch has already been counted.
     finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
@@ -148,8 +148,9 @@ def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
 def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.
 
-    ``None`` for a fresh start. Under a launcher rank 0 reads and decides, and sends both to the others: if each rank
-    read for itself, it might do so before rank 0 has written, or in a folder that only rank 0's host has.
+    The state is ``None`` for a fresh start. Under a launcher, rank 0 reads and decides, and sends both results to the
+    other ranks. If each rank read the checkpoint itself, it might do so before rank 0 has written it, or in a folder
+    that only rank 0's host has.
     """
     if resume_from is None:
         return None, ""
@@ -276,7 +277,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 def described_differences(
     own: Mapping[str, Any], saved: Mapping[str, Any], of: str, left_out: Mapping[str, Any] | None = None
 ) -> str:
-    """Describe in which names and shapes a model's tensors differ from saved ones; empty if they don't."""
+    """Return a text about how names and shapes of a model's tensors differ from saved tensors; empty if they agree."""
     wrong = [f"{key} is missing in the {of}" for key in own if key not in saved and key not in (left_out or {})]
     wrong += [f"{key} is not in the model" for key in saved if key not in own]
     for key, value in own.items():
@@ -291,7 +292,7 @@ def described_differences(
 
 
 def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
-    """Raise an error if tensors that the checkpoint leaves out differ from those of the run that wrote it."""
+    """Raise an error if tensors that the checkpoint leaves out have other values than in the run that wrote it."""
     if not left_out:
         return
 
@@ -332,7 +333,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
     mine = ranks[loop.rank if same_ranks else 0]
-    last = mine.get("last_loss")  # not in older ones
+    last = mine.get("last_loss")  # older checkpoints lack it
     loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
     if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
@@ -349,9 +350,9 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 
 
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
-    """Load a training that has ended, in the calling process, without running. ``why`` is from :func:`resume_point`."""
+    """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
     _load_parts(loop, state)
-    # A callback may have replaced the weights by those with which training would continue.
+    # A callback may have replaced the weights by the weights with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
@@ -364,12 +365,11 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
         print(f"Nothing left to do: {why}", flush=True)
-    remove_dead()  # of a training killed at its very end: no rank starts now that would do it
+    remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Load the parts of the loop itself, running or not."""
-
+    """Load the loop's own parts, whether it is running or not."""
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
@@ -377,7 +377,7 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         optimizer.load_state_dict(saved["state"])
-        # torch's load_state_dict keeps the tensors it receives, which have the shape of the full parameter.
+        # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
         _fit_state(optimizer)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
@@ -387,7 +387,6 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
     """Replace full or not yet read state of the optimizer by this rank's shard."""
-
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():
             if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
@@ -425,7 +424,7 @@ def _about_other_values(run: Training, state: dict[str, Any]) -> str:
 
 
 def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
-    """Return how many steps of this run have the samples of the checkpoint's steps in its epoch."""
+    """Return the number of this run's steps that have the samples of the checkpoint's steps in its epoch."""
     steps = place["epoch_steps"]
     if not steps or None in (place["global_batch_size"], global_batch_size):
         return steps
@@ -445,11 +444,11 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
     left = list(saved)
     for callback in callbacks:
         key = (type(callback).__name__, callback.callback_name)
-        # By type and name: positions change when a callback is added to the list.
+        # Identified by type and name, since positions change when a callback is added to the list.
         found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
         if found is not None:
             left.remove(found)
             callback.load_state_dict(found["state"])
-    lost = [entry["name"] for entry in left if entry["state"]]
-    if lost:
-        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(lost)}. That state is ignored.")
+    unused = [entry["name"] for entry in left if entry["state"]]
+    if unused:
+        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")

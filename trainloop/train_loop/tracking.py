@@ -43,10 +43,10 @@ class _TrackingLoop(TrainLoop[ModelT]):
         self.project_name, self.experiment_name = project_name, experiment_name
         self.local_model_result_folder_path = self.experiment.local_model_result_folder_path
         self.hyperparams: dict[str, Any] = self.experiment.hyperparams
-        self._brought: list[AbstractCallback] = [ExperimentRecord(self.experiment)]
+        self._added_callbacks: list[AbstractCallback] = [ExperimentRecord(self.experiment)]
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        return self._brought
+        return self._added_callbacks
 
     @property
     def experiment_timestamp(self) -> str:
@@ -90,7 +90,7 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, *args, **kwargs)
-        self._brought.append(
+        self._added_callbacks.append(
             ExperimentCheckpoint(
                 self.experiment, rm_subopt_local_models, num_best_checkpoints_kept, iteration_save_freq
             )
@@ -123,7 +123,7 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
     ) -> None:
         super().__init__(model, *args, **kwargs)
         self.end_save = ExperimentEndSave(self.experiment, val_result_package, test_result_package)
-        self._brought.append(self.end_save)
+        self._added_callbacks.append(self.end_save)
 
     @property
     def results(self) -> dict[str, dict[str, float]]:

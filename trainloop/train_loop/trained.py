@@ -40,9 +40,9 @@ _rendezvous = itertools.count()  # per process, so that keys in one process grou
 class TrainedParameters:
     """Parameters that a rank of ``ddp`` trains; detects when some are frozen, unfrozen or added.
 
-    DDP averages the gradients of those parameters that required one when it was made. The loop wraps the model again
-    when that changes: ranks compare their parameters at the start of an epoch; within an epoch each rank checks its own
-    before each step, and only a rank that sees a change synchronizes with the others.
+    DDP averages the gradients of the parameters that required gradients when it was created. If these change, the loop
+    wraps the model again. At the start of an epoch, ranks compare their parameters. Within an epoch, each rank checks
+    its own parameters before each step, and synchronizes with the others only if it detects a change.
 
     Parameters
     ----------
@@ -58,23 +58,23 @@ class TrainedParameters:
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
-                # As DDP does with the model when it is made.
+                # DDP's constructor does the same with the model.
                 dist.broadcast(tensor.detach(), 0)
         self.note()
 
     def note(self) -> None:
-        """Remember the parameters that train now as those of the wrapper."""
+        """Record that the wrapper trains the parameters that require gradients now."""
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._flags = [p.requires_grad for p in self._parameters]
         self._frozen = [p for p in self._parameters if not p.requires_grad]
 
     def changed(self) -> bool:
-        """Return True if a parameter was frozen or unfrozen since then; called before each step."""
+        """Return True if a parameter was frozen or unfrozen since :meth:`note`; called before each step."""
         return [p.requires_grad for p in self._parameters] != self._flags
 
     def agree(self) -> bool:
-        """Return, at the start of an epoch, True if trained parameters changed, equally on all ranks. Collective.
+        """Check that all ranks train the same parameters; return True if these have changed. Collective at epoch begin.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class TrainedParameters:
             If a parameter trains only on some ranks; the message names it.
         """
         named = dict(self._model.named_parameters())
-        # A digest first: the names of thousands of parameters are exchanged only if they differ.
+        # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in named.items() if p.requires_grad]
         digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
         if any(digest != digests[0] for digest in digests):
@@ -91,19 +91,19 @@ class TrainedParameters:
         return not same or self.changed()
 
     def meet(self) -> None:
-        """Within an epoch, wait for the other ranks to make the change that this one has detected.
+        """Within an epoch, wait until the other ranks make the change that this rank has detected.
 
         Raises
         ------
         ConfigurationError
-            If they don't, or make a different change.
+            If the other ranks make no change in time, or a different one.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
         names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
-        # Through the process group's store: a collective could match another one on a rank without a change. torch
-        # 2.6 to 2.13 has no public access to the store.
+        # Use the process group's store: a collective could be matched with another one on a rank without a change.
+        # torch 2.6 to 2.13 has no public access to the store.
         store = dist.distributed_c10d._get_default_store()
         keys = [f"trainloop/trained/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "\n".join(names))
@@ -123,7 +123,7 @@ class TrainedParameters:
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average gradients outside of DDP: those of the criterion, and of parameters unfrozen in this step."""
+        """Average the gradients that DDP doesn't: of the criterion, and of parameters unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
@@ -202,8 +202,8 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     Parameters
     ----------
     model : nn.Module
-        If it is in evaluation mode as a whole, as a loaded model may be, its modules' modes are ignored: all of them
-        train, except ``kept``.
+        Model to train. If the model itself is in evaluation mode, as a loaded model may be, its modules' modes are
+        ignored: all modules except ``kept`` train.
     kept : sequence of nn.Module
         The modules that the last call returned.
 
@@ -229,7 +229,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """Return a line that names modules in evaluation mode: some libraries return their models in it."""
+    """Return a line that names modules in evaluation mode, in which some libraries return their models."""
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
@@ -237,11 +237,11 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     return f"modules that stay in eval() while training: {shown} (to train them, call .train() on them before fit)"
 
 
-# -- what a run changed about its model, for checkpoints and for the way back ------------------------------------------
+# -- flags and parameter groups that a run has changed, for checkpoints ------------------------------------------------
 
 
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return by name if each parameter requires gradients, and if each module is in training mode."""
+    """Return each parameter's ``requires_grad`` and each module's ``training``, by name."""
     return {
         "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
         "training": {name: module.training for name, module in model.named_modules()},
@@ -274,7 +274,7 @@ def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """Return for each optimizer and group the names of its parameters; ``None`` for one outside of the model."""
+    """Return the parameters' names for each optimizer and group; ``None`` for one that no known module contains."""
     names = {id(p): name for p, name in _named_parameters(loop)}
     return [
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -289,9 +289,9 @@ def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *,
     ----------
     loop : TrainLoop
     saved : list
-        From :func:`group_names`.
+        Result of :func:`group_names` in the checkpoint's run.
     only_look : bool
-        Change nothing.
+        True to change nothing.
     """
     if saved is None:
         return [False] * len(optimizers_of(loop.optimizer))

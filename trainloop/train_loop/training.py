@@ -66,7 +66,7 @@ class Watch(Protocol):
     """Observer of each forward and backward: a ``FailureRecorder``, or a replay."""
 
     def forward_begins(self, first: bool) -> None:
-        """Called before ``get_loss`` (or its next loss); ``first`` in a pass over the step's micro-batches."""
+        """Called before ``get_loss`` (or its next loss); ``first`` is True at the start of a pass over the step."""
 
     def backward_ended(self, loss: Any) -> None:
         """Called after the backward of the loss of ``get_loss``; gradients may not be complete yet."""
@@ -87,7 +87,7 @@ class Training(Run):
     feed: Any
     gradients: Gradients
     step_taken = False
-    """True if the optimizer has already stepped when a backward is reported as done, as in one graph."""
+    """True if the optimizer has already stepped when ``backward_ended`` is called, as with a compiled step."""
     losses_stepped = 0
     """Number of losses of the current step after which their optimizer has stepped."""
 
@@ -99,7 +99,7 @@ class Training(Run):
         self.epoch_batches = 0
         self.epoch_finished = False
         self.ended = False
-        """True if a callback ended the training before the checkpoint from which it resumes."""
+        """True if a callback had ended the training when the checkpoint was written from which this run resumes."""
         self.finished = False
         """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
@@ -107,7 +107,7 @@ class Training(Run):
         self.began_with: dict[str, dict[str, bool]] = {}
         """Flags of parameters and modules when training began."""
         self.restarts: RestartCheckpoints | None = None
-        """Checkpoints of a run that restarts after failures, else ``None``."""
+        """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
         self.savers: list[Saver] = []
         """The callbacks that write checkpoints of steps, on all ranks."""
         self.watch: Watch | None = None
@@ -120,7 +120,7 @@ class Training(Run):
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
-        """Train epoch by epoch; return the reason why it ended; 0 if it ended as planned."""
+        """Train epoch by epoch; return the reasons why training ended early, 0 if it ended as planned."""
         loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
@@ -217,7 +217,7 @@ class Training(Run):
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
-        """Return True if only the end of the training is left: no step, and no rest of a resumed epoch."""
+        """Return True if neither a step nor the end of a resumed epoch is left."""
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
         # A state after the last iteration may still need the end of its epoch.
@@ -246,7 +246,7 @@ class Training(Run):
         self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _print_end(self) -> None:
-        """Print what ended training; only one rank may know the reason, such as a time limit."""
+        """Print the reason why training ended early, which only one rank may know (a time limit, for example)."""
         loop = self.loop
         everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
         loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
@@ -276,7 +276,7 @@ class Training(Run):
                     _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
 
     def _close(self) -> None:
-        """End the loaders' persistent workers."""
+        """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
         if "feed" in self.__dict__:
             self.feed.close()
         self.loop.timings_of_last_fit = Timings.over(self.clock.epochs)
@@ -285,7 +285,7 @@ class Training(Run):
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
-        """Yield the steps of a pass over the loader, or of the rest of one."""
+        """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
         loop = self.loop
         self.epoch_finished, self.history_epoch = False, loop.epoch
         if self.skip_steps == 0:
@@ -293,7 +293,7 @@ class Training(Run):
             self.recorder.between_steps(loop.global_step + 1)
             for hook in self.hooks.on_epoch_begin:
                 hook()
-        # After the hook, in which callbacks freeze and unfreeze, and before the first forward.
+        # After the hook, in which callbacks may freeze and unfreeze parameters, and before the first forward.
         self.gradients.follow_at_epoch_begin()
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
@@ -307,7 +307,7 @@ class Training(Run):
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
-        return self._at_most_to_the_last(steps) if loop.num_iterations else steps
+        return self._until_last_iteration(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
         """Warn about parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
@@ -319,8 +319,8 @@ class Training(Run):
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
             )
 
-    def _at_most_to_the_last(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        """Yield the steps, the last one cut to the batches that are left, unless its batches are uneven."""
+    def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
+        """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
         if self.loop.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
             return
         for step in steps:
@@ -334,7 +334,7 @@ class Training(Run):
         loop = self.loop
         self.progress.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        # Before time is spent on an evaluation and another epoch with weights that differ between ranks.
+        # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
         losses = self._record_epoch()
@@ -364,7 +364,7 @@ class Training(Run):
             )
 
     def _agree_at_epoch_end(self) -> int:
-        """Stop after this epoch if a callback of any rank requests it, or a signal arrived."""
+        """Return the reasons to stop after this epoch: a callback of any rank requests it, or a signal arrived."""
         if self.parallel:
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
@@ -462,11 +462,11 @@ class Training(Run):
         return [count for (count,) in distributed.exchange_ints([len(step.batches)])]
 
     def begin_batch(self, i: int, size: int) -> None:
-        """Begin the ``i``-th micro-batch of a step, with ``size`` samples; 0 on a rank without one."""
+        """Begin the ``i``-th micro-batch of a step, with ``size`` samples; 0 on a rank without this micro-batch."""
         hooks = self.hooks
         for hook in hooks.on_batch_end if i else ():  # of the previous micro-batch
             hook()
-        # Before the first hook. On a rank without a batch, logs of hooks have weight 0.
+        # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
         self.loop.total_iteration_idx += 1
         self.epoch_batches += 1

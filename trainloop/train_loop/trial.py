@@ -74,7 +74,7 @@ def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
         progress_bar=False,
         gradient_clip_norm=loop.gradient_clip_norm,
         sync_batchnorm=loop.sync_batchnorm,
-        accelerator="cpu",  # until the next line
+        accelerator="cpu",  # replaced below
     )
     trial.options = replace(loop.options, auto_select_gpus=False)
     trial.run_config = loop.run_config

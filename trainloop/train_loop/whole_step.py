@@ -2,8 +2,8 @@
 
 Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and
 a change causes a recompilation. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A
-changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that a graph can't
-do run as without ``compile``, with a warning.
+changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that can't be one
+graph run as without ``compile``, after a warning.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["WholeStepTraining"]
 
 
 class WholeStepTraining(Training):
-    """A training whose steps are one compiled graph where possible.
+    """A training run whose steps are one compiled graph if possible.
 
-    The graph is for batches of the first one's size; a shorter last batch runs without it. Gradients stay in the same
-    memory, also between steps.
+    The graph accepts batches of the first batch's size; a shorter last batch runs without the graph. Gradients stay in
+    the same memory, also between steps.
     """
 
     backend = "inductor"
-    """Arguments of torch.compile."""
+    """Backend of ``torch.compile``."""
     _whole: Callable[[Any], tuple[Tensor, Any]] | None = None
     """Compiled step; ``None`` before the first batch, and if steps are not compiled."""
     _refused = False
@@ -49,12 +49,12 @@ class WholeStepTraining(Training):
     step_taken = False
     """True if the graph has taken the current step."""
     _settings: list[dict[str, Any]]
-    """Settings of the optimizer that are constants of the graph; learning rates only without ``_rates``."""
+    """Optimizer settings that are constants of the graph; these include learning rates if ``_rates`` is ``None``."""
     _rates: list[Tensor] | None = None
     """Learning rates of the groups, as the graph reads them; ``None`` while they are constants of the graph."""
 
     def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
-        """Run the whole step if the graph accepts it, else like other trainings."""
+        """Run the whole step in the graph if it accepts the step; otherwise run the step without it."""
         if self._refused or not self._takes(step):
             if self._attached:  # otherwise backward would add to the last step's gradients
                 self._detach()
@@ -109,7 +109,7 @@ class WholeStepTraining(Training):
         for hook in self.hooks.on_batch_end:
             hook()
 
-    # -- whether -----------------------------------------------------------------------------------------------------
+    # -- conditions --------------------------------------------------------------------------------------------------
 
     def _takes(self, step: StepBatches) -> bool:
         if not self._size:
@@ -121,7 +121,7 @@ class WholeStepTraining(Training):
         return len(step.sizes) == 1 and step.sizes[0] == self._size
 
     def _reason_against(self, step: StepBatches) -> str | None:
-        """Return the reason why steps can't be one graph; ``None`` if they can, as far as known before compiling."""
+        """Return the reason why steps can't be one graph, as far as it is known before compiling; else ``None``."""
         loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             return f"torch {torch.__version__} can't trace a backward pass into a graph (torch 2.13 can)"
@@ -160,7 +160,7 @@ class WholeStepTraining(Training):
         return steps
 
     def _may_continue(self, error: Exception) -> bool:
-        """Return True if a failed step has changed nothing: it failed during compilation, before it ran."""
+        """Return True if a failed step has changed nothing, because it failed in the compilation."""
         module = type(error).__module__
         return not self._settings or module.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
@@ -179,7 +179,7 @@ class WholeStepTraining(Training):
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
     def _is_scheduled(self) -> bool:
-        """Return True if a learning rate is likely to change and is not a tensor, which graphs always read."""
+        """Return True if learning rates are numbers that are likely to change; graphs read tensors at each step."""
         (optimizer,) = self.gradients.optimizers
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
@@ -241,14 +241,14 @@ class WholeStepTraining(Training):
     # -- the graph ---------------------------------------------------------------------------------------------------
 
     def _compile(self, *, follows_rates: bool) -> None:
-        """Compile the graph; with ``follows_rates`` learning rates may change, else they are constants."""
+        """Compile the graph; with ``follows_rates``, learning rates may change, otherwise they are constants."""
         loop, (optimizer,) = self.loop, self.gradients.optimizers
         self._settings = []
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # If assigned inside the graph, a gradient would be an input that changes with each step.
         self._gradients = [torch.zeros_like(p) for p in self._parameters]
         for gradient in self._gradients:
-            # A CUDA graph writes only to inputs with a fixed address; otherwise torch silently creates none.
+            # A CUDA graph writes only to inputs with a fixed address; otherwise torch silently creates no CUDA graph.
             torch._dynamo.mark_static_address(gradient)
         if follows_rates:
             # As precise as Python floats; a 0-d tensor does not change the parameters' precision.
@@ -278,7 +278,7 @@ class WholeStepTraining(Training):
                 take_step(optimizer)
             return loss.detach(), weight
 
-        # Dynamo counts compilations per code object and rejects the ninth; all fits of a process would share this one.
+        # Dynamo counts compilations per code object, which all fits of a process would share, and rejects the ninth.
         whole_step.__code__ = whole_step.__code__.replace()
         mode = "reduce-overhead" if device.type == "cuda" else None  # as a CUDA graph
         if self._whole is None:
@@ -289,7 +289,7 @@ class WholeStepTraining(Training):
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
         """Send logs to the recorder; values that the graph logs are among its outputs, and are sent after the step."""
-        # One list for the whole run: an evaluation listens in between, but the graph keeps its list.
+        # One list for the whole run: an evaluation calls this method again, but the graph keeps appending to its list.
         self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log
 
@@ -308,7 +308,7 @@ class WholeStepTraining(Training):
 
 @contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """Ignore torch's warnings about its own deprecated parts in compiling; they may be turned into errors."""
+    """Ignore warnings about deprecated parts of torch that compilation uses; a filter may turn them into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
