@@ -92,7 +92,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
-        if self.on_val_data:
+        if self.on_val_data and loop.train_loader is not None:  # without one, the loop can't train
             require_loader(loop, "validation_loader", "ModelPerformanceEvaluation(on_val_data=True)")
         self._latest = None
         if hasattr(self.result_package, "hyperparameters") and self.args:

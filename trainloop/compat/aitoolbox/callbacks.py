@@ -334,8 +334,8 @@ class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
 
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
-        epoch, every = self.train_loop_obj.epoch, self.eval_frequency or 1
-        if self.on_each_epoch and epoch % every:
+        every = self.eval_frequency or 1
+        if self.on_each_epoch and (epoch := self.train_loop_obj.epoch) % every:
             print(f"Skipping performance evaluation on this epoch ({epoch}). Evaluating every {every} epochs.")
         for package in self._torch_packages():
             package.metric_reset()
