@@ -49,9 +49,8 @@ class Net(TTModel):
 def loop_of(data: Any, mode: str = "single", **options: Any) -> TrainLoop[Net]:
     torch.manual_seed(0)
     model = Net()
-    loader = DataLoader(
-        data, 4, num_workers=2, persistent_workers=True, **({"shuffle": True, "prefetch_factor": 3} | options)
-    )
+    defaults = {"persistent_workers": True, "shuffle": True, "prefetch_factor": 3}
+    loader = DataLoader(data, 4, num_workers=2, **(defaults | options))
     return TrainLoop(
         model,
         loader,
@@ -122,3 +121,20 @@ def test_workers_end_with_their_call_without_the_garbage_collector() -> None:
         assert failure.tb is not None
     finally:
         gc.enable()
+
+
+class Breaks(Rows):
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("row")
+
+
+@pytest.mark.parametrize("where", ["get_loss", "the dataset"])
+def test_workers_end_with_a_call_that_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even while the error's traceback refers to them, and before the folder of their sockets is removed."""
+    loop = loop_of((Breaks if where == "the dataset" else Rows)(rows()), persistent_workers=False)
+    if where == "get_loss":
+        monkeypatch.setattr(Net, "get_loss", lambda self, batch_data, criterion, device: 1 / 0)
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+        loop.fit(num_epochs=1)
+    assert caught.value.__traceback__ is not None
+    assert psutil.Process().children() == []

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from trainloop._support.platform import process_config, signals_blocked, unblock_signals
 from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
@@ -381,6 +382,11 @@ class WorkerInit:
         self.users = users
         self._temporary = temporary
         self._mark = _mark
+        self.iterators: WeakSet[Any] = WeakSet()
+        """Iterators over the loader that have workers."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "iterators": WeakSet()}  # they belong to the process that iterates
 
     def __call__(self, worker_id: int) -> None:
         global _mark
@@ -401,10 +407,14 @@ def started(loader: Any) -> Iterator[Any]:
     Until :class:`WorkerInit` is called, possibly seconds later on a busy machine, torch's own handler would end a
     worker at a SIGTERM.
     """
-    if not getattr(loader, "num_workers", 0) or not isinstance(getattr(loader, "worker_init_fn", None), WorkerInit):
+    init = getattr(loader, "worker_init_fn", None)
+    if not getattr(loader, "num_workers", 0) or not isinstance(init, WorkerInit):
         return iter(loader)
     with signals_blocked(_numbers()):  # workers inherit that
-        return iter(loader)
+        iterator = iter(loader)
+    with contextlib.suppress(TypeError):  # a class of the user's may have no weak references
+        init.iterators.add(iterator)
+    return iterator
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:

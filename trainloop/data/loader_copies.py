@@ -79,7 +79,13 @@ def end_workers(loader: Any) -> None:
     workers = persistent_workers(loader)
     if workers is not None:
         loader._iterator = None
-        workers._shutdown_workers()
+        end_workers_of(workers)
+
+
+def end_workers_of(iterator: Any) -> None:
+    """End the workers of a loader's iterator, now; do nothing for an iterator of another kind."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def _spawned_by_inheritance() -> bool:

@@ -19,6 +19,7 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
 from trainloop.data.libraries import cuts_batches, is_split
+from trainloop.data.loader_copies import end_workers_of
 from trainloop.data.orders import length_of, parts_of_loader
 from trainloop.errors import ConfigurationError
 
@@ -109,11 +110,14 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
         if "tempdir" not in process_config() and not loader.persistent_workers:
             temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
         # Set on the user's loader, since a copy would not share its persistent workers; restored below.
-        loader.worker_init_fn = WorkerInit(_with_settings(loader), temporary)
+        loader.worker_init_fn = init = WorkerInit(_with_settings(loader), temporary)
         try:
             yield
         finally:
             loader.worker_init_fn = users
+            # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
+            for iterator in tuple(init.iterators) if temporary is not None else ():
+                end_workers_of(iterator)
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
