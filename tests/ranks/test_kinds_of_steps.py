@@ -173,15 +173,19 @@ class StopsAt(AbstractCallback):
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         self.calls += 1
 
+    def on_after_optimizer_step(self) -> None:
+        self.train_loop_obj.log("in_hook", float(self.train_loop_obj.global_step))
 
+
+@pytest.mark.parametrize("rows, accumulation", [(14, 1), (38, 2)])  # the third rank gets none of the last two rows
 @pytest.mark.parametrize("name", ["closure, weighted", "alternating"])
-def test_a_rank_without_samples_takes_part(name: str) -> None:
+def test_a_rank_without_samples_takes_part(name: str, rows: int, accumulation: int) -> None:
     results = []
     for mode, size in (("single", 12), ("ddp", 4)):
         torch.manual_seed(0)
         model, _, make_optimizer, criterion, _ = cases()[name]
         model = model.double()
-        data = classes(14) if "closure" in name else points(14)  # 12 + 2, so that the third rank gets none of the last
+        data = classes(rows) if "closure" in name else points(rows)
         loop = TrainLoop(
             model,
             DataLoader(data, batch_size=size),
@@ -196,8 +200,9 @@ def test_a_rank_without_samples_takes_part(name: str) -> None:
             progress_bar=False,
         )
         hooks = StopsAt()
-        loop.fit(num_epochs=1, callbacks=[hooks])
-        results.append((model.state_dict(), loop.history["loss"], hooks.calls, loop.global_step))
+        loop.fit(num_epochs=1, callbacks=[hooks], grad_accumulation=accumulation)
+        logged = loop.history["loss"] + loop.history["in_hook"]
+        results.append((model.state_dict(), logged, hooks.calls, loop.global_step))
     single, ddp = results
     assert reference.largest_difference(single[0], ddp[0]) < 1e-9
     assert single[1] == pytest.approx(ddp[1], rel=1e-9)
