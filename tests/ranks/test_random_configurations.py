@@ -25,8 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, LRScheduler, ModelCheckpoint
+from trainloop.optim import optimizers_of
 
 
 class Rows(Dataset[Any]):
@@ -55,6 +56,7 @@ class Net(TTModel):
         super().__init__()
         self.config = config
         self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        self.other = nn.Linear(5, 1).double()
 
     def forward(self, batch: Any) -> Tensor:
         return self.layers(self.parts(batch)[0])
@@ -62,7 +64,19 @@ class Net(TTModel):
     def parts(self, batch: Any) -> tuple[Tensor, Tensor]:
         return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
 
+    def other_loss(self, batch_data: Any) -> Tensor:
+        x, y = self.parts(batch_data)
+        return (self.other(x).squeeze(1) - y).square().mean()
+
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        if self.config["losses"] == "two at once":
+            return MultiLoss({"main": self.main_loss(batch_data, criterion), "other": self.other_loss(batch_data)})
+        return self.main_loss(batch_data, criterion)
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return self.main_loss(batch_data, criterion)
+
+    def main_loss(self, batch_data: Any, criterion: Any) -> Any:
         y_pred, y = self(batch_data), self.parts(batch_data)[1]
         self.log("accuracy", (y_pred.argmax(1) == y).double().mean())
         self.log("samples", float(len(y)), reduce="sum")
@@ -73,6 +87,12 @@ class Net(TTModel):
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         return self(batch_data), self.parts(batch_data)[1], {}
+
+
+class Yields(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        yield "main", self.main_loss(batch_data, criterion)
+        yield "other", self.other_loss(batch_data) + self(batch_data).detach().square().mean()
 
 
 class EvaluatesInHook(AbstractCallback):
@@ -99,6 +119,7 @@ OPTIMIZERS: dict[str, Any] = {
 def draw(seed: int) -> dict[str, Any]:
     """The combination of a seed."""
     r = random.Random(seed)
+    losses = r.choice(["one", "one", "two at once", "two in turn"])
     return {
         "mode": r.choice(["ddp", "ddp", "fsdp", "dp"]),
         "ranks": r.choice([2, 2, 3]),
@@ -107,7 +128,9 @@ def draw(seed: int) -> dict[str, Any]:
         "sampler": [r.choice(SAMPLERS) for _ in range(3)],
         "batch_size": [r.randint(1, 4), r.randint(1, 8), r.randint(1, 5)],
         "workers": r.choice([0, 0, 0, 1, 2]),
-        "loss": r.choice(list(CRITERIA)),
+        "losses": losses,
+        # The other loss is a mean over samples, and MultiLoss takes no weights.
+        "loss": r.choice(list(CRITERIA) if losses == "one" else ["mean", "classes"]),
         "optimizer": r.choice(list(OPTIMIZERS)),
         "schedule": r.choice([None, "step", "epoch", "plateau"]),
         "callbacks": r.sample(["average", "hook"], r.randint(0, 2)),
@@ -145,12 +168,18 @@ def loader_of(config: dict[str, Any], which: int, ranks: int) -> DataLoader[Any]
 
 def make_loop(config: dict[str, Any], mode: str) -> TrainLoop:
     torch.manual_seed(0)
-    model, ranks = Net(config), config["ranks"]
+    model = (Yields if config["losses"] == "two in turn" else Net)(config)
+    ranks, make = config["ranks"], OPTIMIZERS[config["optimizer"]]
+    if config["losses"] == "one":
+        model.other.requires_grad_(False)
+        optimizer = make(model.layers.parameters())
+    else:
+        optimizer = MultiOptimizer({"main": make(model.layers.parameters()), "other": make(model.other.parameters())})
     alone = 1 if mode in ("ddp", "fsdp") else ranks  # the other modes read whole global batches
     return TrainLoop(
         model,
         *(loader_of(config, which, alone if which == 0 else 1) for which in range(3)),
-        OPTIMIZERS[config["optimizer"]](model.parameters()),
+        optimizer,
         nn.CrossEntropyLoss(**CRITERIA[config["loss"]]),
         end_auto_eval=config["evaluated"],
         gpu_mode=mode,
@@ -164,11 +193,12 @@ def make_loop(config: dict[str, Any], mode: str) -> TrainLoop:
 
 def fit(loop: TrainLoop, config: dict[str, Any], *more: AbstractCallback, **arguments: Any) -> None:
     callbacks: list[AbstractCallback] = [*more]
+    optimizer = next(iter(optimizers_of(loop.optimizer)))
     if config["schedule"] == "plateau" and config["evaluated"] is True and "num_epochs" in config["length"]:
-        plateau = lr_scheduler.ReduceLROnPlateau(loop.optimizer, patience=0, factor=0.5)
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
         callbacks.append(LRScheduler(plateau, monitor="val_loss"))
     elif config["schedule"] in ("step", "epoch"):
-        schedule = lr_scheduler.StepLR(loop.optimizer, 2, 0.7)
+        schedule = lr_scheduler.StepLR(optimizer, 2, 0.7)
         callbacks.append(LRScheduler(schedule, interval=config["schedule"]))
     if "average" in config["callbacks"]:
         callbacks.append(ExponentialMovingAverage(0.8, evaluate=True))

@@ -246,3 +246,29 @@ def test_what_else_can_not_be() -> None:
         ConfigurationError, match=r"optimizer 'a', .* without names\)\. Yield .* `yield 0, loss`, or name"
     ):
         loop_of(unnamed, loader, optimizer, nn.CrossEntropyLoss()).fit(num_epochs=1)
+
+
+def test_each_loss_has_its_own_weight_in_the_history() -> None:
+    """A mean over class weights and a mean over samples; the rates are 0, so that each epoch has the same losses."""
+    weights = torch.tensor([1.0, 3.0, 0.5])
+
+    class Weighted(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 1)
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x, y = batch_data
+            yield "a", criterion(self.a(x), y)
+            yield "b", self.b(x).square().mean()
+
+    model = Weighted()
+    optimizer = MultiOptimizer({name: optim.SGD(getattr(model, name).parameters(), lr=0.0) for name in "ab"})
+    data = make_data(15)
+    loop = loop_of(model, DataLoader(data, batch_size=10), optimizer, nn.CrossEntropyLoss(weight=weights))
+    loop.fit(num_epochs=1)
+    x, y = data.tensors
+    expected = {"a": nn.functional.cross_entropy(model.a(x), y, weights), "b": model.b(x).square().mean()}
+    for name, value in expected.items():
+        assert loop.history[f"loss_{name}"] == [pytest.approx(value.item(), rel=1e-6)]
+    assert loop.history["loss"] == [pytest.approx(sum(value.item() for value in expected.values()), rel=1e-6)]

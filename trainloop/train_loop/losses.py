@@ -153,32 +153,40 @@ def split_yielded(item: Any) -> Yielded:
     return Yielded(optimizer, loss, weight)
 
 
-def joined_losses(losses: Sequence[Yielded]) -> tuple[Tensor | MultiLoss, Any]:
-    """Return the losses that one batch yielded, averaged for each optimizer (by name or index), and their weight."""
+def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiLoss, Any]:
+    """Return the losses that one batch of ``size`` samples yielded, averaged for each optimizer, and their weight.
+
+    If losses for several optimizers have different weights, the weight is a dict with one for each optimizer.
+    """
     groups: dict[int | str | None, list[Tensor]] = {}
-    for optimizer, loss, _ in losses:
+    weights: dict[int | str | None, Any] = {}
+    for optimizer, loss, weight in losses:
         groups.setdefault(optimizer, []).append(loss.reshape(()))
+        if weight is not None:
+            weights.setdefault(optimizer, weight)
     if not groups:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
         )
     # Use mean(): a division would look like that of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
-    weight = next((weight for *_, weight in losses if weight is not None), None)
     if None not in means:
-        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight
+        weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}
+        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight_of if weights else size
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
             f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
             "name or index before each loss, as in `yield 'generator', loss`, or before none."
         )
-    return means[None], weight
+    return means[None], weights.get(None, size)
 
 
 def run_through(output: Any) -> Any:
     """Return the loss of ``get_loss``; run a generator to its end, and join its losses into one loss."""
     if not isinstance(output, Generator):
         return output
-    loss, weight = joined_losses([split_yielded(item) for item in output])
+    losses = [split_yielded(item) for item in output]
+    loss, _ = joined_losses(losses, 1)
+    weight = next((weight for *_, weight in losses if weight is not None), None)
     return loss if weight is None else (loss, weight)

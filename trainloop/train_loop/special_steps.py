@@ -86,8 +86,7 @@ class AlternatingTraining(Training):
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
-            loss, weight = joined_losses(losses)
-            loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+            loop.last_loss = recorder.add_loss(*joined_losses(losses, size))
 
     def step(self) -> None:
         """Finish the step; the optimizers have already stepped, each after its loss."""
