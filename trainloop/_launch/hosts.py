@@ -51,7 +51,7 @@ class _NoProofError(ConnectionError):
 
 
 class _Entries:
-    """Entries in a store, one per host, each signed if the run has a key."""
+    """Entries in a store: one per host, signed if the run has a key."""
 
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
@@ -90,7 +90,7 @@ class _Entries:
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:
-        """Return the arguments of a host that could not join, without authentication; ``None`` if it left no note."""
+        """Return the arguments of a host that could not join, from its unsigned note; ``None`` if it left no note."""
         name = f"refused/{node}"
         if not self._store.check([name]):
             return None
@@ -131,7 +131,7 @@ class Hosts:
     wait_s : float
         Seconds to wait for all hosts.
     key : bytes, optional
-        Secret that all hosts share. Without one, every entry is accepted.
+        Secret that all hosts share. Without a key, every entry is accepted.
     restarts : bool
         True if failed ranks start again; must be the same on all hosts.
 
@@ -155,7 +155,7 @@ class Hosts:
         self._me, self._num_nodes = node_rank, num_nodes
         self._ranks_per_node, self._restarts = ranks_per_node, restarts
         self.store_address = point
-        """Host and port of the store, which the ranks use as well."""
+        """Host and port of the store, which the ranks use, too."""
         self._name, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._key = key
         self._entry: dict[str, Any] = {
@@ -251,7 +251,7 @@ class Hosts:
         )
 
     def _join(self) -> _Entries:
-        """On other nodes, connect to the store of node 0, and wait until all hosts have an entry in it."""
+        """On nodes other than node 0, connect to node 0's store, and wait until all hosts have an entry in it."""
         deadline = time.monotonic() + self._wait_s
         who, reason = f"node {self._me} of {self._num_nodes}", "no answer"
         while (left := deadline - time.monotonic()) > 0:
@@ -415,7 +415,7 @@ class Hosts:
         )
 
     def _reported(self) -> list[Any]:
-        """Return start, node and fields of the failure that another host has reported; empty if there is none."""
+        """Return the start, node and fields of another host's failure; an empty tuple if no host has reported one."""
         reports = (entry["failed"] for entry in self._others.values())
         start = self._entry["start"]
         return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
@@ -495,7 +495,7 @@ class Hosts:
         return number
 
     def leave(self, seconds: float) -> bool:
-        """Report that this host's ranks are done; return True if those of all hosts are done within ``seconds``."""
+        """Report that this host's ranks are done; return True if the ranks of all hosts are done within ``seconds``."""
         self._entry["done"] = self._entry["start"]
         self._wake.set()
         deadline = time.monotonic() + seconds
@@ -504,7 +504,7 @@ class Hosts:
         return over
 
     def _all(self, what: str, number: int) -> bool:
-        """Return True if ``what`` is ``number`` or more on all hosts; node 0's entry has this for other hosts."""
+        """Return True if ``what`` is ``number`` or more on all hosts; other hosts read this from node 0's entry."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
         return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
@@ -580,7 +580,8 @@ def meet_hosts(
 ) -> contextlib.AbstractContextManager[Hosts | None]:
     """Return a context in which this host is connected to the other hosts of a run.
 
-    The context's value is ``None`` on one node, and if the user gave a ``file://`` through which ranks connect.
+    The context's value is ``None`` on a single node, and if the user passed a ``file://`` URL, through which ranks
+    connect.
     """
     if num_nodes == 1 or (init_method or "").startswith("file:"):
         return contextlib.nullcontext()

@@ -25,7 +25,7 @@ class Sign(NamedTuple):
     boundary: int
     """Number of step boundaries that the rank has reached."""
     working: bool
-    """True if the rank's work has neither succeeded nor failed yet."""
+    """True until the rank's work has succeeded or failed."""
 
 
 class Liveness:

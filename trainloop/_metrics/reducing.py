@@ -34,7 +34,7 @@ StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
 
 
 class Options(NamedTuple):
-    """Options by which a metric's values are reduced and kept; they are sent to the other ranks with the values."""
+    """A metric's options: how its values are reduced and kept. They are sent to other ranks with the values."""
 
     on_step: bool
     on_epoch: bool
@@ -42,7 +42,7 @@ class Options(NamedTuple):
     shared: bool
     """True if the value is over all ranks; False for per-rank values."""
     part: str | None
-    """For the loop's loss, the part's name, empty for the total; ``None`` for the user's metrics."""
+    """For the loop's loss: the name of a part, or an empty string for the total. ``None`` for the user's metrics."""
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Nested containers: take a batch, a prediction or a state apart, and rebuild it.
 
-A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else is one value, also
-strings, sets, tensors and arrays. Each function here handles one level; the caller continues with the parts.
+A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else, including strings,
+sets, tensors and arrays, is one value. Each function here handles one level; the caller continues with the parts.
 """
 
 from __future__ import annotations

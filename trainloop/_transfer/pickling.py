@@ -89,7 +89,7 @@ class Pickler(cloudpickle.Pickler):
         self.main_names: dict[str, Any] = {}
         """Classes and functions of ``__main__`` that were sent, by their name there."""
         self.copies: list[np.ndarray[Any, Any]] = []
-        """Copies of arrays made for the stream; their memory is not the user's."""
+        """Copies of arrays that were made for the stream, so that their memory is not the user's."""
         self._by_value: dict[str, bool] = {}
         # Functions of (pickler, object): a method bound to the pickler would create a cycle, which keeps memory.
         self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}
@@ -211,8 +211,8 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
-    # Connections, shared values and the like are sent as multiprocessing sends them to processes that it starts, but
-    # not by its module `reduction`, which handles sockets and methods.
+    # Connections, shared values and the like are sent in the same way as multiprocessing sends them to processes that
+    # it starts. The exceptions are sockets and methods, which its module `reduction` handles.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
@@ -232,7 +232,7 @@ def _refuse(pickler: Pickler, obj: Any) -> Any:
 
 
 def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
-    """Pickle a loader without the iterator that persistent workers leave in it, which belongs to this process."""
+    """Pickle a loader without the iterator that persistent workers leave in it and that only this process can use."""
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced = list(object.__reduce_ex__(loader, 4))
@@ -324,7 +324,7 @@ def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> t
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
     if not data.nbytes:
         return torch.UntypedStorage(0)
-    if sys.platform == "win32":  # torch shares memory by name there
+    if sys.platform == "win32":  # on other systems, torch shares memory by name
         return torch.from_numpy(data).clone().share_memory_().untyped_storage()
     own, copied = anonymous_file("shared"), 0
     os.ftruncate(own, data.nbytes)

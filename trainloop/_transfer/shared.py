@@ -62,7 +62,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only their parts can be written to
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only the parts can be written to
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
@@ -89,7 +89,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
-    """Return the contents of an object that may be overwritten; ``None`` for a value without contents."""
+    """Return the contents of an object, which may be overwritten; ``None`` for a value without contents."""
     if isinstance(obj, (list, deque)):
         return list(obj) if len(obj) <= _LONG else None
     if isinstance(obj, dict):
@@ -103,13 +103,13 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
     return {
         name: value
         for name, value in kept_attributes(obj).items()
-        # Attributes that the object leaves out of its state, or replaces in it, belong to one process.
+        # Attributes that __getstate__ omits or replaces are local to one process.
         if name not in torch_own and attributes.get(name, _MISSING) is value
     }
 
 
 def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
-    """Return a fingerprint of each part's contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
+    """Return each part's fingerprint, for :func:`changed_parts`; ``None`` for a part that can't be pickled."""
     return {
         path: fingerprint(_contents(obj), known, fixed=True)
         for path, obj in parts.items()

@@ -185,7 +185,7 @@ def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
-    """Return all attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
+    """Return all attributes of an optimizer (torch pickles three), or the state that its own ``__getstate__`` returns.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
     visited: set[int] = set()
     # Breadth first: a part that several paths reach is named by the shortest.
     queue = deque(_failing(roots.items()))
-    keep = list(queue)  # keeps objects alive, so that ids stay unique
+    keep = list(queue)  # keep objects alive, so that their ids stay unique
     while queue and len(found) < _MOST_FOUND and len(visited) < _MOST_VISITED:
         path, obj = queue.popleft()
         if id(obj) in visited:
@@ -280,7 +280,7 @@ _ADVICE = {
 
 
 def _known_advice(obj: object) -> str:
-    """Return advice about an object of this type; empty unless the type is known to belong to one process."""
+    """Return advice about an object of a type that is valid in one process only; an empty string for other types."""
     for base in type(obj).__mro__[:-1]:
         for name in (base.__module__.partition(".")[0], base.__name__):
             if name in _ADVICE:

@@ -113,7 +113,7 @@ class AbstractCallback:
         __signature__ = _OwnSignature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
-            """Raise an error if an argument has another library's name; the error gives the name used here."""
+            """Raise an error if an argument's name is that of another library; the error gives the name used here."""
             parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
@@ -215,7 +215,7 @@ class AbstractCallback:
         """
 
     def on_train_begin(self) -> None:
-        """Called on each rank when model and loaders are ready."""
+        """Called on each rank once the model and the loaders are ready."""
 
     def on_restart(self, failure: Any) -> None:
         """Called on each rank when a run restarts after a failure, once the newest checkpoint is loaded.
@@ -246,7 +246,7 @@ class AbstractCallback:
         """Called after each (micro-)batch."""
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Called on all ranks before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
+        """Called on all ranks before a pass over a dataset for its loss or predictions, inside or outside ``fit``.
 
         The model is already in evaluation mode, and gradients are disabled. Random numbers drawn here do not affect the
         training.
@@ -287,7 +287,7 @@ class AbstractCallback:
 
 
 class Saver(AbstractCallback):
-    """Base of callbacks that write checkpoints between steps; the loop calls these methods on all ranks."""
+    """Base of callbacks that write checkpoints between steps. The loop calls the methods below on all ranks."""
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due; called after the last hook of a step."""
@@ -371,7 +371,10 @@ def check_counts(callback: AbstractCallback, *names: str, least: int = 1, option
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
-    """Raise ConfigurationError if a loop does not have this loader. ``owner`` is the part that needs it."""
+    """Raise ConfigurationError if the loop does not have this loader.
+
+    The error names ``owner`` as the part that needs it.
+    """
     if getattr(loop, loader) is None:
         raise ConfigurationError(f"{owner}: the loop has no {loader}. Pass one to TrainLoop.")
 
@@ -455,7 +458,7 @@ _warned: WeakSet[type] = WeakSet()
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
     """Warn once per class about methods that look like hooks but are never called.
 
-    A method that a base class from another library defines is a hook of that library, so it causes no warning.
+    If a base class from another library defines the method, it is a hook of that library and causes no warning.
 
     Parameters
     ----------
@@ -473,7 +476,7 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield names of methods of users' classes that resemble a hook but are not one, each with that hook's name."""
+    """Yield each method of a user's class that resembles a hook but is not one, and the name of that hook."""
     base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
     classes = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
     seen = {name for cls in kind.__mro__ if cls not in classes for name in vars(cls)}

@@ -23,7 +23,7 @@ def copy_loader(loader: Loader, **changes: Any) -> Loader:
 
     The attributes are copied, since a subclass may have computed them from constructor arguments that are not stored.
     ``DataLoader`` forbids setting some attributes later, but only because its constructor has derived other attributes
-    from them. The caller replaces these, too.
+    from them. The caller replaces the derived attributes, too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -70,7 +70,7 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 
 
 def end_workers(loader: Any) -> None:
-    """End a loader's persistent workers, now.
+    """End a loader's persistent workers now.
 
     Workers also end when nothing refers to them. But if a traceback or a reference cycle refers to them, they end only
     when the garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each
@@ -86,7 +86,7 @@ def _spawned_by_inheritance() -> bool:
     """Return True if workers would be spawned only because this process was spawned.
 
     In Python, children inherit their process's start method by default. Spawned workers import everything
-    again (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked workers,
+    again (seconds), copy the data, and need it to be picklable. Outside of ranks, the same loader forks its workers,
     without these costs.
     """
     if multiprocessing.parent_process() is None:

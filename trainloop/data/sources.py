@@ -1,4 +1,4 @@
-"""Sources of a rank's batches for training and evaluation: one class for each kind of loader.
+"""Define sources of a rank's batches for training and evaluation: one class for each kind of loader.
 
 A source yields this rank's part of one global batch after another. The source for loaders of indexed datasets is in
 :mod:`trainloop.data.indexed`. Training chooses a source in :mod:`trainloop.data.train`, and groups its batches into
@@ -38,10 +38,10 @@ class Source:
     """The loader that is read: the user's, or its copy for this rank."""
 
     shares: bool = True
-    """True if ranks split one common order; False if each rank's loader has its own order."""
+    """True if ranks split one common order; False if each rank's loader has a separate order."""
 
     sizes_known: bool = True
-    """True if items have the sizes of all ranks, ``(sizes, batch)``; False if only this rank's, ``(size, batch)``."""
+    """True if items are ``(sizes, batch)``, with the sizes of all ranks; False for ``(size, batch)`` of this rank."""
 
     num_batches: int | None = None
     """Global batches of a pass; None if unknown before reading."""
@@ -53,11 +53,11 @@ class Source:
     """Samples of a full global batch; None if undefined."""
 
     position: Position | None = None
-    """Position according to the state of the user's stream or loader; None if neither has one."""
+    """Position according to the state of the user's stream or loader; None if neither has a state."""
 
     @property
     def rule(self) -> str:
-        """Name of the way in which ranks obtain the same order; it determines their exchanges."""
+        """Name of the method by which ranks obtain the same order; it determines which exchanges they do."""
         return type(self).__name__
 
     @property
@@ -131,7 +131,7 @@ class LoggedIndices:
         return getattr(self.base, name)
 
     def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and remove each from the log."""
+        """Yield the batches, and remove the entry of each batch from the log."""
         for batch in batches:
             self.log.popleft()
             yield batch
