@@ -199,7 +199,7 @@ class TTModel(nn.Module, ABC):
         return all_gather(value, concat=concat)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The object that receives logged values belongs to the running loop, not to a copy of the model.
+        # The object that receives logged values is part of the running loop, so a copy of the model does not get it.
         return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
 
 

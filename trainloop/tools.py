@@ -340,7 +340,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 class _Clock(AbstractCallback):
-    """Time the steps after the first. If memory runs out, make the kernel kill this process first."""
+    """Time the steps after the first. If memory runs out, let the kernel kill this process first."""
 
     def __init__(self) -> None:
         super().__init__("find_batch_size")

@@ -218,7 +218,8 @@ def _text_of(error: BaseException) -> str:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others: the earliest that is not a consequence of another.
 
-    If all are probably consequences, a rank that died precedes those that only lost their connection.
+    If all failures are probably consequences, the failure of a rank that died precedes those of ranks that only lost a
+    connection.
     """
     return min(failures, key=lambda f: (f.consequence, f.consequence and f.type is not None, f.time_ns))
 

@@ -56,7 +56,8 @@ class _Entries:
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
         self.session = ""
-        """Node 0's identifier; empty until known. Other hosts' signatures cover it, to reject earlier runs' entries."""
+        """Node 0's identifier; empty until known. Other hosts sign it, too, so that entries of earlier runs are
+        rejected."""
 
     def put(self, node: int, entry: dict[str, Any]) -> None:
         data = json.dumps(entry)
@@ -173,7 +174,7 @@ class Hosts:
         self._losses: dict[int, str] = {}
         self._refused: dict[int, str] = {}
         self.done_since: float | None = None
-        """Time at which the ranks of another host were first seen to be done (monotonic clock); None before."""
+        """Time (monotonic clock) at which another host's ranks were first seen to be done; None before that."""
         self._wake, self._leaving = threading.Event(), threading.Event()
         with signals() as received:
             self._check_signals: Callable[[], None] = received.raise_if_any
@@ -276,7 +277,7 @@ class Hosts:
                 if self._is_chosen(entries, who, deadline):
                     return entries
             except RuntimeError as error:  # raised by torch's store
-                if entries.session:  # otherwise the store may belong to an earlier run, which was just ending
+                if entries.session:  # otherwise this may be the store of an earlier run, which was just ending
                     raise ConfigurationError(
                         f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error "
                         "on node 0."

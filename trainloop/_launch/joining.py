@@ -236,7 +236,7 @@ def _common_slots(me: Rank) -> memoryview | None:
         # A process in another container may have the same PID; the inode distinguishes the files.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
-            # The file must belong to this user, whatever path was received.
+            # This user must own the file, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
                 slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all ranks have mapped it
@@ -262,7 +262,8 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             shared.release()
             return
     with only_trusted_peers():
-        # A separate group: its exchanges must not mix with those of the user's code in the default group.
+        # This is a separate group, because its exchanges must not mix with exchanges of the user's code in the default
+        # group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop

@@ -78,7 +78,7 @@ class Liveness:
 
 
 _WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/trainloop/_support/stopping.py")
-_MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame of its own
+_MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame
 
 
 def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[int]:

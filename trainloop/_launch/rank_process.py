@@ -141,7 +141,7 @@ class RankSpec:
         )
 
     def map_slots(self) -> memoryview:
-        """Map the int64 slots that ranks and parent share: those of the stop agreement, then the ranks' states."""
+        """Map the int64 slots that ranks and parent share: the stop agreement's slots, then the ranks' states."""
         return memoryview(mmap.mmap(self.slots_fd, 0)).cast("q")
 
 
@@ -250,7 +250,7 @@ def _set_up_and_call(
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
-    if spec.interface is not None:  # also for groups that the work creates, and for later work of kept ranks
+    if spec.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks, too
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)

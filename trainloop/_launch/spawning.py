@@ -508,7 +508,7 @@ def _kill_strays(line_marks: set[str], token: str = "") -> None:
     """
     mark = f"{LAUNCH_VARIABLE}={token}".encode()
     for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if line_marks.isdisjoint(_open_files(pid)):
                 if not token:
                     continue

@@ -31,7 +31,7 @@ OwnTotal = tuple[Options, list[float], list[float]]
 
 
 class Exchanged(NamedTuple):
-    """The logs of all ranks; the same on each, except for per-rank values."""
+    """The logs of all ranks. Apart from per-rank values, they are the same on each rank."""
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]

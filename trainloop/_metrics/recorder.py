@@ -95,7 +95,7 @@ class _Series:
             self.count += len(pending)
 
     def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Process step values; those logged between steps are step values only if ``on_step`` was requested."""
+        """Process step values. Values logged between steps are step values only if ``on_step`` was requested."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:

@@ -69,7 +69,10 @@ def exact_sum(values: Iterable[float]) -> list[float]:
 
 
 def reduced(reduce: str, values: list[float]) -> list[float]:
-    """Return fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
+    """Return fewer values with the same sum, minimum or maximum.
+
+    The result does not depend on the order of reducing.
+    """
     if reduce in ("mean", "sum"):
         return exact_sum(values)
     # Python's min and max are not used: their result depends on the position of a NaN.

@@ -56,7 +56,7 @@ def _in_fork(signal_mask: list[int]) -> None:
     _is_server = False
     set_blocked_signals(signal_mask)  # the server blocks the signal that Ctrl-C sends to the whole group
     set_threads()
-    # Python seeds its own generator in a fork.
+    # Python's own generator is seeded by Python in a fork.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

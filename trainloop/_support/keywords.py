@@ -175,7 +175,7 @@ def attribute_hint(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the most similar known name, of at least the similarity ``cutoff`` (1: the same); else ``None``."""
+    """Return the most similar known name if its similarity is at least ``cutoff`` (1 means equal), else ``None``."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 

@@ -72,7 +72,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, Mapping):
         content = dict(zip(value, parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
-            # Don't write to a shallow copy: it may share the object that holds its items.
+            # Don't write to a shallow copy: it may share the object that contains its items.
             return _of_type(type(value), content)
         changed = copy.copy(value)  # keeps the type, such as defaultdict or BatchEncoding
         for key, part in content.items():

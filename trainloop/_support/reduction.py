@@ -103,7 +103,7 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if an autograd node computed a single number. Earlier nodes belong to the model.
+    """Return True if an autograd node computed a single number. Earlier nodes are those of the model.
 
     ``_input_metadata`` exists in torch 2.1 to 2.13. Without it, no division is detected, and the criterion's
     declaration is used.

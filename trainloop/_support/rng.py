@@ -171,7 +171,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
-    """Isolate random draws in a block from the generators outside; with ``seed``, the draws are always the same."""
+    """Isolate random draws in the block from the generators outside. With ``seed``, the draws are always the same."""
     before = capture()
     first_seed = torch.initial_seed()
     try:

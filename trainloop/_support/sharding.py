@@ -81,7 +81,7 @@ class BatchPlan:
 
     @property
     def num_batches(self) -> int:
-        """Global batches of an epoch, the same number on every rank; a rank's part of the last one may be empty."""
+        """Global batches of an epoch, the same number on every rank. A rank's part of the last batch may be empty."""
         return self.num_full + (self.last_size > 0)
 
     @property

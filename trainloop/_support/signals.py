@@ -408,7 +408,7 @@ def started(loader: Any) -> Iterator[Any]:
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
-    """Continue if the process that this worker serves received the signal, too; otherwise end.
+    """Let this worker continue if the process that it serves received the signal, too; otherwise, end the worker.
 
     That process can record the signal only between two Python instructions, possibly after a long backward pass. The
     worker checks repeatedly, and continues to load meanwhile.

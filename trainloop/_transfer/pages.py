@@ -151,9 +151,9 @@ class MovedPages:
     is private: as before, only this process and its forked children see its later writes. :meth:`restore` puts ordinary
     memory back.
 
-    Memory is moved only if it is private, anonymous (the heap, or mapped by ``malloc`` for large arrays) and not
-    locked, and only while no other Python thread is running: a write during the move would be lost. Any other memory
-    remains where it is, and the file has a second copy.
+    Only private, anonymous, unlocked memory is moved: the heap, and large arrays that ``malloc`` maps. No other Python
+    thread may run meanwhile, because its writes would be lost. Any other memory remains where it is, and the file has a
+    second copy.
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ class Pickler(cloudpickle.Pickler):
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.main_names: dict[str, Any] = {}
-        """Classes and functions of ``__main__`` that were sent, by their name there."""
+        """Classes and functions of ``__main__`` that were sent, by their names in ``__main__``."""
         self.copies: list[np.ndarray[Any, Any]] = []
         """Copies of arrays that were made for the stream, so that their memory is not the user's."""
         self._by_value: dict[str, bool] = {}
@@ -258,7 +258,7 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
     while source is not None and not isinstance(source, mmap.mmap):
         source = getattr(source, "base", None)
     path = getattr(array, "filename", None)
-    # Mode 'c' may hold changes that are not in the file.
+    # Mode 'c' may have changes that are not in the file.
     if source is None or path is None or array.mode not in ("r", "r+", "w+"):
         return None
     low, high = _bounds(array)
@@ -443,7 +443,7 @@ class StateUnpickler(pickle.Unpickler):
         return self._known[pid]
 
 
-# IDs of classes received by value. cloudpickle also tracks classes created here, once they have been pickled.
+# IDs of classes received by value. cloudpickle tracks classes created here, too, once they have been pickled.
 _arrived_classes: set[str] = set()
 
 

@@ -37,7 +37,7 @@ _OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whos
 
 
 def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
-    """Return all parts of ``roots`` whose identity matters, by path; each once.
+    """Return all parts of ``roots`` whose identity matters, each once, by path.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
             continue
         seen.add(id(obj))
         if type(obj).__module__.startswith(_OTHERS):
-            if isinstance(obj, nn.Module):  # made by torch.compile: its only child is the original
+            if isinstance(obj, nn.Module):  # a wrapper by torch.compile: its only child is the original module
                 queue.extend((f"{path}.{i}", part) for i, part in enumerate(obj.children()))
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
@@ -120,7 +120,7 @@ def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fin
 def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
     """Return a fingerprint to detect changes of a value; ``None`` if it can't be pickled.
 
-    With ``fixed``, the fingerprint is that of the value now; otherwise, large memory is read at the comparison.
+    With ``fixed``, the fingerprint describes the value now; otherwise, large memory is read only at the comparison.
     """
     try:
         found = Fingerprint(value, known)

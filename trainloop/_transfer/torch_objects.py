@@ -253,7 +253,7 @@ def kept_attributes(obj: object) -> dict[str, Any]:
         state = get_state(obj)
     except Exception:  # whatever a user's __getstate__ raises: pickling itself will report it
         return {}
-    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and those in slots
+    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and attributes in slots
         state = state[0]
     return dict(state) if isinstance(state, dict) else {}
 

@@ -38,7 +38,7 @@ class Unpicklable:
 
 
 def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
-    """Return the parts of ``roots`` that can't be pickled, those nearest to the roots first; at most five.
+    """Return at most five parts of ``roots`` that can't be pickled, beginning with the parts nearest to the roots.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
             continue
         visited.add(id(obj))
         advice = _known_advice(obj)
-        # Name an object that belongs to one process, not a part of it: a thread, not its lock.
+        # Name an object that is valid in one process only, not a part of this object: a thread, not its lock.
         parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
         keep += parts
         queue.extend(parts)
@@ -119,7 +119,7 @@ def _error_of(obj: object) -> Exception | None:
 
 
 def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the parts that can't be pickled, by bisection: a list may have millions, most of them picklable."""
+    """Return the parts that can't be pickled, by bisection: a list may have millions of parts, most of which can."""
     parts = list(parts)
     if not parts or _error_of([part for _, part in parts]) is None:
         return []

@@ -149,10 +149,10 @@ class AbstractCallback:
     ) -> None:
         """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`. By default, all ranks' values count.
 
-        The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
-        the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
-        epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the hooks of
-        an evaluation, the name gets the prefix of that evaluation.
+        The value is recorded for the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``,
+        and the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end
+        of an epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the
+        hooks of an evaluation, the name gets the prefix of that evaluation.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
@@ -260,7 +260,7 @@ class AbstractCallback:
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the last batch of a pass, with its ``dataset_info``; values logged here belong to the pass.
+        """Called after the last batch of a pass, with its ``dataset_info``; values logged here are values of the pass.
 
         Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """

@@ -154,7 +154,7 @@ def check_mode(mode: Any, owner: str) -> None:
 
 def _lower_is_better(name: str) -> bool | None:
     """Return True if a name's words show that lower is better, False if higher is better, ``None`` if it is unclear."""
-    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # also splits camel case
+    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # splits camel case, too
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
         return True

@@ -112,7 +112,7 @@ class TerminateOnNaN(GradientCallbackBase):
             self._parameters[optimizer_idx] = self.named_parameters(optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
-            # Each rank checks its own shard of a sharded gradient. If a rank finds NaN, training ends on all ranks.
+            # Each rank checks its shard of a sharded gradient. If a rank finds NaN, training ends on all ranks.
             shard = None if gradient is None else local_shard(gradient)
             if shard is not None and shard.numel():  # a rank's shard of a small parameter may be empty
                 names.append(name)
@@ -131,7 +131,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        # The step to which this batch belongs. global_step already includes it if this was the step's last batch.
+        # The step that includes this batch. global_step already counts this step if this was the step's last batch.
         step = loop.global_step + (not self._step_done)
         for loss in _losses(loop.last_loss):
             self._values.append(loss)

@@ -113,7 +113,8 @@ class RunCheckpoints:
     def _run_files(self) -> list[Checkpoint]:
         if self._files is None:
             found = checkpoint.checkpoints(self.folder)
-            # Stamps must be higher than those of other runs, because the highest stamp marks the newest checkpoint.
+            # Stamps must be higher than the stamps of other runs, because the highest stamp marks the newest
+            # checkpoint.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = _of_runs([self.run], found)
             if not self._same_metric:

@@ -153,7 +153,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # it was created for another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # Monitor's mode is not used, because torch's scheduler has its own.
+            # Monitor's mode is not used, because torch's scheduler has a mode itself.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()

@@ -376,7 +376,7 @@ class _StatisticsPass:
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
-            norm.momentum = None  # None makes torch average all batches with equal weights
+            norm.momentum = None  # with None, torch averages all batches with equal weights
             norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
 
     def end(self) -> None:

@@ -270,7 +270,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             local = io.BytesIO(file.read()) if "://" in shown else file
             _verify(local, shown)
             local.seek(0)
-            # torch.load would also read the older format without a zip, which trainloop has never written.
+            # torch.load would read the older format without a zip, too, which trainloop has never written.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
                     f"{shown} is a pickle in an old format, which trainloop never writes. It was rejected, and no code "

@@ -174,7 +174,7 @@ class Indexed(Source):
             yield plan.shares(batch_index), None
 
     def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Yield batches as loaded by the copy's workers, or by this process if it has none."""
+        """Yield batches that the copy's workers have loaded, or this process if the copy has no workers."""
         requested, shard, rank = self._requested, self._shard, self._rank
         requested.first_batch = batch_index = first_batch
         seed = shard.seed

@@ -46,9 +46,9 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def persistent_workers(loader: Any) -> Any:
-    """Return the iterator that holds a loader's running persistent workers; None if there are none.
+    """Return the iterator of a loader's running persistent workers; None if no workers are running.
 
-    While they are running, a pass draws no base seed.
+    While the workers are running, a pass draws no base seed.
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
@@ -72,9 +72,9 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 def end_workers(loader: Any) -> None:
     """End a loader's persistent workers now.
 
-    Workers also end when nothing refers to them. But if a traceback or a reference cycle refers to them, they end only
-    when the garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each
-    worker, and kills it.
+    Workers would end by themselves when nothing refers to them. But if a traceback or a reference cycle refers to them,
+    they end only when the garbage collector finds them. If the collector has closed their queues by then, torch waits
+    several seconds for each worker, and kills it.
     """
     workers = persistent_workers(loader)
     if workers is not None:

@@ -250,7 +250,7 @@ class StreamPlaces:
         return self._loader.persistent_workers or not self._loader.num_workers
 
     def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
-        """Return each worker's turns in this epoch and its state to resume from; None if no position is known."""
+        """Return each worker's number of turns in this epoch, and the state from which it resumes; None if unknown."""
         workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
         for place in workers.values():
             if "error" in place:
@@ -295,7 +295,7 @@ class StreamPlaces:
 
 
 Position = InProcess | StreamPlaces
-"""A source's position after the last batch it yielded, from the state of the user's own objects.
+"""A source's position after the last batch that the source yielded, from the state of the user's own objects.
 
 ``resumes`` is True if the next items are the rest of an epoch, so that no item must be skipped. ``now()`` returns a
 handle of the current position. ``state(now)`` converts it into data, also after further batches. Both may raise any

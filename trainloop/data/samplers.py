@@ -57,11 +57,12 @@ class RankShard:
     """Number of ranks. (This is torch's name for it.)"""
 
     seed: Any  # torch's sampler accepts ints only
-    """An int common to all ranks; None (in one process only) to draw orders from the global generators."""
+    """Seed common to all ranks; None (in one process only) to draw orders from the global generators."""
 
     epoch: int = 0
     digest: int | None = None
-    """Checksum of the order, which must agree on all ranks; None before the order is read, or if it can't differ."""
+    """Checksum of the order, which must agree on all ranks; None before the order is read, or if the order can't
+    differ."""
 
     sizes_known: bool = True
     """True if :meth:`batches` yields the sizes of all ranks, False if it yields only the size of this rank."""

@@ -67,7 +67,7 @@ class Source:
 
     @property
     def order_digest(self) -> int | None:
-        """Checksum of a pass's order, which must agree on all ranks; None if it can't differ.
+        """Checksum of a pass's order, which must agree on all ranks; None if the order can't differ.
 
         In training, it covers the beginning of the pass, and is known after the first item. In evaluation, it covers
         the entire pass, and is known at the end.

@@ -89,7 +89,7 @@ class StreamShard(IterableDataset[Any]):
         self._at_end = False  # True if the loaded state is the end of an epoch
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
-        """Yield each global batch's samples of this rank (maybe none), its index in this worker, and the position.
+        """Yield, for each global batch, this rank's samples (maybe none), its index in this worker, and the position.
 
         An item with None as samples is not a global batch, but a worker's skipped turn, or its position at the end.
         """

@@ -55,7 +55,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
         if value.layout is not torch.strided:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
-    if isinstance(value, float):  # float64 holds a Python float exactly; the default dtype would round it
+    if isinstance(value, float):  # float64 represents a Python float exactly; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, (bool, int)):
         return torch.tensor(value)

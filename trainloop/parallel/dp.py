@@ -174,7 +174,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
     ) -> Iterator[Any]:
-        """Yield the whole batch's losses, for a ``get_loss`` that yields; after each, renew the replicas' weights."""
+        """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)

@@ -217,7 +217,7 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Join replicas' outputs as ``nn.DataParallel`` does: concatenate tensors, also inside dicts, lists and tuples.
+    """Join replicas' outputs as ``nn.DataParallel`` does: concatenate tensors, even inside dicts, lists and tuples.
 
     0-d tensors become a vector with one entry per replica.
     """

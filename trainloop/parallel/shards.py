@@ -227,7 +227,7 @@ def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
     """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, even if only some are sharded."""
-    parameters, norm_type = list(parameters), float(norm_type)  # torch also accepts 'inf'
+    parameters, norm_type = list(parameters), float(norm_type)  # torch accepts 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
     if not sharded or (sharded == len(gradients) and norm_type == 2):

@@ -85,7 +85,7 @@ def revert(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
-    """Make a module's synchronised layers normalise over some ranks only, within a context.
+    """Within the context, let a module's synchronised layers normalise over some ranks only.
 
     Use it around the forward **and** the backward of a step in which some ranks have no batch left. Collective:
     **every** rank calls it with the same ``ranks``. Ranks that are not in ``ranks`` run nothing inside.

@@ -203,7 +203,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
 
 def _leased(name: str) -> lease.Lease | None:
     """Lease the GPU. Return None if another run has leased it, and an empty lease if there is no folder for locks."""
-    if lease.inherited():  # The GPUs that this process sees belong to its parent's lease.
+    if lease.inherited():  # The GPUs that this process sees are part of its parent's lease.
         return lease.Lease({}, [])
     try:
         return lease.acquire({"gpu": lease.Request(1, [name])}, timeout_s=0)

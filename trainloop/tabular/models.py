@@ -83,7 +83,10 @@ def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = 
 
 
 class Estimator(Adapter):
-    """Adapter of a scikit-learn estimator, constructed by ``make(**params)``. Its input is a :func:`matrix`."""
+    """Adapter of a scikit-learn estimator, constructed by ``make(**params)``.
+
+    The estimator's input is a :func:`matrix`.
+    """
 
     def __init__(self, given: Given, make: Callable[..., Any], **matrix_options: Any) -> None:
         super().__init__(given)

@@ -127,7 +127,7 @@ def sharded(
     """
 
     originals = dict(model.named_parameters())
-    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU also moves its parameters
+    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters, too
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
     in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
     for tensor in in_place if optimizers else ():  # copies: a failed run must not change the caller's tensors
@@ -277,7 +277,7 @@ def _all_here() -> bool:
 
 
 def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, restore: bool) -> None:
-    """Copy buffers back into their original memory and device; with ``restore``, also put back replaced buffers."""
+    """Copy buffers back into their original memory and device; with ``restore``, put back replaced buffers, too."""
     now = dict(model.named_buffers())
     for name, (buffer, original) in buffers.items():
         if name not in now:

@@ -223,7 +223,10 @@ class Gradients:
         return _times(losses, units)
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
-        """Run backward of a scaled loss; each part of a ``MultiLoss`` reaches only its own optimizer's parameters."""
+        """Run backward of a scaled loss.
+
+        Each part of a ``MultiLoss`` reaches only the parameters of the part's optimizer.
+        """
         scaler = self._place.scaler
         if isinstance(loss, Tensor):
             scaler.scale(loss).backward()

@@ -254,7 +254,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         restart_every_steps: int | None = None,
         **unknown: NoReturn,
     ) -> ModelT:
-        """Train the model. A second call continues where the first one ended.
+        """Train the model. A second call continues where the first call ended.
 
         Parameters
         ----------

@@ -73,8 +73,8 @@ class LoopState:
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.wrapper_args: dict[str, Any] = {}
-        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...), also used by evaluation outside of
-        ``fit``."""
+        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...). Evaluation outside of ``fit`` uses them,
+        too."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.running: Run | None = None

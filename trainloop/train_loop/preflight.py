@@ -37,7 +37,7 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 
-# Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge these differences.
+# Sums in another order differ in the last bits. A few steps of Adam near zero gradients enlarge these differences.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
@@ -199,7 +199,7 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
-    model.eval()  # BatchNorm makes a sample's loss depend on other samples, dropout makes it random
+    model.eval()  # with BatchNorm, a sample's loss depends on other samples; with dropout, it is random
     try:
         whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
     except Exception:  # the model accepts only batches of one size: nothing to compare

@@ -61,11 +61,11 @@ class Replay:
     """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
     finite."""
     line: str | None = None
-    """Line of the forward pass to which :attr:`function` belongs."""
+    """Line of the forward pass whose backward is :attr:`function`."""
     not_finite_before: list[str] = field(default_factory=list)
     """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why the results may differ from those on the rank."""
+    """Reasons why the results may differ from the results on the rank."""
     batch: Any = None
     """The batch that was loaded again if the loader had failed; otherwise None."""
 

@@ -271,7 +271,7 @@ class Run:
 
     @contextmanager
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Yield a recorder for an evaluation of rank 0's model, and make it the recorder of all logs.
+        """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
 
         The training around the evaluation is not affected: modules' modes and random states are restored.
         """
@@ -312,8 +312,8 @@ class Run:
                 part.__dict__["_log_sink"] = sink
 
     def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
-        # A hook on any rank makes all ranks exchange here. Without hooks, an occasional exchange is enough.
+        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+        # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
         if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
@@ -372,7 +372,7 @@ class Run:
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
     """Yield an evaluation's batches; call hooks before and after. Hooks' logs are exchanged with the batches' logs."""
-    recorder.batch_size = 1  # a hook's logs do not belong to a batch
+    recorder.batch_size = 1  # a hook's logs are not logs of a batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
     yield from batches

@@ -175,7 +175,7 @@ def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] 
 def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return, on all ranks, the state that rank 0 reads, and the reason if nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
-    # In fsdp the state refers to files, and each rank reads its part of them.
+    # In fsdp, the state refers to files, and each rank reads its part of the files.
     in_files = loop.gpu_mode == "fsdp"
     keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
     answer: dict[str, Any] = {}
@@ -339,7 +339,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
-        # Sums over ranks don't depend on which rank has which part; each new rank gets its own random numbers.
+        # Sums over ranks don't depend on which rank has which part. Each new rank gets different random numbers.
         if loop.rank == 0:
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)

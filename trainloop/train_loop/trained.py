@@ -96,7 +96,7 @@ class TrainedParameters:
         Raises
         ------
         ConfigurationError
-            If the other ranks make no change in time, or a different one.
+            If the other ranks make no change in time, or make a different change.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:

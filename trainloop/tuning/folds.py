@@ -28,8 +28,8 @@ class Fold:
     train: np.ndarray[Any, Any]
     """Numbers of the rows to train on, in ascending order, as int64."""
     validation: np.ndarray[Any, Any]
-    """Numbers of the rows held out, in ascending order. Exactly one fold holds out each row, unless you pass your own
-    folds."""
+    """Numbers of the rows that are held out, in ascending order. Exactly one fold holds out each row, unless you pass
+    your own folds."""
 
     def __repr__(self) -> str:
         return f"Fold({self.index} of {self.num_folds}, train={len(self.train)}, validation={len(self.validation)})"

@@ -232,7 +232,7 @@ class ModelPredictionStore:
         return lambda *args, **kwargs: function(f"{part}_{_KINDS[kind]}", *args, **kwargs)
 
 
-# Kinds of results, by their names in method names; the values are their names in the store.
+# Kinds of results: keys are parts of method names, values are names in the store.
 _KINDS = {"predictions": "pred", "loss": "loss"}
 
 

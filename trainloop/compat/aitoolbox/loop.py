@@ -74,7 +74,7 @@ class TrainLoop(core.TrainLoop):
     ) -> None:
         if isinstance(model, nn.DataParallel):  # a script may wrap the model itself
             model, gpu_mode = model.module, "dp" if gpu_mode == "single" else gpu_mode
-        # For tensors, AIToolbox's default functions do the same as trainloop's own, which also join other values.
+        # For tensors, AIToolbox's default functions do the same as trainloop's own, which can join other values, too.
         if collate_batch_pred_fn is not append_predictions:
             options["collate_batch_pred_fn"] = collate_batch_pred_fn
         if pred_transform_fn is not torch_cat_transf:

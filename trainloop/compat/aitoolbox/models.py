@@ -26,7 +26,7 @@ class TTBasicMultiGPUModel(TTBasicModel):
 
 
 class MultiGPUModelWrap(TTBasicMultiGPUModel):
-    """A wrapper that makes a plain module a :class:`TTBasicMultiGPUModel`."""
+    """A wrapper that turns a plain module into a :class:`TTBasicMultiGPUModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
