@@ -66,7 +66,7 @@ class Failure:
     rank: int
     """Global rank."""
     time_ns: int
-    """Time of the failure by the monotonic clock of its node."""
+    """Time of the failure, by the monotonic clock of the rank's node."""
     type: str | None
     """Name of the exception's class; ``None`` if the process died without an exception."""
     message: str = ""
@@ -76,7 +76,7 @@ class Failure:
     exitcode: int | None = None
     """Exit code, or minus a signal's number; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """True if the failure probably results from the loss of another rank, and so is not the cause."""
+    """True if the failure probably results from the loss of another rank, and so is not the run's first failure."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False

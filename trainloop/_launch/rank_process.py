@@ -224,7 +224,7 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
                 unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
-            # Opens the payload too, so that an error in the user's imports is recorded like any other.
+            # This opens the payload, too, so that an error in the user's imports is recorded like any other.
             result = _set_up_and_call(spec, me, stop, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)

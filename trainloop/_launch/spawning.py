@@ -481,7 +481,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _has_answered(line: connection.Connection) -> bool:
-    """Read a rank's message that it is ready for more work; return True, even if the rank has died instead."""
+    """Read a rank's message that it is ready for more work. Return True even if the rank has died instead."""
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     return True

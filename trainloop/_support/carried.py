@@ -15,7 +15,7 @@ __all__ = ["check_carried", "load_carried_state", "names_of", "places_of", "carr
 
 
 def names_of(module: nn.Module) -> Mapping[str, int]:
-    """Return the attributes of a module that ``carried_state`` names, with the dimension of their columns."""
+    """Return the attributes that a module's ``carried_state`` names, each with the dimension of its columns."""
     return getattr(module, "carried_state", None) or {}
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PAGE = mmap.PAGESIZE
-_CHUNK = 32 << 20  # bytes that exist twice at most while memory is moved
+_CHUNK = 32 << 20  # maximum number of bytes that exist twice while memory is moved
 _MAP_COUNT_MARGIN = 8192  # number of mappings left for everything else
 
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20

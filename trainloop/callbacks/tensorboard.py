@@ -176,7 +176,7 @@ class TensorBoard(Tracker):
 
                 # As in SummaryWriter(purge_step=first), readers discard values of earlier files from this step on.
                 self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
-                if self._newest[0] == first:  # written before the checkpoint, and now discarded
+                if self._newest[0] == first:  # these steps were written before the checkpoint, and are now discarded
                     self._run.write_scalars([self._newest])
         return self._run
 

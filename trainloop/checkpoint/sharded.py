@@ -56,7 +56,7 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a sharded checkpoint, which has not been read."""
+    """A tensor that is still in the files of a sharded checkpoint, and has not been read."""
 
     folder: str
     shape: torch.Size

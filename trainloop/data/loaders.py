@@ -39,7 +39,7 @@ def is_indexed(loader: Any, given: bool) -> bool:
     Parameters
     ----------
     given : bool
-        True if the loader is already split over ranks. Its own ``__iter__`` may do that.
+        True if the loader is already split over ranks. The loader's own ``__iter__`` may split it.
     """
     return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
 

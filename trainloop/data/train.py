@@ -142,8 +142,8 @@ class TrainFeed:
         grad_accumulation : int
             Micro-batches of a step; the epoch's last step may have fewer.
         skip_steps : int
-            Number of steps that were done already. They are not loaded if the loader's sampler determines their
-            samples, or if a stream or loader has a state with its position; otherwise they are read and discarded.
+            Number of steps that were done already. These steps are not loaded if the loader's sampler determines their
+            samples, or if a stream or loader has a state with its position; otherwise, they are read and discarded.
 
         Raises
         ------

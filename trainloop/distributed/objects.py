@@ -207,7 +207,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     session = session_here()
     gathered = _gather_bytes("gather_to", *encoded(obj, session), dst)
     for message, body in gathered:
-        if message.form == Form.REFUSED:  # an error of any rank is raised on all of them
+        if message.form == Form.REFUSED:  # an error of any rank is raised on all ranks
             decoded(message, body, session)
     if dist.get_rank() != dst:
         return None

@@ -230,7 +230,7 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
 
 
 def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
-    """Write values, and whether they require a gradient, into a loop's parameters and buffers."""
+    """Write values and ``requires_grad`` into a loop's parameters and buffers."""
     tensors = dict(_tensors(loop))
     with torch.no_grad():
         for key, (value, requires_grad) in values.items():

@@ -41,8 +41,8 @@ __all__ = [
     "ClosureTraining",
 ]
 
-# Sent to other ranks instead of an optimizer's index: all generators have ended, this rank has no generator, or its
-# generators yielded losses for different optimizers.
+# Sent to other ranks instead of an optimizer's index if all generators have ended, if this rank has no generator, or if
+# its generators yielded losses for different optimizers.
 _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 

@@ -364,7 +364,7 @@ class Training(Run):
             )
 
     def _agree_at_epoch_end(self) -> int:
-        """Return the reasons to stop after this epoch: a callback of any rank requests it, or a signal arrived."""
+        """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
         if self.parallel:
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
