@@ -386,7 +386,7 @@ def _explain(error: NoServerError, method: str) -> None:
 
 
 class KeptRanks:
-    """The running ranks of one :func:`keeping` block; it may have none."""
+    """The running ranks of one :func:`keeping` block, which may have no ranks."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None

@@ -219,7 +219,7 @@ class Hosts:
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
                 entries.put(0, {**self._entry, "left": str(error) or type(error).__name__})
-                time.sleep(4 * _MEET_S)  # for the others to read it
+                time.sleep(4 * _MEET_S)  # for the other hosts to read
             raise
         self._entry["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
         entries.put(0, self._entry)

@@ -332,7 +332,7 @@ class _Mark:
         self._byte[0] = self._RECEIVED
 
     def set_over(self) -> None:
-        """Mark that the process no longer needs its workers and starts no more; it may have sent the signal itself."""
+        """Mark that the process no longer needs workers and starts no others. It may have sent the signal itself."""
         self._byte[0] = self._OVER
         if self._fd >= 0:
             os.close(self._fd)

@@ -1,6 +1,6 @@
 """Resume a stream at the position in its ``state_dict()``, or read the stream again with the same random numbers.
 
-A stream without ``state_dict()`` is read again from the beginning of its epoch, with the same result if it is
+A stream without ``state_dict()`` is read again from the beginning of its epoch, with the same result if the stream is
 deterministic. A stream with a state resumes from that state: this is faster, and the only correct way if the stream's
 position continues across epochs.
 """

@@ -123,7 +123,7 @@ class StreamShard(IterableDataset[Any]):
             count += 1
             if count < size:
                 continue
-            # Checked for each batch: a dataset may read its worker's number only after it has started.
+            # Checked for each batch: a dataset may read its worker's number only after its iteration has started.
             if worker is None or worker.takes(group_index):
                 yield mine, group_index, place
             group_index += 1
@@ -201,7 +201,7 @@ def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class PartCollate:
-    """Collate a rank's samples of one global batch, by the user's function, and count them.
+    """Collate a rank's samples of one global batch by the user's function, and count the samples.
 
     Parameters
     ----------

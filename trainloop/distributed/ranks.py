@@ -31,7 +31,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @dataclass(frozen=True, repr=False)
 class Rank:
-    """The rank of one process among all processes of a run, and among those of its node."""
+    """The rank of one process among all processes of a run, and among the processes of its node."""
 
     rank: int = 0
     """Global rank, 0 to ``world_size - 1``."""

@@ -34,7 +34,7 @@ _TINY = 1e-12
 
 
 class _Part:
-    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of its weights so far."""
+    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""
 
     def __init__(self) -> None:
         self.weight: Any = 0.0

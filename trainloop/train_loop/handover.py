@@ -121,7 +121,7 @@ class RankSide:
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
         """Objects that exist on both sides, by path."""
-        # A part that is missing here is replaced by an object, so that the others keep their numbers.
+        # A part that is missing here is replaced by an object, so that the other parts keep their numbers.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._loaders = loaders_of(loop)  # a hook may replace them

@@ -69,7 +69,8 @@ class RestartCheckpoints:
         self._progress[self._row, 0] = step
         if self._resumes:
             self._report()
-        # At an epoch's end, ranks have agreed on whether to end; within an epoch they have not, so they continue.
+        # At an epoch's end, ranks have agreed on whether to end; within an epoch, they have not agreed, so they
+        # continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
 

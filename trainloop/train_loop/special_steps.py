@@ -133,7 +133,7 @@ class AlternatingTraining(Training):
                     self.watch.backward_ended(yielded.loss)
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
-        # One exchange for all errors: if one rank raised alone, the others would wait for it in the next
+        # Exchange all errors at once: if one rank raised alone, the other ranks would wait for it in the next
         # collective.
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}

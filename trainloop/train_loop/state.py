@@ -149,8 +149,8 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.
 
     The state is ``None`` for a fresh start. Under a launcher, rank 0 reads and decides, and sends both results to the
-    other ranks. If each rank read the checkpoint itself, it might do so before rank 0 has written it, or in a folder
-    that only rank 0's host has.
+    other ranks. If each rank read the checkpoint itself, a rank might do so before rank 0 has written the checkpoint,
+    or in a folder that only rank 0's host has.
     """
     if resume_from is None:
         return None, ""

@@ -191,7 +191,7 @@ class LocalBackend:
         self._children.append(Child(job, self._modules))
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If no fold has ended, wait up to ``timeout_s`` seconds for one."""
         deadline = time.monotonic() + timeout_s
         while True:
             over = [child for child in self._children if child.ended()]

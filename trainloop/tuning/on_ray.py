@@ -107,7 +107,7 @@ class RayBackend:
         self._running[reference] = job
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If no fold has ended, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
