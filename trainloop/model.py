@@ -19,7 +19,7 @@ __all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
 
 
 class TTModel(nn.Module, ABC):
-    """An ``nn.Module`` that also computes the loss and the predictions of a batch.
+    """An ``nn.Module`` that computes the loss and the predictions of a batch, too.
 
     Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode. Batches are
     already on ``device``, so ``.to(device)`` copies nothing.

@@ -39,7 +39,7 @@ RENDEZVOUS_WAIT_S = 600.0
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which a host counts as lost: its link was cut, or it is down."""
 
-_MISSED_S = 2.5  # the same after a rank has lost its connection, to find the lost host soon
+_MISSED_S = 2.5  # the same limit after a rank has lost its connection, to find the lost host soon
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
 _CONNECT_S = 15.0

@@ -1,9 +1,9 @@
 """Process-wide settings of the caller, which are applied in its ranks.
 
 A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
-rank is another process: it receives the caller's settings and sets those that differ from its own. Workers that are
-forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are read,
-never changed.
+rank is another process: it receives the caller's settings and applies the ones that differ from its own. Workers that
+are forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are
+read, never changed.
 
 To add a setting, add a line to :data:`SETTINGS`.
 """

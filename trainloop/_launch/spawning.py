@@ -369,7 +369,7 @@ class Ranks:
         running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
-                process.kill()  # it is waiting for work, so it has nothing to unwind
+                process.kill()  # the rank is waiting for work, so it has nothing to unwind
         self.stop.abort()
         if len(alive := self._alive()) < len(self._processes):
             # Loader workers keep the connections of the rank that forked them open. If that rank was killed, other
@@ -395,7 +395,7 @@ class Ranks:
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
-            # Returns once one process has ended; the loop checks for others.
+            # This returns once one process has ended; the loop checks for others.
             connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
 
     def _signal(self, local_rank: int, number: int) -> None:

@@ -63,7 +63,7 @@ class Work:
             os.chdir(self.folder)
         if self.cpus is not None:
             for thread in os.listdir("/proc/self/task"):
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the rank has just ended
                     set_affinity(self.cpus, int(thread))
 
 

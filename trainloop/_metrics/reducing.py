@@ -48,8 +48,8 @@ class Options(NamedTuple):
 def exact_sum(values: Iterable[float]) -> list[float]:
     """Return floats whose exact sum is that of ``values``: the rounded sum, its rounding error, and so on.
 
-    Usually the result has one or two floats; it is empty for 0. The exact sums of parts of the values can be added up,
-    in any order.
+    Usually, the result has one or two floats; for a sum of 0, it is empty. The exact sums of parts of the values can be
+    added up, in any order.
 
     Examples
     --------

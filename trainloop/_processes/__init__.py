@@ -123,7 +123,7 @@ _process_lock = threading.Lock()  # several threads may start processes, for whi
 def begin_server(modules: Sequence[str]) -> None:
     """Start the fork server unless it is running, without waiting until it has imported ``modules``.
 
-    A server that is already running does not import them: the processes forked from it import missing modules.
+    A server that is already running does not import ``modules``: its forks import missing modules themselves.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
     """Start a fresh interpreter for each call; otherwise like :func:`from_server`."""
     context = multiprocessing.get_context("spawn")
     if sys.platform != "win32":
-        resource_tracker.ensure_running()  # the tracker outlives these processes: it must not get their environment
+        resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
     with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
         try:
@@ -364,7 +364,7 @@ def _main_not_imported_again() -> Iterator[None]:
     """Keep processes started in this context from running the main module again.
 
     ``multiprocessing`` sends them the module's name or path, for pickles that refer to its classes by name. This
-    package sends classes by value, which also works without a path: in notebooks and on standard input.
+    package sends classes by value, which works even without a path, as in notebooks and on standard input.
     """
     main = sys.modules["__main__"]
     missing = object()

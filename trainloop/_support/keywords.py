@@ -250,7 +250,7 @@ def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, C
 
 
 def hides_unknown(function: Function) -> Function:
-    """Hide a function's ``**unknown`` from its signature; it exists only to raise errors."""
+    """Hide a function's ``**unknown``, which exists only to raise errors, from its signature."""
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]

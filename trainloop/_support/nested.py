@@ -114,7 +114,7 @@ def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) ->
     function : callable
         Called with a list that has one part of each container.
     values : sequence
-        At least one container. The keys of mappings are those of the first container.
+        At least one container. Mappings have the keys of the first container.
 
     Raises
     ------

@@ -74,7 +74,8 @@ def process_exists(pid: int) -> bool:
 
         return bool(psutil.pid_exists(pid))
     try:
-        # Signal 0 only tests if the process exists. After a PermissionError, it exists, but another user owns it.
+        # Signal 0 only tests if the process exists. After a PermissionError, the process exists, but another user owns
+        # it.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

@@ -161,8 +161,8 @@ def _opened(path: str) -> int:
 def _lock(path: str) -> int | None:
     """Return a descriptor that keeps the folder locked.
 
-    ``None`` if another process holds the lock or has removed the folder. Other errors are raised: on file systems
-    without locks (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
+    ``None`` if another process has locked or removed the folder. Other errors are raised: on file systems without locks
+    (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
     """
     assert fcntl is not None
     with contextlib.ExitStack() as undo:

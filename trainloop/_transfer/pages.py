@@ -108,7 +108,7 @@ def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
     """Evict clean pages of mapped files from this process's memory; the files keep their contents.
 
     The next access maps them again. Pages that were written to are kept, since they exist in no file (the mapping is
-    private), and so is memory that belongs to no file. No other thread may write to the pages meanwhile.
+    private), and so is memory that is not part of a file. No other thread may write to the pages meanwhile.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Send one object to all ranks of a node: a pickle stream and its arrays, in one file that every rank maps."""
+"""Send one object to all ranks of a node, as a pickle stream and arrays in one file that every rank maps."""
 
 from __future__ import annotations
 

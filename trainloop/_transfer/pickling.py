@@ -449,7 +449,7 @@ _arrived_classes: set[str] = set()
 
 @contextlib.contextmanager
 def noting_classes() -> Iterator[None]:
-    """Record the classes received by value in this context: their sender has them under the same IDs."""
+    """Record the classes received by value in this context. The sender has these classes under the same IDs."""
     tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     before = set(tracked)
     yield

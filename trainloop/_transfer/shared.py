@@ -46,8 +46,8 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     apart : mapping of int to object
         Objects to leave out, by their id: neither they nor their contents are parts.
     """
-    # ``nested`` walks trees only. Here, objects may refer to each other in cycles, and the walk also follows
-    # attributes, closures and functions' arguments. It is breadth first, so that each part gets its shortest path.
+    # ``nested`` walks trees only. Here, objects may refer to each other in cycles, and the walk follows attributes,
+    # closures and functions' arguments, too. It is breadth first, so that each part gets its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
     queue = deque(roots.items())
@@ -66,7 +66,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            # Keys may be parameters, so their position identifies them on both sides.
+            # Keys may be parameters, so the position of a key identifies it on both sides.
             queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
     return found
 

@@ -211,7 +211,7 @@ class AbstractCallback:
     def on_multiprocess_start(self) -> None:
         """Called on each rank, before its loaders are split. Create per-rank data here.
 
-        It is also called in ``single`` and ``dp``, so that the same script works in all modes.
+        It is called in ``single`` and ``dp``, too, so that the same script works in all modes.
         """
 
     def on_train_begin(self) -> None:

@@ -345,7 +345,7 @@ class ModelCheckpoint(Saver):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until it has their state."""
+        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until rank 0 has their state."""
         loop = self.train_loop_obj
         self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
         self._saved_step = loop.global_step

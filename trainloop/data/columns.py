@@ -102,7 +102,7 @@ class SplitBatches:
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
         """Return one rank's columns of a batch."""
-        # The same batch object, without a copy.
+        # Return the same batch object, without a copy.
         if world_size == 1:
             return batch
         sizes = self.sizes(columns, world_size)

@@ -56,7 +56,7 @@ def persistent_workers(loader: Any) -> Any:
 
 @contextmanager
 def isolated_base_seed(loader: Any) -> Iterator[None]:
-    """Make a loader draw its workers' base seed from a generator that its order does not use."""
+    """Let a loader draw its workers' base seed from a generator that the loader's order does not use."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     if not isinstance(loader, DataLoader):
         yield

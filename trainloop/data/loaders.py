@@ -72,7 +72,7 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return an already distributed loader, after setting this rank in its sampler, if it has one.
+    """Set this rank in the sampler (if any) of an already distributed loader, and return the loader.
 
     Raises
     ------

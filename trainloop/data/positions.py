@@ -44,7 +44,7 @@ def is_stateful(thing: Any) -> bool:
         inspect.signature(save).bind()
     except TypeError:
         return False
-    except ValueError:  # it has no signature
+    except ValueError:  # the method has no signature
         pass
     # A nearly correct state must not be used: without a state the epoch is read again, which is correct.
     return libraries.resumes_exactly(thing)
@@ -298,8 +298,8 @@ Position = InProcess | StreamPlaces
 """A source's position after the last batch that the source yielded, from the state of the user's own objects.
 
 ``resumes`` is True if the next items are the rest of an epoch, so that no item must be skipped. ``now()`` returns a
-handle of the current position. ``state(now)`` converts it into data, also after further batches. Both may raise any
-exception of the user's objects. ``load(state)`` returns True if the source has moved to the position.
+handle of the current position. ``state(now)`` converts this handle into data, even after further batches. Both may
+raise any exception of the user's objects. ``load(state)`` returns True if the source has moved to the position.
 """
 
 

@@ -21,7 +21,7 @@ def seed_cpu(seed: int) -> None:
     """Seed the generators that datasets use: Python's, numpy's and torch's on the CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which also seeds every GPU: the GPUs' generators belong to the model.
+    # Not torch.manual_seed, which seeds every GPU, too: the GPUs' generators are for the model.
     torch.default_generator.manual_seed(seed)
 
 

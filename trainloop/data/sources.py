@@ -160,7 +160,7 @@ class UserLoader(Source):
             and loader.batch_sampler is not None
             and not loaders.iterates_itself(loader)
             and not loaders.is_stream(loader)
-            and not loader.persistent_workers  # its workers belong to the user's loader
+            and not loader.persistent_workers  # the workers are those of the user's loader
         ):
             self._counted = LoggedIndices(loader.batch_sampler)
             self.loader = copy_loader(loader, batch_sampler=self._counted)
@@ -218,7 +218,7 @@ class Tensors(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         sizes: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
-            # The same tuple while nothing changes, so that step weights can be reused by identity.
+            # Yield the same tuple while nothing changes, so that step weights can be reused by identity.
             if len(batch[0]) != sizes[0]:
                 sizes = (len(batch[0]),)
             yield sizes, batch
@@ -319,7 +319,7 @@ class Columns(Source):
         self.num_batches = length_of(loader)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        # The same random state on all ranks: they must read the same batches.
+        # The random state is the same on all ranks, because they must read the same batches.
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         for columns, batch in islice(read_columns(self.loader, isolated, self._name), first_batch, None):
             sizes = self.loader.sizes(columns, self._world_size)

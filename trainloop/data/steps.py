@@ -10,7 +10,7 @@ from trainloop._support.sharding import weigh_step
 from trainloop.data.samplers import RankSizes
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
-"""A collective that takes this rank's integers and returns those of every rank."""
+"""A collective that takes this rank's integers and returns the integers of every rank."""
 
 _NONE = -1  # means "no batch" in an exchange
 

@@ -1,4 +1,4 @@
-"""Evaluation's rule: ranks get whole batches, as one process would see them, and rows return to dataset order."""
+"""The rule for evaluation: ranks get whole batches, as one process would see them; rows return to dataset order."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Readings:
-    """Values that the checks need. Tests pass other values than those of this machine."""
+    """Values that the checks need. Tests pass values that differ from this machine's."""
 
     torch: Imported
     python: tuple[int, int, int] = (3, 12, 0)

@@ -335,7 +335,7 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     text = str(error)
     if "find_unused_parameters" not in text:
         return error
-    # in the reducer's order
+    # in the order in which the reducer numbers parameters
     names = [
         name
         for name, p in wrapper.module.named_parameters()

@@ -217,7 +217,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     Returns
     -------
     int
-        Number of workers. With one CPU it is 0, so the main process loads the data.
+        Number of workers. With one CPU, the number is 0, so the main process loads the data.
 
     Warns
     -----

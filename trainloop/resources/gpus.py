@@ -175,7 +175,8 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
     leases: dict[str, lease.Lease] = {}
     # Only one run chooses at a time. Otherwise, two runs that each have leased some GPUs and need more could both fail.
     with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
-        # GPUs that other processes use are tried last. They are unusable in exclusive mode, and slow in other modes.
+        # GPUs that other processes use are tried last. Such GPUs are unusable in exclusive mode, and slow in other
+        # modes.
         for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
             if len(usable) == wanted:
                 break

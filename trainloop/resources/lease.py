@@ -4,12 +4,13 @@ The operating system releases a file lock when its process ends for any reason, 
 its process, and nothing has to be cleaned up.
 
 * A request is granted completely or not at all: two runs that had only some of their devices could wait for each other.
-* All decisions of a user are made under one short lock on the user's folder. No process waits for a device while
-  it holds this lock. Waiting runs try again at random intervals; the first one that finds its devices free gets them.
+* All decisions of a user are made under one short lock on the user's folder. No process waits for a device while it has
+  this lock. Waiting runs try again at random intervals; the first one that finds its devices free gets them.
 * A locked file contains a line about the process that holds the lock, for error messages.
 * Each user has a private folder. Its owner and mode are checked, so that no other user can put links there. Runs of
   different users see each other's leases, because they can see which files are locked. A run first locks a device, then
-  looks for locks of other users. Two runs that want it at the same time may both release it, but never both keep it.
+  looks for locks of other users. Two runs that want a device at the same time may both release it, but never both keep
+  it.
 
 Children of a run use their parent's lease. After :func:`inherit`, a process leases nothing itself.
 """
@@ -111,7 +112,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     ------
     ResourceError
         Immediately if a pool is smaller than its request, or if another user owns this user's folder; otherwise after
-        the time-out. The error names the processes that hold the devices.
+        the time-out. The error names the processes that have leased the devices.
     """
     for kind, request in requests.items():
         # Raised immediately, because waiting would not help.

@@ -203,7 +203,7 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Return a table of all models, best first, with their scores and the resources that they used.
+        """Return a table of all models, best first, with the scores and resources of each model.
 
         ``score_val`` is the score on rows that the model did not train on, and ``score_test`` is the score on ``data``.
         For a bag, ``fit_time`` is the total time of its models in seconds, and ``cpu_seconds`` their total CPU time.

@@ -24,7 +24,7 @@ _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
-_FUSED = ("Adam", "AdamW")  # their kernel supports DTensor
+_FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
 
 
 def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[str, Any]) -> None:

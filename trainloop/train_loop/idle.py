@@ -26,10 +26,10 @@ _TORCH_OWN = frozenset(vars(nn.Module()))
 class Idle:
     """A dummy forward pass for a rank that has no batch. It runs another rank's batch, and has no side effects.
 
-    It logs nothing, updates neither BatchNorm statistics nor counts in modules' attributes (such as those of
-    torchmetrics), draws no random numbers and carries no state. Its gradients are zero. The other rank runs the same
-    batch at the same time, so all ranks gather the same units. If that batch's loss is infinite or NaN, the gradients
-    of the dummy pass may be NaN.
+    It logs nothing, updates neither BatchNorm statistics nor counts in modules' attributes (such as torchmetrics'
+    counts), draws no random numbers and carries no state. Its gradients are zero. The other rank runs the same batch at
+    the same time, so all ranks gather the same units. If that batch's loss is infinite or NaN, the gradients of the
+    dummy pass may be NaN.
     """
 
     def __init__(self, run: Run) -> None:

@@ -263,8 +263,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             again. With ``resume_from``, it is the length of the whole training, including the part before the
             checkpoint.
         callbacks : list of AbstractCallback, optional
-            Callbacks of this training. Their hooks are called in the order of their ``execution_order``, and for equal
-            values in the order of this list.
+            Callbacks of this training. Hooks are called in the order of the callbacks' ``execution_order``, and for
+            equal values in the order of this list.
         grad_accumulation : int
             Number of batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have
             fewer.
@@ -575,7 +575,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         processes: nothing is started or imported again, and the process group and GPU memory are kept. The ranks end
         when the block ends. Each call sends the ranks what you have changed: the loop, its model, loaders and
         callbacks, the environment, and code in notebook cells. If a call fails, the ranks end, and the next call starts
-        new ones. New ranks are also started if a call needs a different number of ranks or other devices. Calls of
+        new ones. New ranks are started, too, if a call needs a different number of ranks or other devices. Calls of
         other loops in the block use the ranks, too. With several nodes, with ``max_restarts``, or under a launcher,
         ranks end after each call.
 

@@ -116,7 +116,7 @@ def replay(
     Exception
         The error of the step.
     CheckpointError
-        If the file is not a record, belongs to another model, or contains a pickled batch and ``trusted`` is False.
+        If the file is not a record, is a record of another model, or contains a pickled batch and ``trusted`` is False.
     ConfigurationError
         For invalid arguments, or if the loop is running.
 

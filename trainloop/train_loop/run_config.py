@@ -65,7 +65,7 @@ def run_config_of(
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
         # fit chooses GPUs, possibly hours after the loop is created, because the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
-    # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
+    # A quota can reduce the number of devices; the mode 'auto' depends on the remaining devices.
     devices = devices_under(options.quota, found, options.devices)
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):

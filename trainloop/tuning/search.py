@@ -111,8 +111,8 @@ def tune(
     data : (x, y), optional
         Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional
-        A target for each row of the data, from which the folds are made. Default: ``y`` of ``data``. If there is no
-        ``data`` either, ``make_loop`` is called once with a fold of two rows, in a separate process that trains
+        A target for each row of the data. The folds are made from the targets. Default: ``y`` of ``data``. If there is
+        no ``data`` either, ``make_loop`` is called once with a fold of two rows, in a separate process that trains
         nothing, and the targets are read from the dataset of the ``Subset`` in the loop's ``train_loader``.
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
