@@ -32,7 +32,7 @@ if _other := distribution.overwritten_by():
         f"files overwrite each other. {distribution.REINSTALL}"
     )
 
-# Public names and their modules, which are imported on first access. A script imports only what it uses.
+# Public names and their modules. Each module is imported on first access to a name. A script imports only what it uses.
 _HOMES = {
     "AbstractCallback": "trainloop.callbacks.base",
     "ModelWrap": "trainloop.model",

@@ -24,7 +24,7 @@ README.rst has a first script, docs/ has the guides, and examples/ has a file fo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 if the doctor found a problem, otherwise 0."""
+    """Run the command; return 1 as the exit status if the doctor found a problem, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m trainloop", description=OVERVIEW.split("\n")[0])
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     exporting = actions.add_parser("export", help="write a checkpoint's weights to one safetensors file")
     exporting.add_argument("checkpoint", help="a checkpoint, or a folder whose newest checkpoint is exported")
-    exporting.add_argument("file", help="the file to make")
+    exporting.add_argument("file", help="the file to write")
     given = parser.parse_args(arguments)
     if given.command is None:
         print(OVERVIEW)

@@ -36,7 +36,7 @@ _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 
 
 def parse_devices(devices: object, count: int) -> list[int]:
-    """Return the indices of the requested devices, in the order of the request: rank ``r`` gets the ``r``-th one.
+    """Return the indices of the requested devices, in the order of the request. Rank ``r`` gets the ``r``-th device.
 
     Parameters
     ----------
@@ -82,7 +82,10 @@ def parse_devices(devices: object, count: int) -> list[int]:
 
 
 def _read_text(text: str) -> object:
-    """Parse a text to a number or a list of indices. Text that is neither is returned unchanged, or as a list item."""
+    """Parse a string to a number or a list of indices.
+
+    Text that is neither is returned unchanged, or as a list item.
+    """
     if text.strip().lower() == "auto":
         return -1
     # int() alone would accept '1_0', '+3' and non-ASCII digits. No device number has 18 digits.
@@ -136,7 +139,7 @@ def _be(count: int) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """Return an int, or an integer of numpy or another library, as an int; ``None`` for any other value and for bools.
+    """Convert an integer of Python, numpy or another library to an int; return ``None`` for bools and any other value.
 
     Examples
     --------
@@ -153,7 +156,7 @@ def whole_number(value: object) -> int | None:
 
 
 def shown(value: object) -> str:
-    """Return ``repr(value)``, cut to 120 characters; the type's name if ``repr`` fails, as a user's class may."""
+    """Return ``repr(value)``, cut to 120 characters, or the type's name if ``repr`` fails (as a user's class may)."""
     try:
         text = repr(value)
     except Exception:
@@ -232,7 +235,7 @@ def choose_devices(
 
 
 def _as_arguments(device: object) -> str:
-    """Return the arguments equivalent to a torch.device, its name, or a list of these; empty for any other value."""
+    """Return the arguments for a torch.device, a device's name, or a list of these; empty for any other value."""
     given = device if isinstance(device, (list, tuple)) else [device]
     found = [re.fullmatch(r"(cpu|cuda|gpu|mps)(?::([0-9]+))?", str(each).strip().lower()) for each in given]
     kinds = {match[1] for match in found if match}
@@ -255,7 +258,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
             f"devices={shown(devices)}: {where}on the CPU, devices is the number of processes (an int of 1 or more). "
             "Use devices=1 for one process, or devices=2 for two. 'auto' means one process."
         )
-    most = max(64, 8 * cores)  # more than the cores, so that small machines can test many ranks
+    most = max(64, 8 * cores)  # may exceed the number of cores, so that small machines can test many ranks
     if number > most:
         raise DeviceError(
             f"devices={shown(devices)}: on the CPU, this is the number of processes. At most {most} are allowed on "

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class TrainLoopError(Exception):
-    """Base of every error below: ``except TrainLoopError`` catches them all."""
+    """Base of all errors below: ``except TrainLoopError`` catches every one of them."""
 
 
 class ConfigurationError(TrainLoopError, ValueError):
@@ -53,7 +53,7 @@ class UnpicklableError(TrainLoopError, TypeError):
 
 
 class CheckpointError(TrainLoopError, RuntimeError):
-    """No loadable checkpoint, or one that belongs to another model, optimizer or dataset."""
+    """No checkpoint can be loaded, or the checkpoint does not fit the model, optimizer or dataset."""
 
 
 class WorkerFailedError(TrainLoopError, RuntimeError):
@@ -68,9 +68,10 @@ class WorkerFailedError(TrainLoopError, RuntimeError):
     exitcode : int or None
         Exit code of that process: the negative signal number if it was killed, None if it hung.
     traceback : str
-        Text of the failed rank's traceback; empty if the process died without one.
+        Text of the failed rank's traceback; empty if the process died without a traceback.
     recorded : str or None
-        File that a ``FailureRecorder`` wrote; None if there is none. ``tl.replay(error.recorded)`` repeats the step.
+        File that a ``FailureRecorder`` wrote; None if no file was written. ``tl.replay(error.recorded)`` repeats the
+        step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The history of a run: the values of each metric by epoch and, if the metric was logged per step, by step."""
+"""Store the history of a run: the values of each metric by epoch and, if the metric was logged per step, by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class History(Mapping[str, list[float]]):
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
         self._epochs: dict[str, list[int]] = {}
-        # Steps are in arrays: each takes 16 bytes, and the garbage collector has no objects to traverse.
+        # Steps are in arrays, so that a step takes 16 bytes, and the garbage collector has no objects to traverse.
         self._step_indices: dict[str, array[int]] = {}
         self._step_values: dict[str, array[float]] = {}
         self._unagreed: dict[str, list[int]] = {}
@@ -50,7 +50,7 @@ class History(Mapping[str, list[float]]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise an error with a hint, because many users try to read a metric as an attribute."""
-            known = vars(self).get("_values", ())  # missing while a copy is created
+            known = vars(self).get("_values", ())  # the attribute is missing while a copy is created
             hint = f'. Read a metric by its name in brackets: history["{name}"]' if name in known else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -124,7 +124,7 @@ class History(Mapping[str, list[float]]):
         return figure
 
     def rows(self) -> list[dict[str, float]]:
-        """Return a dict for each epoch, with ``epoch`` (counted from 1) and the metrics that have a value in it."""
+        """Return a dict for each epoch, with ``epoch`` (counted from 1) and the epoch's value of each metric."""
         rows: dict[int, dict[str, float]] = {}
         for name, values in self._values.items():
             for epoch, value in zip(self._epochs[name], values, strict=True):
@@ -161,7 +161,7 @@ class History(Mapping[str, list[float]]):
             epochs.append(epoch)
 
     def record_own(self, name: str, value: float, epoch: int) -> None:
-        """Add this rank's value for an epoch. It is averaged with the values of other ranks later."""
+        """Add this rank's value for an epoch. Later, the value is averaged with the values of other ranks."""
         self._unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
         self.record(name, value, epoch)
 
@@ -215,7 +215,7 @@ class History(Mapping[str, list[float]]):
 
 
 def _mean(values: Sequence[float]) -> float:
-    # Equal values stay exact; computing their mean could round.
+    # Equal values stay exact; computing a mean could round them.
     return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
 
 

@@ -1,4 +1,4 @@
-"""The model as a user writes it: an ``nn.Module`` with its loss and its predictions."""
+"""Define the base class of users' models: an ``nn.Module`` with its loss and its predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
 
 
 class TTModel(nn.Module, ABC):
-    """An ``nn.Module`` that also computes the loss and the predictions of a batch.
+    """An ``nn.Module`` that computes the loss and the predictions of a batch, too.
 
     Write ``forward``, :meth:`get_loss` and :meth:`get_predictions`. The same class trains in every mode. Batches are
     already on ``device``, so ``.to(device)`` copies nothing.
@@ -53,7 +53,8 @@ class TTModel(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        # AIToolbox models list the attributes that a wrapper must forward. Here all are forwarded, so this is unused.
+        # AIToolbox models list the attributes that a wrapper must forward. Here, all attributes are forwarded, so this
+        # list is unused.
         self.transfer_model_attributes: list[str] = []
 
     @abstractmethod
@@ -73,8 +74,8 @@ class TTModel(nn.Module, ABC):
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
             A 0-d loss: the mean over the batch's samples, or their sum if :attr:`loss_reduction` or the criterion's
-            ``reduction`` is ``'sum'``. In a tuple, the weight is the number of units (such as tokens) that the loss is
-            a mean over; it weights micro-batches and ranks.
+            ``reduction`` is ``'sum'``. In a tuple, the loss is a mean over units (such as tokens), and the weight is
+            the number of units. Micro-batches and ranks are weighted by this number.
 
         Yields
         ------
@@ -103,7 +104,7 @@ class TTModel(nn.Module, ABC):
         """
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Called before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
+        """Called before a pass over a dataset for its loss or predictions, inside or outside ``fit``.
 
         If a model carries state from batch to batch (such as a recurrent network trained on one long text), save its
         training state here, and start with a new state. This hook is called before the callbacks' hook of that name,
@@ -177,7 +178,7 @@ class TTModel(nn.Module, ABC):
     @property
     @torch.jit.unused  # torch.jit.script would compile it otherwise
     def device(self) -> torch.device:
-        """Device of the model's parameters, or of its buffers; the CPU if it has neither."""
+        """Device of the model's parameters, or of its buffers; the CPU if the model has neither."""
         for module in self.modules():
             # Replicas of nn.DataParallel keep their parameters under another name.
             for tensors in (module._parameters, module.__dict__.get("_former_parameters", {}), module._buffers):
@@ -198,7 +199,7 @@ class TTModel(nn.Module, ABC):
         return all_gather(value, concat=concat)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The object that receives logged values belongs to the running loop, not to a copy of the model.
+        # The object that receives logged values is part of the running loop, so a copy of the model does not get it.
         return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
 
 
@@ -260,7 +261,7 @@ class ModelWrap(TTModel):
         return self.batch_model_feed_def.get_loss(self.model, batch_data, criterion, device)
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        """Return the feed's ``get_loss_eval`` or, if it has none, its ``get_loss``."""
+        """Return the result of the feed's ``get_loss_eval`` or, if it is missing, of ``get_loss``."""
         feed = self.batch_model_feed_def
         return getattr(feed, "get_loss_eval", feed.get_loss)(self.model, batch_data, criterion, device)
 
@@ -327,6 +328,6 @@ def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    if hasattr(value, "to"):  # checked first: a PackedSequence is also a tuple
+    if hasattr(value, "to"):  # checked first, because a PackedSequence is a tuple, too
         return value.to(device)
     return map_parts(lambda part: _to(part, device), value)

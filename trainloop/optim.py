@@ -1,4 +1,4 @@
-"""Several losses and several optimizers in one training step."""
+"""Train with several losses and several optimizers in one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MultiLoss", "MultiOptimizer"]
 
 
 class MultiLoss(Mapping[str, Tensor]):
-    """Named losses of one batch, each meant for one optimizer of a :class:`MultiOptimizer`.
+    """Named losses of one batch, each for one optimizer of a :class:`MultiOptimizer`.
 
     A loss gives gradients only to the parameters of its own optimizer. For example, a generator's loss leaves no
     gradient in the discriminator that it passes through. With a single optimizer, the losses are added up.
@@ -25,9 +25,8 @@ class MultiLoss(Mapping[str, Tensor]):
     ----------
     loss_dict : mapping of str to 0-d Tensor
     loss_optimizer_map : mapping of str to int or str, optional
-        Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss belongs to
-        the optimizer with the same name. In that case, several optimizers must have names (see
-        :class:`MultiOptimizer`).
+        Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss is for the
+        optimizer with the same name. In that case, several optimizers must have names (see :class:`MultiOptimizer`).
     retain_graph_until_last : bool
         Keep the autograd graph until the last loss, because losses often share parts of it.
 
@@ -35,7 +34,7 @@ class MultiLoss(Mapping[str, Tensor]):
     ------
     ConfigurationError
         If there are no losses, if a value is not a loss, or if the names in the map are not those of the losses; in the
-        first step, if there are several optimizers and it isn't clear which of them a loss belongs to.
+        first step, if there are several optimizers and it isn't clear which of them a loss is for.
 
     Examples
     --------
@@ -82,7 +81,7 @@ class MultiLoss(Mapping[str, Tensor]):
         Raises
         ------
         ConfigurationError
-            If a loss belongs to no optimizer, or could belong to several.
+            If a loss is for no optimizer, or could be for several.
         """
         named = self.loss_optimizer_map
         if named is None:
@@ -128,7 +127,7 @@ class MultiLoss(Mapping[str, Tensor]):
         return sum(others, first)
 
     def for_optimizer(self, optimizer_idx: int) -> Tensor | None:
-        """Return the sum of one optimizer's losses, or ``None`` if it has none."""
+        """Return the sum of one optimizer's losses, or ``None`` if there are no losses for this optimizer."""
         indices = self._indices()
         losses = [loss for name, loss in self.loss_dict.items() if indices[name] == optimizer_idx]
         return sum(losses[1:], losses[0]) if losses else None
@@ -174,8 +173,8 @@ class MultiOptimizer:
     Parameters
     ----------
     optimizer_list : mapping of str to torch.optim.Optimizer, or sequence of torch.optim.Optimizer
-        Optimizers of disjoint sets of parameters. If they are in a mapping, a loss belongs to the optimizer with the
-        same name.
+        Optimizers of disjoint sets of parameters. If they are in a mapping, a loss is for the optimizer with the same
+        name.
 
     Attributes
     ----------
@@ -239,12 +238,12 @@ class MultiOptimizer:
         return [group for optimizer in self.optimizer_list for group in optimizer.param_groups]
 
     def step(self, optimizer_idx: int | str | None = None) -> None:
-        """Step one optimizer, or all."""
+        """Step one optimizer, or all optimizers."""
         for optimizer in self._chosen(optimizer_idx):
             optimizer.step()
 
     def zero_grad(self, optimizer_idx: int | str | None = None, set_to_none: bool = True) -> None:
-        """Clear the gradients of one optimizer's parameters, or of all."""
+        """Clear the gradients of one optimizer's parameters, or of all parameters."""
         for optimizer in self._chosen(optimizer_idx):
             optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -315,8 +314,8 @@ def drop_gradients(optimizer: Optimizer) -> None:
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's ``step`` requires a closure: the argument has no default, as in LBFGS.
 
-    If an optimizer needs a closure although the argument has a default, as in many implementations of sharpness-aware
-    minimisation (SAM), set an attribute ``needs_closure = True`` on the optimizer or its class.
+    Some optimizers need a closure although the argument has a default, as in many implementations of sharpness-aware
+    minimisation (SAM). For these, set an attribute ``needs_closure = True`` on the optimizer or its class.
     """
     if getattr(optimizer, "needs_closure", False):
         return True
@@ -329,7 +328,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def is_watched(optimizer: Optimizer) -> bool:
-    """Return True if each step must call hooks, or a wrapper of ``step`` other than a scheduler's."""
+    """Return True if each step must call hooks, or a wrapper of ``step`` other than the wrapper of a scheduler."""
     return bool(
         ("step" in vars(optimizer) and not is_scheduled(optimizer))
         or optimizer._optimizer_step_pre_hooks
@@ -340,9 +339,9 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def is_scheduled(optimizer: Optimizer) -> bool:
-    """Return True if ``step`` has only the wrapper of a torch scheduler, which just records that a step was taken."""
+    """Return True if ``step`` has only a torch scheduler's wrapper, which just records that a step was taken."""
     step = vars(optimizer).get("step")
     if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
         return False
-    wrapped = getattr(step, "__func__", step).__wrapped__  # if not type(optimizer).step, there is another wrapper
+    wrapped = getattr(step, "__func__", step).__wrapped__  # otherwise, there is another wrapper
     return getattr(wrapped, "__func__", wrapped) is type(optimizer).step

@@ -1,4 +1,4 @@
-"""Metrics over a whole dataset's predictions: functions of ``(y_pred, y_true, metadata)``, and packages of them.
+"""Compute metrics over a whole dataset's predictions, by functions of ``(y_pred, y_true, metadata)`` and packages.
 
 :func:`evaluate_result_package` scores the result of ``predict_on_test_set()`` with a package of this module, a plain
 function, a torchmetrics metric or collection, or a list or dict of these, and returns numbers.
@@ -177,7 +177,7 @@ def f1(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the probability that a positive row's score exceeds a negative row's; NaN if there is only one class."""
+    """Return the probability that a positive row scores higher than a negative row; NaN if there is only one class."""
     scores, positive = as_scores(y_pred), as_scores(y_true) == 1
     if positive.all() or not positive.any() or not _are_finite(scores):
         return float("nan")
@@ -223,7 +223,7 @@ def scikit_learn() -> Any:
     Raises
     ------
     ConfigurationError
-        If it is not installed.
+        If scikit-learn is not installed.
     """
     return import_extra("sklearn.metrics", "A metric of classes, or r2,", "metrics")
 
@@ -244,7 +244,7 @@ def _of_classes(function: str, y_pred: Any, y_true: Any, **options: Any) -> floa
 
 
 def as_array(rows: Any) -> Any:
-    """Return rows as a numpy array, or unchanged if their lengths are unequal."""
+    """Return rows as a numpy array; return rows of unequal length unchanged."""
     if isinstance(rows, Tensor):
         rows = rows.detach().cpu()
         return (rows.float() if rows.is_floating_point() and rows.element_size() < 4 else rows).numpy()
@@ -264,7 +264,7 @@ def _as_classes(rows: Any) -> Array:
 
 
 def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
-    """Return predicted and true classes, one per row, or one per element if a row has several classes."""
+    """Return predicted and true classes: one per row, or one per element if a row has several classes."""
     predicted, targets = as_array(y_pred), as_array(y_true)
     if not (hasattr(predicted, "shape") and hasattr(targets, "shape")):
         raise ConfigurationError(
@@ -272,7 +272,7 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
     if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):
-        # Otherwise every score would count as a class, and as a wrong one.
+        # Otherwise, every score would count as a class, which would be wrong.
         if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
             raise ConfigurationError(
                 f"predictions are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot "
@@ -431,7 +431,10 @@ class TorchMetricsPackage(GeneralResultPackage):
 
 
 class _ScikitLearnPackage(AbstractResultPackage):
-    """Base of packages that need scikit-learn. If it is missing, construction fails, not the first evaluation."""
+    """Base of packages that need scikit-learn.
+
+    If it is missing, construction fails, rather than the first evaluation.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

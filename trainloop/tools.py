@@ -1,4 +1,4 @@
-"""Tools for a loop, also available as its methods. They don't change the loop, its model or random generators.
+"""Tools for a loop, which are methods of the loop, too. They don't change the loop, its model or random generators.
 
 * :func:`find_lr`: losses for increasing learning rates, and a suggestion
 * :func:`find_batch_size`: the largest batch that fits into memory in a training step
@@ -122,8 +122,8 @@ def find_lr(
     ----------
     loop : TrainLoop
     smallest, largest : float
-        Range of rates; each rate is the previous one times a constant. With several parameter groups, the range applies
-        to the first group, and the other groups keep their ratio to it.
+        Range of rates. Each rate is the previous rate times a constant. With several parameter groups, the range
+        applies to the first group, and the other groups keep their ratio to it.
     steps : int
         Number of optimizer steps.
     diverges_at : float
@@ -340,7 +340,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 class _Clock(AbstractCallback):
-    """Time the steps after the first. If memory runs out, make the kernel kill this process first."""
+    """Time the steps after the first. If memory runs out, let the kernel kill this process first."""
 
     def __init__(self) -> None:
         super().__init__("find_batch_size")
@@ -364,7 +364,7 @@ class _Clock(AbstractCallback):
 
 @contextlib.contextmanager
 def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Move the loop's own model and optimizer to host memory during the block, as a real training has only one copy."""
+    """Move the loop's own model and optimizer to host memory in the block, since a real training has only one copy."""
     tensors = [*loop.model.parameters(), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
         tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -390,7 +390,7 @@ class Layer:
     kind: str
     """Class of the module."""
     output: str
-    """Shape of the module's output; ``?`` if it wasn't called."""
+    """Shape of the module's output; ``?`` if the module wasn't called."""
     parameters: int
     """Number of parameters of the module and all modules inside it; tied parameters count once."""
     trainable: int
@@ -493,7 +493,7 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
     Raises
     ------
     ConfigurationError
-        If there is no batch and no ``train_loader`` to take one from, or if the loop is running.
+        If there is neither a batch nor a ``train_loader``, or if the loop is running.
 
     Notes
     -----
@@ -612,7 +612,10 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Return a context whose value is a function: the bytes that autograd keeps for backward, without weights."""
+    """Return a context.
+
+    Its value is a function that returns the bytes that autograd keeps for backward, without weights.
+    """
     weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, int] = {}
 
@@ -632,7 +635,7 @@ def _optimizer_bytes(optimizer: Any) -> int:
     for single in optimizers_of(optimizer) if optimizer is not None else ():
         try:
             single.step()
-        except TypeError:  # needs a closure; the size of its state depends on the number of calls
+        except TypeError:  # the optimizer needs a closure; the size of its state depends on the number of calls
             pass
         found += _bytes(_tensors(list(single.state.values())))
     return found

@@ -375,7 +375,7 @@ class RepeatedLoader(DataLoader[Any]):
         ),
         (
             DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0)),
-            r"train_loader has a DistributedSampler with num_replicas=4, but world_size=2. Make the sampler for 2",
+            r"train_loader has a DistributedSampler with num_replicas=4, but world_size=2. Create the sampler for 2",
         ),
         (
             DataLoader(Stream(), 4),

@@ -783,7 +783,7 @@ def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: P
     held_out = found.out_of_fold_predictions
     assert np.isnan(held_out[:third]).all()
     assert (held_out[third:] == 1.0).all()
-    with pytest.raises(ConfigurationError, match="holds a search with folds="):
+    with pytest.raises(ConfigurationError, match="contains a search with folds="):
         pretend(**{**options, "folds": given[::-1]})
 
 

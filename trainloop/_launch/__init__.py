@@ -160,7 +160,7 @@ def launch(
 
 
 class _GivenWork(NamedTuple):
-    """The parts of a call that may differ from the previous call's; sent to ranks that are still running."""
+    """The parts of a call that may differ from the previous call; they are sent to ranks that are still running."""
 
     handle: PayloadHandle
     payload_fds: Sequence[int]
@@ -272,7 +272,7 @@ def _backend_for(devices: Sequence[torch.device]) -> str:
 
 
 def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int]:
-    """Return the ranks' environment, which includes the number of threads of a rank, and that number.
+    """Return the ranks' environment and each rank's number of threads; the environment contains this number, too.
 
     By default, each rank would start a thread for every core, and the ranks would compete for cores.
     """
@@ -291,7 +291,7 @@ def _new_ranks(
     hosts: Hosts | None,
     undo: contextlib.ExitStack,
 ) -> Ranks:
-    """Return ranks that are not started yet, with the files of one start; ``undo`` removes all of these."""
+    """Return ranks that are not started yet, and create the files of one start; ``undo`` removes both."""
     ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
@@ -325,7 +325,7 @@ def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
 
 
 def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
-    """Return a descriptor of an unnamed file, closed with ``undo``."""
+    """Return a descriptor of an unnamed file; ``undo`` closes it."""
     fd = anonymous_file(name)
     undo.callback(close_file, fd)
     os.ftruncate(fd, size)
@@ -345,7 +345,7 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
 
 
 def _inherited_at_start() -> list[Any]:
-    """Return the state that ranks inherit at their start and keep: if it changes, new ranks must be started."""
+    """Return the state that ranks inherit at their start and keep. If it changes, new ranks must be started."""
     return [fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 
@@ -386,7 +386,7 @@ def _explain(error: NoServerError, method: str) -> None:
 
 
 class KeptRanks:
-    """The running ranks of one :func:`keeping` block, if any."""
+    """The running ranks of one :func:`keeping` block, which may have no ranks."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
@@ -408,7 +408,7 @@ class KeptRanks:
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks after their work has succeeded; ``undo`` then runs when they end."""
         ending = undo.pop_all()
-        if ranks is not self._ranks:  # otherwise ``undo`` has only this object's close()
+        if ranks is not self._ranks:  # otherwise ``undo`` contains only the call of close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
 
     def close(self) -> None:
@@ -418,7 +418,7 @@ class KeptRanks:
 
 
 class _Block(threading.local):
-    """The :func:`keeping` block that a thread is in. Several threads may call ``fit``, each with its own ranks."""
+    """The :func:`keeping` block that a thread is in. Several threads may call ``fit``; each has its own ranks."""
 
     kept: KeptRanks | None = None
     pid = 0

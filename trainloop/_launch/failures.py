@@ -51,7 +51,7 @@ _TIMEOUT = re.compile(r"timed out|timeout|wait timeout", re.IGNORECASE)
 LOST_HOST = "LostHost"
 """Failure type of ranks whose host was lost."""
 RECORDED = "trainloop_recorded"
-"""Name of an exception's attribute: the file in which a ``FailureRecorder`` has recorded the step."""
+"""Name of an attribute that exceptions get: it contains the file in which a ``FailureRecorder`` recorded the step."""
 
 
 def about_record(path: str) -> str:
@@ -66,7 +66,7 @@ class Failure:
     rank: int
     """Global rank."""
     time_ns: int
-    """Time of the failure by the monotonic clock of its node."""
+    """Time of the failure, by the monotonic clock of the rank's node."""
     type: str | None
     """Name of the exception's class; ``None`` if the process died without an exception."""
     message: str = ""
@@ -74,9 +74,9 @@ class Failure:
     traceback: str = ""
     """Traceback as Python would print it."""
     exitcode: int | None = None
-    """Exit code, or a signal's number, negated; ``None`` if the process did not end by itself."""
+    """Exit code, or minus a signal's number; ``None`` if the process did not end by itself."""
     consequence: bool = False
-    """True if the failure probably results from the loss of another rank, and so is not the cause."""
+    """True if the failure probably results from the loss of another rank, and so is not the run's first failure."""
     timeout: bool = False
     """True if a collective, or the wait at a step boundary, timed out: some rank hangs."""
     final: bool = False
@@ -90,7 +90,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, data: bytes) -> Failure:
-        """Return the failure that :meth:`to_json` wrote."""
+        """Return the failure that :meth:`to_json` converted to JSON."""
         return cls(**json.loads(data))
 
 
@@ -107,7 +107,7 @@ class RestartPolicy(Protocol):
     """Decide whether failed ranks are started again."""
 
     def next_order(self) -> Any:
-        """Return the order for ranks that are about to start, in plain types; node 0 decides for all hosts."""
+        """Return the order for ranks that are about to start, as plain types; node 0 decides for all hosts."""
 
     def before_start(self, order: Any) -> None:
         """Receive node 0's order, on each host, before each start of the ranks."""
@@ -218,13 +218,14 @@ def _text_of(error: BaseException) -> str:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others: the earliest that is not a consequence of another.
 
-    If all are probably consequences, a rank that died precedes those that only lost their connection.
+    If all failures are probably consequences, the failure of a rank that died precedes those of ranks that only lost a
+    connection.
     """
     return min(failures, key=lambda f: (f.consequence, f.consequence and f.type is not None, f.time_ns))
 
 
 def exit_text(exitcode: int | None) -> str:
-    """Return text such as ``exit code 3`` or ``signal SIGKILL``."""
+    """Return a string such as ``exit code 3`` or ``signal SIGKILL``."""
     if exitcode is None:
         return "no exit code"
     if exitcode >= 0:
@@ -275,7 +276,7 @@ _HINTS = [
 
 
 def hint(failure: Failure) -> str:
-    """Return advice if the cause is known; otherwise an empty text."""
+    """Return advice if the cause is known; otherwise an empty string."""
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
@@ -413,12 +414,12 @@ def _first_line(text: str) -> str:
     return first if len(lines) == 1 else f"{first} ..."
 
 
-_MAX_FIRST_LINE = 600  # messages of this package and of torch, which end with advice, fit
+_MAX_FIRST_LINE = 600  # long enough for the messages of this package and of torch, which end with advice
 _MAX_MESSAGE, _MAX_LINE, _MAX_TRACEBACK = 16_384, 4096, 65_536
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the beginning and end of a long text, and between them the number of omitted characters."""
+    """Cut the middle out of a long string, and put the number of omitted characters in its place."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} [... {len(text) - 2 * (most // 2):,} characters left out ...] {text[-(most // 2) :]}"

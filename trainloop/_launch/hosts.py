@@ -39,7 +39,7 @@ RENDEZVOUS_WAIT_S = 600.0
 SILENCE_S = 15.0
 """Seconds without a heartbeat after which a host counts as lost: its link was cut, or it is down."""
 
-_MISSED_S = 2.5  # the same after a rank has lost its connection, to find the lost host soon
+_MISSED_S = 2.5  # the same limit after a rank has lost its connection, to find the lost host soon
 _POLL_S = 0.25
 _LEAVE_S = 5.0  # how long node 0 keeps the store for hosts that have not left yet
 _CONNECT_S = 15.0
@@ -51,12 +51,13 @@ class _NoProofError(ConnectionError):
 
 
 class _Entries:
-    """Entries in a store, one per host, each signed if the run has a key."""
+    """Entries in a store: one per host, signed if the run has a key."""
 
     def __init__(self, store: dist.TCPStore, key: bytes | None) -> None:
         self._store, self._key = store, key
         self.session = ""
-        """Node 0's identifier; empty until known. Other hosts' signatures cover it, to reject earlier runs' entries."""
+        """Node 0's identifier; empty until known. Other hosts sign it, too, so that entries of earlier runs are
+        rejected."""
 
     def put(self, node: int, entry: dict[str, Any]) -> None:
         data = json.dumps(entry)
@@ -90,7 +91,7 @@ class _Entries:
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:
-        """Return the arguments of a host that could not join, without authentication; ``None`` if it left no note."""
+        """Return the arguments of a host that could not join, from its unsigned note; ``None`` if it left no note."""
         name = f"refused/{node}"
         if not self._store.check([name]):
             return None
@@ -131,7 +132,7 @@ class Hosts:
     wait_s : float
         Seconds to wait for all hosts.
     key : bytes, optional
-        Secret that all hosts share. Without one, every entry is accepted.
+        Secret that all hosts share. Without a key, every entry is accepted.
     restarts : bool
         True if failed ranks start again; must be the same on all hosts.
 
@@ -155,7 +156,7 @@ class Hosts:
         self._me, self._num_nodes = node_rank, num_nodes
         self._ranks_per_node, self._restarts = ranks_per_node, restarts
         self.store_address = point
-        """Host and port of the store, which the ranks use as well."""
+        """Host and port of the store, which the ranks use, too."""
         self._name, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._key = key
         self._entry: dict[str, Any] = {
@@ -173,7 +174,7 @@ class Hosts:
         self._losses: dict[int, str] = {}
         self._refused: dict[int, str] = {}
         self.done_since: float | None = None
-        """Time at which the ranks of another host were first seen to be done (monotonic clock); None before."""
+        """Time (monotonic clock) at which another host's ranks were first seen to be done; None before that."""
         self._wake, self._leaving = threading.Event(), threading.Event()
         with signals() as received:
             self._check_signals: Callable[[], None] = received.raise_if_any
@@ -218,7 +219,7 @@ class Hosts:
         except BaseException as error:
             with contextlib.suppress(RuntimeError):
                 entries.put(0, {**self._entry, "left": str(error) or type(error).__name__})
-                time.sleep(4 * _MEET_S)  # for the others to read it
+                time.sleep(4 * _MEET_S)  # for the other hosts to read
             raise
         self._entry["hosts"] = {str(node): entry["id"] for node, entry in self._others.items()}
         entries.put(0, self._entry)
@@ -251,7 +252,7 @@ class Hosts:
         )
 
     def _join(self) -> _Entries:
-        """On other nodes, connect to the store of node 0, and wait until all hosts have an entry in it."""
+        """On nodes other than node 0, connect to node 0's store, and wait until all hosts have an entry in it."""
         deadline = time.monotonic() + self._wait_s
         who, reason = f"node {self._me} of {self._num_nodes}", "no answer"
         while (left := deadline - time.monotonic()) > 0:
@@ -276,7 +277,7 @@ class Hosts:
                 if self._is_chosen(entries, who, deadline):
                     return entries
             except RuntimeError as error:  # raised by torch's store
-                if entries.session:  # otherwise the store may belong to an earlier run, which was just ending
+                if entries.session:  # otherwise this may be the store of an earlier run, which was just ending
                     raise ConfigurationError(
                         f"{who} connected to node 0 at {self._name}, which then closed the connection. See the error "
                         "on node 0."
@@ -415,7 +416,7 @@ class Hosts:
         )
 
     def _reported(self) -> list[Any]:
-        """Return start, node and fields of the failure that another host has reported; empty if there is none."""
+        """Return the start, node and fields of another host's failure; an empty tuple if no host has reported one."""
         reports = (entry["failed"] for entry in self._others.values())
         start = self._entry["start"]
         return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
@@ -495,7 +496,7 @@ class Hosts:
         return number
 
     def leave(self, seconds: float) -> bool:
-        """Report that this host's ranks are done; return True if those of all hosts are done within ``seconds``."""
+        """Report that this host's ranks are done; return True if the ranks of all hosts are done within ``seconds``."""
         self._entry["done"] = self._entry["start"]
         self._wake.set()
         deadline = time.monotonic() + seconds
@@ -504,7 +505,7 @@ class Hosts:
         return over
 
     def _all(self, what: str, number: int) -> bool:
-        """Return True if ``what`` is ``number`` or more on all hosts; node 0's entry has this for other hosts."""
+        """Return True if ``what`` is ``number`` or more on all hosts; other hosts read this from node 0's entry."""
         if self._me:
             return self._others[0].get(f"all {what}", 0) >= number
         return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
@@ -580,7 +581,8 @@ def meet_hosts(
 ) -> contextlib.AbstractContextManager[Hosts | None]:
     """Return a context in which this host is connected to the other hosts of a run.
 
-    The context's value is ``None`` on one node, and if the user gave a ``file://`` through which ranks connect.
+    The context's value is ``None`` on a single node, and if the user passed a ``file://`` URL, through which ranks
+    connect.
     """
     if num_nodes == 1 or (init_method or "").startswith("file:"):
         return contextlib.nullcontext()

@@ -178,7 +178,7 @@ def join(
         shared = devices is not None and len(set(devices)) < len(devices)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
     guard_forks()
-    # Also for a group that the caller has created, and that still exists at exit.
+    # This covers a group that the caller has created and that still exists at exit, too.
     atexit.unregister(release_last_work)
     atexit.register(release_last_work)
     with contextlib.ExitStack() as undo:
@@ -215,9 +215,9 @@ _group_number = itertools.count()
 def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     """Return a store for one process group, without the addresses of earlier groups.
 
-    torchrun's store outlives process groups: in the next group a rank would read an old address and wait there. So each
-    group has its own prefix in the store, with the same number on all ranks. The store also outlives processes, if
-    ``torchrun --max-restarts`` starts them again.
+    torchrun's store outlives process groups: in the next group, a rank would read an address of the earlier group and
+    wait there. So each group has its own prefix in the store, with the same number on all ranks. The store also
+    outlives processes, if ``torchrun --max-restarts`` starts them again.
     """
     if init_method not in _stores:
         _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
@@ -236,7 +236,7 @@ def _common_slots(me: Rank) -> memoryview | None:
         # A process in another container may have the same PID; the inode distinguishes the files.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
             found = os.fstat(file.fileno())
-            # The file must belong to this user, whatever path was received.
+            # This user must own the file, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
                 slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         barrier()  # rank 0 keeps the file open until all ranks have mapped it
@@ -262,7 +262,8 @@ def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
             shared.release()
             return
     with only_trusted_peers():
-        # A separate group: its exchanges must not mix with those of the user's code in the default group.
+        # This is a separate group, because its exchanges must not mix with exchanges of the user's code in the default
+        # group.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     stop = GroupStop(group, me.world_size)
     yield stop

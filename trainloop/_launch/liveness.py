@@ -25,7 +25,7 @@ class Sign(NamedTuple):
     boundary: int
     """Number of step boundaries that the rank has reached."""
     working: bool
-    """True if the rank's work has neither succeeded nor failed yet."""
+    """True until the rank's work has succeeded or failed."""
 
 
 class Liveness:
@@ -45,7 +45,7 @@ class Liveness:
     def overdue(self, signs: Sequence[Sign], now: float, *, done_elsewhere_since: float | None = None) -> list[int]:
         """Return the local ranks for which finished ranks have waited too long.
 
-        Once all ranks have finished, return those whose processes are still running after the time-out.
+        Once all ranks have finished, return the ranks whose processes are still running after the time-out.
 
         Parameters
         ----------
@@ -67,7 +67,7 @@ class Liveness:
         working = [r for r, sign in enumerate(signs) if sign.working]
         if not done_since:
             return []
-        # While some ranks work, others have waited since the first one finished. Finished processes need time to end.
+        # While some ranks work, others have waited since the first rank finished. Finished processes need time to end.
         waited_since = min(done_since) if working else max(done_since)
         waited_for = working or range(len(signs))
         return [r for r in waited_for if now - max(self._since[r], waited_since) > self._timeout_s]
@@ -78,7 +78,7 @@ class Liveness:
 
 
 _WAITS = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/trainloop/_support/stopping.py")
-_MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame of its own
+_MAY_WAIT = ("/torch/autograd/",)  # the reduction of gradients has no Python frame
 
 
 def hanging_ranks(stacks: dict[int, str], boundaries: dict[int, int]) -> list[int]:

@@ -34,7 +34,7 @@ def check_main_guard() -> None:
     Raises
     ------
     ConfigurationError
-        If so; the message shows the guard to write.
+        If the guard is missing; the message shows the guard to write.
     """
     # Check this first: otherwise each process would start more processes.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -101,7 +101,7 @@ def _compares_main(test: ast.expr) -> bool | None:
 
 
 def main_place() -> tuple[str | None, str | None]:
-    """Return the running script's file, and its module name under ``python -m``; ``None`` for a missing one."""
+    """Return the running script's file, and its module name under ``python -m``; each is ``None`` if it is unknown."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     return (os.path.abspath(file) if file else None), (spec.name if spec is not None else None)

@@ -1,4 +1,4 @@
-"""Output of ranks: global rank 0's is unchanged; lines that others write to stderr begin with their rank."""
+"""Mark the output of ranks: each line that a rank other than global rank 0 writes to stderr begins with the rank."""
 
 from __future__ import annotations
 

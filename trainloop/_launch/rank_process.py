@@ -95,7 +95,7 @@ class RankSpec:
     init_method: str | None = None
     """A ``file://`` rendezvous point of several nodes, given by the user."""
     payload_fds: tuple[int, ...] = ()
-    """Descriptors of the payload, and of the files that it refers to."""
+    """Descriptors of the payload, and of the files that the payload refers to."""
     key: bytes | None = field(default=None, repr=False)
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
@@ -141,7 +141,7 @@ class RankSpec:
         )
 
     def map_slots(self) -> memoryview:
-        """Map the int64 slots that ranks and parent share: those of the stop agreement, then the ranks' states."""
+        """Map the int64 slots that ranks and parent share: the stop agreement's slots, then the ranks' states."""
         return memoryview(mmap.mmap(self.slots_fd, 0)).cast("q")
 
 
@@ -169,7 +169,7 @@ def result_file() -> ResultFile | None:
 
 
 def run_rank(local_rank: int, line: connection.Connection) -> None:
-    """Receive work over ``line`` and do it: the main function of a rank's process."""
+    """Receive work over ``line`` and do it; this is the main function of a rank's process."""
     global _started_as
     first = next_work(line)
     if first is None:
@@ -224,7 +224,7 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
                 unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
-            # Opens the payload too, so that an error in the user's imports is recorded like any other.
+            # This opens the payload, too, so that an error in the user's imports is recorded like any other.
             result = _set_up_and_call(spec, me, stop, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
@@ -237,7 +237,7 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
 
 
 # Kept until the process ends: a group's destructor waits for the group's threads. If a Reducer had the last reference,
-# it would wait while it holds the interpreter's lock, which such a thread needs to free a tensor.
+# it would wait while it holds the GIL, which such a thread needs to free a tensor.
 _groups: list[Any] = []
 
 
@@ -250,7 +250,7 @@ def _set_up_and_call(
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
-    if spec.interface is not None:  # also for groups that the work creates, and for later work of kept ranks
+    if spec.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks, too
         os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
     if spec.num_threads is not None:
         torch.set_num_threads(spec.num_threads)
@@ -317,7 +317,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
     slots[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
-    # DataLoader's handler of SIGCHLD may raise anywhere, also here, once for each dead worker.
+    # DataLoader's handler of SIGCHLD may raise anywhere, including here, once for each dead worker.
     for _ in range(8):
         with contextlib.suppress(RuntimeError):
             failure = failure_of(error, me.rank)
@@ -326,7 +326,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break
     if failure.timeout:
-        # Don't end yet, so that the others remain where they hang until the parent has read their stacks.
+        # Don't end yet: the other ranks must keep hanging where they are until the parent has read their stacks.
         slots[state] = State.TIMED_OUT
         deadline = time.monotonic() + _STACK_WAIT_S
         while not stop.aborted and time.monotonic() < deadline:
@@ -339,8 +339,8 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
 def _leave(exitcode: int) -> None:
     """Join threads, run exit handlers and end this process, without finalizing the interpreter.
 
-    Native threads may still be running, for instance of a process group. A thread that requests the lock of a
-    finalizing interpreter is ended in the middle of C++ code, which can abort the process although all work is done.
+    Native threads may still be running, for instance of a process group. A thread that requests the GIL of a finalizing
+    interpreter is ended in the middle of C++ code, which can abort the process although all work is done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()
@@ -409,7 +409,7 @@ def end_with_parent(caller_fd: int | None) -> None:
 
 def _outlive_parent_briefly() -> None:
     connection.wait(_parent)
-    # A native thread ends the process: this one would wait forever if a stuck thread held the interpreter's lock.
+    # A native thread ends the process: this Python thread would wait forever if a stuck thread held the GIL.
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True, file=nowhere)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -454,8 +454,9 @@ class Unblocking:
                 return
         if self._over.wait(_OWN_ERROR_S):
             return
-        # Send the signal before aborting the collectives. They leave invalid gradients on the device, with which the
-        # main thread would continue, to a step and a checkpoint. With the signal pending, it runs the handler instead.
+        # Send the signal before aborting the collectives. Aborted collectives leave invalid gradients on the device,
+        # and the main thread would use them for a step and a checkpoint. With the signal pending, the main thread runs
+        # the handler instead.
         os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_OWN_ERROR_S):
             leave_group(failed=True)

@@ -1,9 +1,9 @@
 """Process-wide settings of the caller, which are applied in its ranks.
 
 A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
-rank is another process: it receives the caller's settings and sets those that differ from its own. Workers that are
-forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are read,
-never changed.
+rank is another process: it receives the caller's settings and applies the ones that differ from its own. Workers that
+are forked from the rank inherit them; others receive them through :class:`SettingsInit`. The caller's settings are
+read, never changed.
 
 To add a setting, add a line to :data:`SETTINGS`.
 """
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 
-_LINE = "the line that warnings point to"  # also sent, but no setting: it differs between calls
+_LINE = "the line that warnings point to"  # sent with the settings, but not a setting itself: it differs between calls
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def dumped_settings() -> bytes:
     values = {_LINE: user_place(), **read_settings()}
     try:
         return _dumped(values)
-    except Exception:  # one value contains a class or function that can't be sent; the others can be sent
+    except Exception:  # only values with a class or function that can't be sent fail; the others are sent
         kept = {}
         for name, value in values.items():
             try:
@@ -196,7 +196,7 @@ def _read_default_device() -> str | None:
         kind: str = torch.get_default_device().type
     except AttributeError:  # PyTorch 2.6 after set_default_device(None)
         return None
-    # Leave out the index: 'cuda' is each rank's own GPU.
+    # Leave out the index: in a rank, 'cuda' is the rank's own GPU.
     return None if kind == "cpu" else kind
 
 
@@ -243,7 +243,7 @@ def _write_log_levels(levels: dict[str, tuple[int, bool, bool]]) -> None:
 
 
 def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
-    """Return, by logger, the handlers that write to the standard streams, like those of ``logging.basicConfig``."""
+    """Return each logger's handlers that write to a standard stream, such as the handler of ``logging.basicConfig``."""
     found: dict[str, list[tuple[str, int, Any]]] = {}
     for name, log in _loggers().items():
         for handler in log.handlers:
@@ -290,7 +290,7 @@ SETTINGS: list[Setting] = [
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
-    # The deprecated switch also sets the new ones, so it is first.
+    # The deprecated switch changes the new switches, too, so it is applied first.
     Setting(
         "torch.set_float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),

@@ -71,7 +71,7 @@ class Ranks:
     spec : RankSpec
         Arguments of the processes.
     token : str
-        Text that marks this launch's files and, in their environment, its processes.
+        String that marks this launch: it is in the names of the launch's files and in the environment of its processes.
     hosts : Hosts, optional
         The other hosts of the run.
     """
@@ -284,20 +284,21 @@ class Ranks:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def fail(self, overdue: Sequence[int] = ()) -> None:
-        """End all ranks and raise the first failure's error; ``overdue`` lists ranks without a sign of life."""
+        """End all ranks and raise the error of the first failure; ``overdue`` lists ranks without a sign of life."""
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
         self._report()  # immediately, since the other hosts do not wait for long
         timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
-            # The watchdogs of the waiting ranks will soon end these, too; the hanging rank's will not.
+            # The watchdogs of the waiting ranks will soon end the waiting ranks, too, but not the hanging rank.
             self._join(_UNWIND_S)
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
             first = self._spec.first_rank
-            # Read before the signal, which may interrupt a system call. A rank that is about to report does not hang.
+            # Read the stacks before sending the signal, which may interrupt a system call. A rank that is about to
+            # report does not hang.
             reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
@@ -337,12 +338,12 @@ class Ranks:
 
     @property
     def disturbance(self) -> str:
-        """The message of a rank that found an untrusted connection before its work began; empty if there is none."""
+        """Message of a rank that found an untrusted connection before its work began; empty if no rank found one."""
         kind = DisturbedStartError.__name__
         return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
 
     def _report(self, *, consequence: bool = False) -> Failure | None:
-        """Report this host's first failure to the other hosts, and return it; None if there is none.
+        """Report this host's first failure to the other hosts, and return it; None if no rank failed.
 
         A failure that is a consequence is reported only if ``consequence`` is True.
         """
@@ -368,11 +369,11 @@ class Ranks:
         running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
-                process.kill()  # it is waiting for work, so it has nothing to unwind
+                process.kill()  # the rank is waiting for work, so it has nothing to unwind
         self.stop.abort()
         if len(alive := self._alive()) < len(self._processes):
-            # Loader workers hold the connections of the rank that forked them. If it was killed, other ranks would wait
-            # for it in a collective, where no signal reaches them.
+            # Loader workers keep the connections of the rank that forked them open. If that rank was killed, other
+            # ranks would wait for it in a collective, where no signal reaches them.
             _kill_strays({mark for r, mark in enumerate(self._line_marks) if r not in alive})
         self._join(_UNWIND_S)
         self._notice()
@@ -394,7 +395,7 @@ class Ranks:
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
-            # Returns once one process has ended; the loop checks for others.
+            # This returns once one process has ended; the loop checks for others.
             connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
 
     def _signal(self, local_rank: int, number: int) -> None:
@@ -480,7 +481,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _has_answered(line: connection.Connection) -> bool:
-    """Read a rank's message that it is ready for more work; return True, even if the rank has died instead."""
+    """Read a rank's message that it is ready for more work. Return True even if the rank has died instead."""
     with contextlib.suppress(EOFError, OSError):
         line.recv_bytes()
     return True
@@ -501,13 +502,13 @@ def _process_state(process: Any) -> str:
 def _kill_strays(line_marks: set[str], token: str = "") -> None:
     """Kill remaining processes of ranks: a killed rank's DataLoader workers would take seconds to end by themselves.
 
-    Forks of a rank hold the rank's end of its connection. So does a rank whose fork server was killed. Workers that a
-    rank has spawned have the launch's token in their environment: if ``token`` is given, they are killed, too. Other
-    programs that user code started are left alone.
+    A rank's forked children keep the rank's end of its connection open. So does a rank whose fork server was killed.
+    Workers that a rank has spawned have the launch's token in their environment: if ``token`` is given, they are
+    killed, too. Other programs that user code started are left alone.
     """
     mark = f"{LAUNCH_VARIABLE}={token}".encode()
     for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             if line_marks.isdisjoint(_open_files(pid)):
                 if not token:
                     continue

@@ -29,12 +29,12 @@ LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 
 _AT_ONCE = 200  # descriptors per message; Linux allows 253
 _OPENED = os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOINHERIT", 0)
-_IN_FLIGHT_S = 60.0  # time for other ranks to receive theirs: Linux limits the descriptors in flight of one user
+_IN_FLIGHT_S = 60.0  # time for other ranks to receive descriptors: Linux limits a user's descriptors in flight
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work for a rank, with the changes of the caller's state since the previous work."""
+    """Work for a rank, and the changes of the caller's state since the previous work."""
 
     spec: RankSpec
     environment: dict[str, str | None]
@@ -63,7 +63,7 @@ class Work:
             os.chdir(self.folder)
         if self.cpus is not None:
             for thread in os.listdir("/proc/self/task"):
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the rank has just ended
                     set_affinity(self.cpus, int(thread))
 
 
@@ -82,13 +82,13 @@ def _send_descriptors(stream: socket.socket, descriptors: list[int]) -> None:
 
 
 def next_work(line: connection.Connection) -> tuple[Work, dict[int, int]] | None:
-    """Wait in a rank for more work; return it with this process's descriptors by the sender's numbers.
+    """Wait in a rank for more work; return the work, and this process's descriptors by the sender's numbers.
 
     Return ``None`` if the caller has ended or closed the connection.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Wait for the sentinel too: a fork of the caller may hold the connection's other end.
+    # Wait for the sentinel too: a fork of the caller may keep the connection's other end open.
     if line not in connection.wait([line, parent.sentinel]):
         return None
     received: dict[int, int] = {}

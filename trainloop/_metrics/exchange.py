@@ -1,4 +1,4 @@
-"""Exchanges of logs between ranks: up to 64 ranks gather all values, larger groups reduce sums.
+"""Exchange logs between ranks: up to 64 ranks gather all values, larger groups reduce sums.
 
 :class:`Gathered` sends every rank's values to every rank, in one exchange, and sums are exact; but its traffic grows
 with the square of the number of ranks. :class:`Summed` sends sums, as large for a thousand ranks as for two; their last
@@ -31,7 +31,7 @@ OwnTotal = tuple[Options, list[float], list[float]]
 
 
 class Exchanged(NamedTuple):
-    """The logs of all ranks; the same on each, except for per-rank values."""
+    """The logs of all ranks. Apart from per-rank values, they are the same on each rank."""
 
     steps: StepValues
     totals: dict[str, list[OwnTotal]]
@@ -41,7 +41,7 @@ class Exchanged(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Exchange logs between ranks. Collective: every rank makes the same calls in the same order."""
+    """Exchange logs between ranks. Collective: every rank must make the same calls in the same order."""
 
     carries_objects: bool
     """True if attachments may be large and are sent with the logs; False if they should be small and mostly equal."""
@@ -95,8 +95,8 @@ class Collectives(Protocol):
 class Summed:
     """Sums all ranks' values on all ranks, in float64; traffic grows with the number of metrics, not of ranks.
 
-    Ranks mostly log the same metrics at the same steps, so they first compare a digest of these. If all digests are
-    equal, all values are sent in one or two all-reduces; otherwise all ranks gather all values.
+    Ranks mostly log the same metrics at the same steps, so they first compare a digest of the names and steps. If all
+    digests are equal, all values are sent in one or two all-reduces; otherwise all ranks gather all values.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class _Numbers:
 
     @classmethod
     def of_epoch(cls, options: Options, total: list[float], weight: list[float]) -> _Numbers:
-        """Return the numbers of one rank's total of an epoch."""
+        """Return the numbers of one rank's total for an epoch."""
         numbers = cls(options, None, np.array([math.fsum(total)]), np.ones(1))
         if options.reduce == "mean":  # the total already consists of products
             numbers.sums[1] = math.fsum(weight)
@@ -185,7 +185,7 @@ class _Numbers:
         return np.where(self.sums[0] > 0, np.nan, greatest)
 
     def total(self) -> OwnTotal:
-        """Return the epoch's entry."""
+        """Return the metric's entry for the epoch."""
         if self.options.reduce == "mean":
             return self.options, [float(self.sums[0, 0])], [float(self.sums[1, 0])]
         return self.options, [float(self.result()[0])], []

@@ -44,7 +44,7 @@ class EpochEnd(NamedTuple):
 
     steps: StepValues
     losses: dict[str, float]
-    """The loop's loss under ``''``, and the losses of a ``MultiLoss`` by name."""
+    """The loop's loss by the name ``''``, and the losses of a ``MultiLoss`` by their names."""
     metrics: dict[str, float]
     """The logged metrics."""
     attachments: list[Any]
@@ -71,7 +71,7 @@ class _Series:
         self.weight: list[float] = []
 
     def settle(self, numbers: Mapping[int, float]) -> None:
-        """Process pending values; ``numbers`` has the values of slots, by the slot's id."""
+        """Process pending values; ``numbers`` maps a slot's id to the slot's value."""
         pending, self.pending = self.pending, []
         steps, kept_values, kept_weights = zip(*pending)
         values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
@@ -95,7 +95,7 @@ class _Series:
             self.count += len(pending)
 
     def _settle_outside(self, steps: Sequence[int], values: Sequence[float], weights: Sequence[float]) -> None:
-        """Process step values; those logged between steps are step values only if ``on_step`` was requested."""
+        """Process step values. Values logged between steps are step values only if ``on_step`` was requested."""
         wanted = self.asked is not None and (bool(self.asked.on_step) or self.asked.on_epoch is False)
         for step, value, weight in zip(steps, values, weights):
             if step > 0 or wanted:
@@ -246,7 +246,7 @@ class Recorder:
         return self._parts.setdefault(part, series)
 
     def _register(self, name: str, value: Any, asked: LogCall) -> _Series:
-        """Return the series of a name logged for the first time, or with other options than before."""
+        """Return the series of a name that is logged for the first time, or with options that differ from before."""
         with self._registering:
             before = self._logged.get(name)
             if before is not None and before.asked == asked:  # another thread has registered it
@@ -296,7 +296,7 @@ class Recorder:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def between_steps(self, step: int) -> None:
-        """Mark that no step is running; ``step`` is used for values whose step is requested."""
+        """Mark that no step is running; values logged with ``on_step=True`` then belong to ``step``."""
         self.step, self.batch_size = -step, 1
 
     @property
@@ -319,7 +319,7 @@ class Recorder:
         return {s.name: float(s.pending[-1][1]) if s.pending else s.latest for s in shown}
 
     def compact(self) -> None:
-        """Read all slots, in one transfer per device. Waits for the device; no exchange."""
+        """Read all slots, in one transfer per device. It waits for the device, but not for other ranks."""
         numbers: dict[int, float] = {}
         for slots in self._slots.values():
             # One transfer per device, for all metrics and steps: each transfer waits for the device.
@@ -340,7 +340,7 @@ class Recorder:
         return self._exchange(self._new_steps()).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
-        """Return the remaining step values and the epoch's values, by one exchange; the recorder is empty afterwards.
+        """Exchange logs once; return the remaining step values and the epoch's values, and empty the recorder.
 
         Collective if there are several ranks.
 

@@ -34,7 +34,7 @@ StepValues = dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]
 
 
 class Options(NamedTuple):
-    """Options by which a metric's values are reduced and kept; they are sent to the other ranks with the values."""
+    """A metric's options: how its values are reduced and kept. They are sent to other ranks with the values."""
 
     on_step: bool
     on_epoch: bool
@@ -42,14 +42,14 @@ class Options(NamedTuple):
     shared: bool
     """True if the value is over all ranks; False for per-rank values."""
     part: str | None
-    """For the loop's loss, the part's name, empty for the total; ``None`` for the user's metrics."""
+    """For the loop's loss: the name of a part, or an empty string for the total. ``None`` for the user's metrics."""
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:
     """Return floats whose exact sum is that of ``values``: the rounded sum, its rounding error, and so on.
 
-    Usually the result has one or two floats; it is empty for 0. The exact sums of parts of the values can be added up,
-    in any order.
+    Usually, the result has one or two floats; for a sum of 0, it is empty. The exact sums of parts of the values can be
+    added up, in any order.
 
     Examples
     --------
@@ -69,7 +69,10 @@ def exact_sum(values: Iterable[float]) -> list[float]:
 
 
 def reduced(reduce: str, values: list[float]) -> list[float]:
-    """Return fewer values with the same sum, minimum or maximum; the order of reducing makes no difference."""
+    """Return fewer values with the same sum, minimum or maximum.
+
+    The result does not depend on the order of reducing.
+    """
     if reduce in ("mean", "sum"):
         return exact_sum(values)
     # Python's min and max are not used: their result depends on the position of a NaN.

@@ -3,8 +3,8 @@
 :func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
 fresh interpreters. A forked process inherits the state of the server, so it first applies the caller's environment,
 folder, CPUs, standard output and number of threads (:class:`_ProcessContext`), before any user object is
-unpickled. State that a running process cannot change (``LD_PRELOAD``, a lowered priority) is compared: if it
-differs, the process reports this, and the caller spawns processes instead.
+unpickled. The forked process compares state that a running process cannot change (``LD_PRELOAD``, a lowered priority).
+If it differs from the caller's, the process reports this, and the caller spawns processes instead.
 
 The whole program shares the server: :mod:`trainloop._processes.server` prepares it for all other users, too.
 """
@@ -87,7 +87,7 @@ _UMASK = "Umask"  # a forked process applies it
 _INHERITED = (_UMASK, "SigIgn", "Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp", "Mems_allowed_list")
 _LINUX_ONLY = "it requires Linux"
 _NOT_OWN = "the server itself"
-# Delays before a request to the server, and before another one if the server was killed, which takes a moment.
+# Delays before each request to the server: no delay for the first; the later ones give a killed server time to end.
 _PAUSES_S = (0.0, 0.05, 0.5)
 
 
@@ -123,7 +123,7 @@ _process_lock = threading.Lock()  # several threads may start processes, for whi
 def begin_server(modules: Sequence[str]) -> None:
     """Start the fork server unless it is running, without waiting until it has imported ``modules``.
 
-    A server that is already running does not import them: the processes forked from it import missing modules.
+    A server that is already running does not import ``modules``: its forks import missing modules themselves.
 
     Raises
     ------
@@ -165,7 +165,7 @@ _folder: Scratch | None = None  # folder of the server's socket
 
 @contextlib.contextmanager
 def _sockets_in_own_folder() -> Iterator[None]:
-    """Have ``multiprocessing`` make sockets in a folder that the next launch removes if this process is killed.
+    """Let ``multiprocessing`` create sockets in a folder that the next launch removes if this process is killed.
 
     The folder's path is short, since the path of a socket may have at most 107 characters.
     """
@@ -285,7 +285,7 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
     """Start a fresh interpreter for each call; otherwise like :func:`from_server`."""
     context = multiprocessing.get_context("spawn")
     if sys.platform != "win32":
-        resource_tracker.ensure_running()  # the tracker outlives these processes: it must not get their environment
+        resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
     with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
         try:
@@ -338,7 +338,7 @@ def _devnull(undo: contextlib.ExitStack) -> int:
 
 @contextlib.contextmanager
 def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, for processes that are started in the context."""
+    """Set environment variables for processes that are started in the context."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -354,7 +354,7 @@ def _group_signals() -> list[int]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals, for processes that are started in the context; they unblock the signals once they handle them."""
+    """Block signals for processes that are started in the context. A process unblocks them once it handles them."""
     with signals_blocked(_group_signals()):
         yield
 
@@ -364,7 +364,7 @@ def _main_not_imported_again() -> Iterator[None]:
     """Keep processes started in this context from running the main module again.
 
     ``multiprocessing`` sends them the module's name or path, for pickles that refer to its classes by name. This
-    package sends classes by value, which also works without a path: in notebooks and on standard input.
+    package sends classes by value, which works even without a path, as in notebooks and on standard input.
     """
     main = sys.modules["__main__"]
     missing = object()
@@ -392,7 +392,7 @@ def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     Parameters
     ----------
     environment : mapping, optional
-        The variables that the process was started with; this process's own by default.
+        The variables that the process was started with; by default, the variables of this process.
     """
     variables = {
         name: value
@@ -461,7 +461,7 @@ class _ProcessContext:
         return _rebuilt_context, (*fields, [reduction.DupFd(fd) for fd in self.streams])
 
     def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
-        """Return the names of the caller's state that this process cannot have."""
+        """Return the names of the caller's settings that this process cannot have."""
         if started_with is None:
             return {_NOT_OWN}
         here = fixed_state(started_with)
@@ -521,7 +521,7 @@ def _take_over(
 
 
 def set_threads() -> None:
-    """Set the numbers of threads of loaded libraries to those that the environment's variables request now."""
+    """Set the thread counts of loaded libraries to the values that the environment variables request now."""
 
     def number(*names: str) -> int:
         for name in names:

@@ -1,4 +1,4 @@
-"""Prepare the fork server: ``multiprocessing`` imports this module in it, before its first fork.
+"""Prepare the fork server: ``multiprocessing`` imports this module in the server, before the server's first fork.
 
 Other code of the program may start processes from the same server, so its forks have the environment, signals,
 numbers of threads and random seeds that they would have without this package.
@@ -31,7 +31,7 @@ _is_server = False
 
 def _prepare(order: dict[str, Any]) -> None:
     global started_with, _is_server
-    # A fork replaces descriptors 1 and 2 by its caller's, so no other descriptor may have these numbers.
+    # A fork replaces its descriptors 1 and 2 by the caller's, so no other open file may have these numbers.
     open_standard_descriptors()
     sys.path[:] = order["path"]
     for name in order["modules"]:
@@ -56,7 +56,7 @@ def _in_fork(signal_mask: list[int]) -> None:
     _is_server = False
     set_blocked_signals(signal_mask)  # the server blocks the signal that Ctrl-C sends to the whole group
     set_threads()
-    # Python seeds its own generator in a fork.
+    # Python's own generator is seeded by Python in a fork.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

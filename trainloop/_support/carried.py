@@ -1,4 +1,4 @@
-"""State that a model carries from batch to batch: each rank has its own, and checkpoints store it by columns."""
+"""State that a model carries from batch to batch: it differs between ranks, and checkpoints store it by columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_carried", "load_carried_state", "names_of", "places_of", "carr
 
 
 def names_of(module: nn.Module) -> Mapping[str, int]:
-    """Return the attributes of a module that ``carried_state`` names, with the dimension of their columns."""
+    """Return the attributes that a module's ``carried_state`` names, each with the dimension of its columns."""
     return getattr(module, "carried_state", None) or {}
 
 
@@ -82,12 +82,12 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
 
 
 def _part(value: Any, dim: int, rank: int, world_size: int) -> Any:
-    """Return one rank's columns."""
+    """Return one rank's columns of a state."""
     return _map(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
 
 
 def _joined(values: list[Any], dim: int) -> Any:
-    """Return the columns of all ranks side by side."""
+    """Join the columns of all ranks' states."""
     if values and isinstance(values[0], Tensor):
         return torch.cat(values, dim) if values[0].ndim > dim else values[0]
     return map_together(lambda parts: _joined(parts, dim), values) if values else None

@@ -31,7 +31,7 @@ def pip_install(extra: str) -> str:
 
 
 def import_extra(module: str, owner: str, extra: str) -> Any:
-    """Import a module that an extra installs; if it is missing, raise an error that says that ``owner`` needs it."""
+    """Import a module that an extra installs; if it is missing, raise an error that names ``owner`` and the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -40,7 +40,7 @@ def import_extra(module: str, owner: str, extra: str) -> Any:
 
 
 def overwritten_by() -> str:
-    """Return name and version of a distribution ``trainloop`` in the same folder, empty if there is none.
+    """Return the name and version of a distribution ``trainloop`` in the same folder, or an empty string.
 
     The two distributions overwrite each other's files. ``import trainloop`` calls this function, so it only lists the
     folder: ``importlib.metadata`` takes milliseconds.

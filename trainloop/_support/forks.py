@@ -1,4 +1,4 @@
-"""Protect forked children of a process that has, or had, a process group: mainly loader workers."""
+"""Protect forked children (mainly loader workers) of a process that has, or had, a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raise errors for unknown keywords that suggest the right keyword, also for names of other libraries."""
+"""Raise errors for unknown keywords that suggest the right keyword, even for names from other libraries."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names that people type but that are not similar to ours, and their meaning here: the first alternative whose argument
-# the function has. Text after a colon replaces "Did you mean". A name may be in several rows.
+# Names that people type, although they are not similar to ours, and the arguments that they mean here. The first
+# argument that the function has is suggested. Text after a colon replaces "Did you mean". A name may be in several
+# rows.
 _ROWS: list[tuple[str, ...]] = [
     # TrainLoop and fit
     ("train_dataloader", "train_loader"),
@@ -168,13 +169,13 @@ _ATTRIBUTE = table_of(ATTRIBUTES)
 
 
 def attribute_hint(name: str) -> str:
-    """Return a sentence that names the replacement of another library's attribute; empty if unknown."""
+    """Return a sentence that names the replacement of another library's attribute; an empty string if unknown."""
     here = _ATTRIBUTE.get(name)
     return "" if here is None else f". The equivalent here is {here}"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the most similar known name, of at least the similarity ``cutoff`` (1: the same); else ``None``."""
+    """Return the most similar known name if its similarity is at least ``cutoff`` (1 means equal), else ``None``."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
@@ -228,7 +229,7 @@ def refuse(
 
 
 def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, Callable[..., Any]]) -> None:
-    """Raise an error for unknown keywords, with a hint at the right names.
+    """Raise an error for unknown keywords, with hints for the right names.
 
     Parameters
     ----------
@@ -249,7 +250,7 @@ def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, C
 
 
 def hides_unknown(function: Function) -> Function:
-    """Hide a function's ``**unknown`` from its signature; it exists only to raise errors."""
+    """Hide a function's ``**unknown``, which exists only to raise errors, from its signature."""
     signature = inspect.signature(function)
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
@@ -257,7 +258,7 @@ def hides_unknown(function: Function) -> Function:
 
 
 def keywords_of(kind: type) -> list[str]:
-    """Return the keywords of a class, also those that it passes to its bases as ``**kwargs``."""
+    """Return the keywords of a class, including keywords that it passes to its bases as ``**kwargs``."""
     known: dict[str, None] = {}
     for cls in kind.__mro__[:-1]:
         if "__init__" in vars(cls):

@@ -1,7 +1,7 @@
 """Nested containers: take a batch, a prediction or a state apart, and rebuild it.
 
-A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else is one value, also
-strings, sets, tensors and arrays. Each function here handles one level; the caller continues with the parts.
+A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else, including strings,
+sets, tensors and arrays, is one value. Each function here handles one level; the caller continues with the parts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, Mapping):
         content = dict(zip(value, parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
-            # Don't write to a shallow copy: it may share the object that holds its items.
+            # Don't write to a shallow copy: it may share the object that contains its items.
             return _of_type(type(value), content)
         changed = copy.copy(value)  # keeps the type, such as defaultdict or BatchEncoding
         for key, part in content.items():
@@ -114,7 +114,7 @@ def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) ->
     function : callable
         Called with a list that has one part of each container.
     values : sequence
-        At least one container. The keys of mappings are those of the first container.
+        At least one container. Mappings have the keys of the first container.
 
     Raises
     ------

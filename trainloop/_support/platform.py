@@ -59,7 +59,7 @@ def kill(pid: int) -> None:
 
 
 def process_config() -> dict[str, Any]:
-    """Return multiprocessing's settings of this process, to read or change; processes that it starts inherit them.
+    """Return multiprocessing's settings for this process, to read or change; its child processes inherit them.
 
     ``tempdir`` is the folder of sockets and temporary files, ``semprefix`` the beginning of semaphores' names.
     """
@@ -69,12 +69,13 @@ def process_config() -> dict[str, Any]:
 
 def process_exists(pid: int) -> bool:
     """Return True if a process has this ID."""
-    if sys.platform == "win32":  # where os.kill ends the process, whatever the signal
+    if sys.platform == "win32":  # on Windows, os.kill ends the process, whatever the signal
         import psutil
 
         return bool(psutil.pid_exists(pid))
     try:
-        # Signal 0 only tests if the process exists; PermissionError: it belongs to another user.
+        # Signal 0 only tests if the process exists. After a PermissionError, the process exists, but another user owns
+        # it.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
@@ -136,7 +137,7 @@ def unblock_signals(numbers: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in the context, also in processes started in it; does nothing on Windows."""
+    """Block signals in the context, and in processes started there; does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return
@@ -150,11 +151,14 @@ def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
 # -- files and the network ---------------------------------------------------------------------------------------------
 
 
-_AT_ONCE = 1 << 30  # bytes of one call; macOS and Windows refuse 2**31
+_AT_ONCE = 1 << 30  # maximum bytes per call; macOS and Windows refuse 2**31
 
 
 def write_at(fd: int, data: memoryview, place: int) -> int:
-    """Write bytes at an offset of a file; return their number. On Windows, this moves the descriptor's position."""
+    """Write bytes at an offset of a file; return the number of bytes written.
+
+    On Windows, this moves the descriptor's position.
+    """
     if sys.platform == "win32":
         os.lseek(fd, place, os.SEEK_SET)
         return os.write(fd, data[:_AT_ONCE])
@@ -162,7 +166,10 @@ def write_at(fd: int, data: memoryview, place: int) -> int:
 
 
 def read_into(fd: int, view: memoryview, place: int) -> int:
-    """Read bytes at an offset of a file; return their number. On Windows, this moves the descriptor's position."""
+    """Read bytes at an offset of a file; return the number of bytes read.
+
+    On Windows, this moves the descriptor's position.
+    """
     if sys.platform == "win32":
         os.lseek(fd, place, os.SEEK_SET)
         data = os.read(fd, min(view.nbytes, _AT_ONCE))

@@ -1,7 +1,7 @@
-"""Determine if a loss is a mean over a batch's samples (the usual case), a mean over its targets' weights, or a sum.
+"""Determine if a loss is a mean over samples (the usual case), a mean over the weights of targets, or a sum.
 
-If a loss is a sum, averaging gradients over ranks, replicas and micro-batches makes gradients too small, by the number
-of these. So sums are detected, as far as the model or the criterion declares them.
+If a loss is a sum, gradients must be added over ranks, replicas and micro-batches: their average would be too small. So
+sums are detected, as far as the model or the criterion declares them.
 
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
 This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. The divisor is known
@@ -29,10 +29,10 @@ __all__ = ["ClassLosses", "SumRule", "attach_divisor", "divisor_of", "functional
 
 @dataclass(frozen=True)
 class SumRule:
-    """Decide for each loss if it is a sum over samples; created by :func:`sum_rule`."""
+    """Decides for each loss if it is a sum over samples; created by :func:`sum_rule`."""
 
     certain: bool
-    """True if the model declares sums; False if only the criterion does, whose sum ``get_loss`` may have divided."""
+    """True if the model declares sums. False if only the criterion does: ``get_loss`` may have divided its sum."""
 
     def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
         """Return True if this loss is a sum. If only the criterion declares it, check the loss's graph, if any."""
@@ -49,8 +49,8 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
     model : object
         Its ``loss_reduction``, 'sum' or 'mean', decides.
     criterion : object
-        Otherwise its ``reduction`` decides, or, if it has none, the ``reduction`` of everything inside it: modules,
-        entries of dicts and lists, keywords of ``functools.partial``.
+        Without ``loss_reduction``, the criterion's ``reduction`` decides. If the criterion has none, the ``reduction``
+        of everything inside it decides: modules, entries of dicts and lists, keywords of ``functools.partial``.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def _is_divided(loss: Tensor) -> bool:
 
 
 def _is_of_scalar(node: Any) -> bool:
-    """Return True if an autograd node computed a single number. Earlier nodes belong to the model.
+    """Return True if an autograd node computed a single number. Earlier nodes are those of the model.
 
     ``_input_metadata`` exists in torch 2.1 to 2.13. Without it, no division is detected, and the criterion's
     declaration is used.
@@ -189,12 +189,12 @@ class ClassLosses:
         self._others = [module for module in found if not _is_declared(module)]
 
     def _is_watched(self, module: nn.Module) -> bool:
-        # A subclass with its own forward may divide by anything.
+        # A subclass that overrides forward may divide by anything.
         return getattr(type(module), "forward", None) in self._forwards and getattr(module, "reduction", None) == "mean"
 
     @contextmanager
     def watched(self, *, with_graphs: bool) -> Iterator[None]:
-        """Attach divisors to the losses of these criteria, as far as autograd nodes don't contain them.
+        """Attach divisors to the losses of these criteria, unless the losses' autograd nodes contain the divisors.
 
         Parameters
         ----------
@@ -218,7 +218,7 @@ class ClassLosses:
         if divisor is None:
             divisor = _divisor(target, criterion.weight, criterion.ignore_index)
             attach_divisor(loss, divisor)
-        if found := _found.get():  # an entry for the function that this criterion calls
+        if found := _found.get():  # the entry of the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         self.uneven = self.uneven or ignores or _weighs_targets(criterion)

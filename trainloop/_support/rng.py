@@ -68,7 +68,7 @@ def capture(*, devices: bool = True) -> dict[str, Any]:
 
 
 class Snapshots:
-    """Random states before each forward, in the generators' own formats; of the GPUs, only the current one's state.
+    """Random states before each forward, in the generators' own formats; the only GPU included is the current one.
 
     Python's and numpy's states take 30 times as long to read as torch's, and few programs use these generators while
     they train. So once these states have not changed for 100 forwards, they are read only before every 100th forward.
@@ -91,7 +91,7 @@ class Snapshots:
         return *self._slow, torch.get_rng_state(), device
 
     def unread(self) -> int:
-        """Return the number of forwards since Python's and numpy's states were read; 0 if they are unchanged since."""
+        """Return how many forwards ago Python's and numpy's states were read; 0 if the states are still the same."""
         return 0 if _same(_slow_states(), self._slow) else self._forwards_unread()
 
     def _forwards_unread(self) -> int:
@@ -140,8 +140,8 @@ def _same(one: Any, other: Any) -> bool:
 def restore(state: dict[str, Any]) -> None:
     """Restore the state that :func:`capture` returned.
 
-    The current GPU gets the state of the GPU that was current during the capture, even if it is another one. States of
-    missing GPUs are ignored.
+    The current GPU gets the state of the GPU that was current during the capture, even if that was a different GPU.
+    States of missing GPUs are ignored.
     """
     if not {"python", "numpy", "torch"} <= state.keys():
         warn(
@@ -171,7 +171,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated(seed: int | None = None) -> Iterator[None]:
-    """Isolate random draws in a block from the generators outside; with ``seed``, the draws are always the same."""
+    """Isolate random draws in the block from the generators outside. With ``seed``, the draws are always the same."""
     before = capture()
     first_seed = torch.initial_seed()
     try:
@@ -181,5 +181,6 @@ def isolated(seed: int | None = None) -> Iterator[None]:
     finally:
         restore(before)
         if "cuda" not in before and (seed is not None or torch.cuda.is_initialized()):
-            # CUDA was not in use before, and would have started with the seed of the CPU's generator.
+            # CUDA was not in use before: without this block, it would have started with the seed of the CPU's
+            # generator.
             torch.cuda.manual_seed_all(first_seed)

@@ -3,9 +3,9 @@
 A :func:`scratch_folder` is for sockets and files that multiprocessing creates for ranks and their loader workers.
 By default, Python creates a folder, ``pymp-*``, for each process, and a killed process can't remove its folder. So a
 launch creates one folder for all of its processes, and removes it when they have ended. The folder is locked while any
-of them is alive. If all were killed, including the launching process, the next launch finds the folder unlocked. The
-name of a file in it has the launch's token, and so have the names of the launch's semaphores. Only unlocked folders of
-this user, and semaphores of their launches, are removed.
+of these processes is alive. If all were killed, including the launching process, the next launch finds the folder
+unlocked. The name of a file in it has the launch's token, and so have the names of the launch's semaphores. Only
+unlocked folders of this user, and semaphores of their launches, are removed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Scratch(NamedTuple):
 
 @contextlib.contextmanager
 def scratch_folder(token: str) -> Iterator[Scratch]:
-    """Make a launch's folder, and remove it at the end; first remove folders of launches without a living process.
+    """Create a launch's folder, and remove it at the end; first remove folders of launches without a living process.
 
     Parameters
     ----------
     token : str
-        Token of the launch. Semaphores that :func:`name_semaphores` has named after it are removed as well.
+        Token of the launch. Semaphores that :func:`name_semaphores` has named after this token are removed, too.
     """
     remove_dead()
     scratch = _make(parent=_parent_of_sockets())
@@ -72,7 +72,7 @@ def _parent_of_sockets() -> str:
 
 
 def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scratch:
-    """Make a folder that later calls remove if this process, with all its forks, ends without :func:`remove`.
+    """Create a folder; if this process and its forks end without calling :func:`remove`, a later call removes it.
 
     Only this user can read it. With ``memory_bytes``, it is in shared memory if half of the shared memory remains free.
     """
@@ -104,7 +104,7 @@ def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
             lock_fd = _opened(path)
         if lock_fd is not None:
             return Scratch(path, lock_fd)
-        # Another launch has taken the folder for a dead one, and removed it before it was locked.
+        # Before the folder was locked, another launch considered it abandoned and removed it.
 
 
 def _remove(scratch: Scratch, *, own: bool) -> None:
@@ -118,10 +118,10 @@ def _remove(scratch: Scratch, *, own: bool) -> None:
 
 
 def name_semaphores(token: str) -> None:
-    """Name the semaphores of this process and its workers after their launch.
+    """Put the launch's token into the names of the semaphores of this process and its workers.
 
-    A rank calls this, because it may be killed: then only the semaphores' names show their launch. Other libraries
-    choose other names: joblib's loky does so for the whole process when it is imported.
+    A rank calls this, because it may be killed: then only the names of its semaphores show which launch created them.
+    Other libraries choose other names: joblib's loky does so for the whole process when it is imported.
     """
     from multiprocessing import synchronize  # keeps `import trainloop` fast
 
@@ -159,10 +159,10 @@ def _opened(path: str) -> int:
 
 
 def _lock(path: str) -> int | None:
-    """Return a descriptor that holds the folder's lock.
+    """Return a descriptor that keeps the folder locked.
 
-    ``None`` if another process holds the lock or has removed the folder. Other errors are raised: on file systems
-    without locks (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
+    ``None`` if another process has locked or removed the folder. Other errors are raised: on file systems without locks
+    (``EOPNOTSUPP``; NFS has none for folders, ``EBADF``), or if this process has too many open files.
     """
     assert fcntl is not None
     with contextlib.ExitStack() as undo:

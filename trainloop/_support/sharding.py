@@ -1,4 +1,4 @@
-"""Decide which rank takes which sample, in which order and with which weight: arithmetic over ints, no torch.
+"""Decide which rank takes which sample, in which order and with which weight, by integer arithmetic without torch.
 
 An epoch is one *global order* of samples, cut into *global batches* of ``batch_size * world_size`` samples. From each
 global batch, rank ``r`` takes every ``world_size``-th sample, beginning with sample ``r``. So any number of ranks with
@@ -81,7 +81,7 @@ class BatchPlan:
 
     @property
     def num_batches(self) -> int:
-        """Global batches of an epoch, the same number on every rank; a rank's part of the last one may be empty."""
+        """Global batches of an epoch, the same number on every rank. A rank's part of the last batch may be empty."""
         return self.num_full + (self.last_size > 0)
 
     @property
@@ -104,7 +104,7 @@ class BatchPlan:
         """Return the positions, as a range, of rank ``rank``'s samples in some global batches.
 
         The length of a full global batch is a multiple of ``world_size``, so a rank's samples have the same stride over
-        the whole epoch, also from one batch to the next.
+        the whole epoch, including across batch boundaries.
         """
         start = first_batch * self.global_batch_size + rank
         stop = min((first_batch + num_batches) * self.global_batch_size, self.num_taken)
@@ -124,7 +124,7 @@ class IdentityOrder:
         return self._length
 
     def at(self, positions: Ints) -> Ints:
-        """Return the positions themselves."""
+        """Return the positions unchanged."""
         return positions
 
 
@@ -235,7 +235,7 @@ class StepWeights(NamedTuple):
     """Weights of one rank's micro-batches, such that the mean over ranks is the mean over the step's samples."""
 
     scales: list[float] | None
-    """Factor of each of this rank's losses; None if all are equal: divide each loss by the number of losses."""
+    """Factor of each of this rank's losses; None if all are equal (divide each loss by the number of losses)."""
 
     total: int
     """Samples of all ranks in the step."""

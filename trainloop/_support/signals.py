@@ -69,7 +69,7 @@ class ReceivedSignals:
         """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop._support.stopping`, OR-ed."""
 
     def note(self, reasons: int) -> None:
-        """Add signals that another process received, such as a rank; other reasons to stop are ignored."""
+        """Add signals that another process, such as a rank, received. Reasons that are not signals are ignored."""
         self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
 
     def raise_if_any(self) -> None:
@@ -124,7 +124,7 @@ class _Handlers:
 
     @contextlib.contextmanager
     def also(self, stop: StopAgreement | None) -> Iterator[None]:
-        """Also pass to ``stop`` the signals that have arrived, and those that arrive during the context."""
+        """During the context, pass signals to ``stop`` as well; signals that arrived before are passed at once."""
         if stop is None or stop in self.stops:
             yield
             return
@@ -313,7 +313,7 @@ def _handled_for(stop: StopAgreement) -> bool:
 
 
 class _Mark:
-    """A byte that a process shares with its loader workers, which shows them the meaning of a signal.
+    """A byte that a process shares with its loader workers, so that workers know how to handle a signal.
 
     Forked workers inherit it; spawned ones receive it with their :class:`WorkerInit`.
     """
@@ -333,7 +333,7 @@ class _Mark:
         self._byte[0] = self._RECEIVED
 
     def set_over(self) -> None:
-        """Mark that the process no longer needs its workers and starts no more; it may have sent the signal itself."""
+        """Mark that the process no longer needs workers and starts no others. It may have sent the signal itself."""
         self._byte[0] = self._OVER
         if self._fd >= 0:
             os.close(self._fd)
@@ -341,7 +341,7 @@ class _Mark:
 
     @property
     def received(self) -> bool | None:
-        """True if the worker's process got a signal, too, and still needs the worker; ``None`` if it got no signal."""
+        """True if the served process got a signal and still needs its workers; ``None`` if it got no signal."""
         return None if self._byte[0] == self._NOTHING else self._byte[0] == self._RECEIVED
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -359,7 +359,7 @@ def _open_mark(path: str) -> _Mark | None:
 
 
 _mark: _Mark | None = None
-"""This process's mark while it handles signals; in a worker, the mark of the process that it serves."""
+"""This process's mark while it handles signals; in a worker, the mark of the process that the worker serves."""
 
 
 class WorkerInit:
@@ -402,7 +402,7 @@ class WorkerInit:
 
 
 def started(loader: Any) -> Iterator[Any]:
-    """Return ``iter(loader)``, with signals blocked in its workers until they can outlive one.
+    """Return ``iter(loader)``; its workers block signals until they can handle a signal without ending.
 
     Until :class:`WorkerInit` is called, possibly seconds later on a busy machine, torch's own handler would end a
     worker at a SIGTERM.
@@ -418,7 +418,7 @@ def started(loader: Any) -> Iterator[Any]:
 
 
 def _in_worker(number: int, frame: FrameType | None) -> None:
-    """Continue if the process that this worker serves received the signal, too; otherwise end.
+    """Let this worker continue if the process that it serves received the signal, too; otherwise, end the worker.
 
     That process can record the signal only between two Python instructions, possibly after a long backward pass. The
     worker checks repeatedly, and continues to load meanwhile.

@@ -198,7 +198,8 @@ class GroupStop:
     world_size : int
         Number of ranks in it.
     also : SharedStop, optional
-        Agreement of this node's ranks. Requests to it, by signals or the launching process, count as this rank's.
+        Agreement of this node's ranks. Requests that signals or the launching process send to it count as requests of
+        this rank.
     """
 
     def __init__(self, group: Any, world_size: int, also: SharedStop | None = None) -> None:
@@ -232,7 +233,7 @@ class GroupStop:
         return reasons if yes == self._world_size else 0
 
     def finish(self) -> None:
-        """Wait for the exchange in flight; every rank calls it once, before the group is destroyed."""
+        """Wait for the exchange in flight; every rank must call this once, before the group is destroyed."""
         if self._pending is not None:
             self._outcome()
 

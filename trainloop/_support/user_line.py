@@ -16,7 +16,7 @@ _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # this package
     *(os.path.join(_PYTHON, name) for name in ("contextlib.py", "threading.py", "multiprocessing" + os.sep)),
     "<frozen ",
-    "<string>",  # python -c, by which processes are started
+    "<string>",  # python -c, which starts processes
 )
 
 
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     file: str
     line: int
     module: str
-    """Name of its module, which warning filters may match."""
+    """Name of the line's module, which warning filters may match."""
 
 
 _caller: Place | None = None  # in a process that this package has started: the user's line in the calling process

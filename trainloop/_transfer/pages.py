@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 PAGE = mmap.PAGESIZE
-_CHUNK = 32 << 20  # bytes that exist twice at most while memory is moved
-_MAP_COUNT_MARGIN = 8192  # mappings left for everything else
+_CHUNK = 32 << 20  # maximum number of bytes that exist twice while memory is moved
+_MAP_COUNT_MARGIN = 8192  # number of mappings left for everything else
 
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x02, 0x10, 0x20
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
@@ -108,7 +108,7 @@ def evict_clean_pages(spans: Iterable[tuple[int, int]]) -> int:
     """Evict clean pages of mapped files from this process's memory; the files keep their contents.
 
     The next access maps them again. Pages that were written to are kept, since they exist in no file (the mapping is
-    private), and so is memory that belongs to no file. No other thread may write to the pages meanwhile.
+    private), and so is memory that is not part of a file. No other thread may write to the pages meanwhile.
 
     Parameters
     ----------
@@ -151,9 +151,9 @@ class MovedPages:
     is private: as before, only this process and its forked children see its later writes. :meth:`restore` puts ordinary
     memory back.
 
-    Memory is moved only if it is private, anonymous (the heap, or mapped by ``malloc`` for large arrays) and not
-    locked, and only while no other Python thread is running: a write during the move would be lost. Any other memory
-    remains where it is, and the file has a second copy.
+    Only private, anonymous, unlocked memory is moved: the heap, and large arrays that ``malloc`` maps. No other Python
+    thread may run meanwhile, because its writes would be lost. Any other memory remains where it is, and the file has a
+    second copy.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Send one object to all ranks of a node: a pickle stream and its arrays, in one file that every rank maps."""
+"""Send one object to all ranks of a node, as a pickle stream and arrays in one file that every rank maps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainloop.errors import UnpicklableError
 __all__ = ["PayloadHandle", "Payload", "pack"]
 
 _MOVED = 64 << 10  # bytes; memory of at least this size is shared in place
-_MOST_MOVED = 8192  # each takes one or two mappings, of which a process may have 65530
+_MOST_MOVED = 8192  # each takes one or two mappings; Linux allows a process 65530
 _ALIGNMENT = 64
 
 
@@ -77,10 +77,10 @@ _sent_to_main: set[str] = set()
 
 
 class _LateNames:
-    """Definitions of ``__main__`` that a pickler has sent by value; the pickler must pickle this object last."""
+    """The definitions of ``__main__`` that a pickler has sent by value; the pickler must pickle this object last."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
-        self._names = names  # without a reference to the pickler, whose memo refers to this object
+        self._names = names  # no reference to the pickler, whose memo refers to this object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self._names),)
@@ -92,7 +92,7 @@ class Payload:
     Parameters
     ----------
     handle : PayloadHandle
-        The description that ranks receive.
+        The handle that ranks receive.
     descriptors : list of int
         Descriptors that the ranks need, including the payload's.
     pages : MovedPages
@@ -127,8 +127,8 @@ class Payload:
 def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     """Pickle ``obj`` into a file that any number of ranks of this node can map.
 
-    Afterwards, large arrays and tensors of ``obj`` exist once for this process and the ranks together; until
-    :meth:`Payload.close` that file is their memory. They keep identity, type, values and writability.
+    Afterwards, large arrays and tensors of ``obj`` exist only once, in the file, which this process and the ranks map
+    until :meth:`Payload.close`. They keep identity, type, values and writability.
 
     Parameters
     ----------

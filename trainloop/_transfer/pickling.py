@@ -87,9 +87,9 @@ class Pickler(cloudpickle.Pickler):
     def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.main_names: dict[str, Any] = {}
-        """Classes and functions of ``__main__`` that were sent, by their name there."""
+        """Classes and functions of ``__main__`` that were sent, by their names in ``__main__``."""
         self.copies: list[np.ndarray[Any, Any]] = []
-        """Copies of arrays made for the stream; their memory is not the user's."""
+        """Copies of arrays that were made for the stream, so that their memory is not the user's."""
         self._by_value: dict[str, bool] = {}
         # Functions of (pickler, object): a method bound to the pickler would create a cycle, which keeps memory.
         self._reducers: dict[type, Callable[[Pickler, Any], Any] | None] = {}
@@ -211,8 +211,8 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
-    # Connections, shared values and the like are sent as multiprocessing sends them to processes that it starts, but
-    # not by its module `reduction`, which handles sockets and methods.
+    # Connections, shared values and the like are sent in the same way as multiprocessing sends them to processes that
+    # it starts. The exceptions are sockets and methods, which its module `reduction` handles.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
@@ -232,7 +232,7 @@ def _refuse(pickler: Pickler, obj: Any) -> Any:
 
 
 def _without_iterator(pickler: Pickler, loader: DataLoader[Any]) -> Any:
-    """Pickle a loader without the iterator that persistent workers leave in it, which belongs to this process."""
+    """Pickle a loader without the iterator that persistent workers leave in it and that only this process can use."""
     if getattr(loader, "_iterator", None) is None:
         return NotImplemented
     reduced = list(object.__reduce_ex__(loader, 4))
@@ -258,7 +258,7 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
     while source is not None and not isinstance(source, mmap.mmap):
         source = getattr(source, "base", None)
     path = getattr(array, "filename", None)
-    # Mode 'c' may hold changes that are not in the file.
+    # Mode 'c' may have changes that are not in the file.
     if source is None or path is None or array.mode not in ("r", "r+", "w+"):
         return None
     low, high = _bounds(array)
@@ -324,7 +324,7 @@ def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> t
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(rebuild(*args)).numpy()
     if not data.nbytes:
         return torch.UntypedStorage(0)
-    if sys.platform == "win32":  # torch shares memory by name there
+    if sys.platform == "win32":  # on other systems, torch shares memory by name
         return torch.from_numpy(data).clone().share_memory_().untyped_storage()
     own, copied = anonymous_file("shared"), 0
     os.ftruncate(own, data.nbytes)
@@ -443,13 +443,13 @@ class StateUnpickler(pickle.Unpickler):
         return self._known[pid]
 
 
-# IDs of classes received by value. cloudpickle also tracks classes created here, once they have been pickled.
+# IDs of classes received by value. cloudpickle tracks classes created here, too, once they have been pickled.
 _arrived_classes: set[str] = set()
 
 
 @contextlib.contextmanager
 def noting_classes() -> Iterator[None]:
-    """Record the classes received by value in this context: their sender has them under the same IDs."""
+    """Record the classes received by value in this context. The sender has these classes under the same IDs."""
     tracked = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
     before = set(tracked)
     yield

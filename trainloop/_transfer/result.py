@@ -1,4 +1,4 @@
-"""Results of a host's ranks: one file that all ranks map; the reader frees it piece by piece.
+"""Results of a host's ranks, in one file that all ranks map and that the reader frees piece by piece.
 
 ::
 
@@ -51,7 +51,7 @@ class ResultFile:
     # -- in ranks ------------------------------------------------------------------------------------------------------
 
     def room_for(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-        """Return zero tensors in the file. Ranks of one host that make the same calls in order get the same memory.
+        """Return tensors of zeros in the file. Ranks of one host that make the same calls in order get the same memory.
 
         If local rank 0's result contains such tensors, they are not copied.
         """
@@ -62,7 +62,8 @@ class ResultFile:
             nbytes = shape.numel() * dtype.itemsize
             places.append((end - begin, nbytes, shape, dtype))
             end += nbytes
-        # Write one byte behind it: ranks extend the file in any order, and must not truncate what others have written.
+        # Extend the file by writing one byte at the end of the room: truncating it could remove data that other ranks
+        # have written.
         write_all(self._fd, memoryview(b"\0"), end)
         self._end = end + 1
         mapped = mmap.mmap(self._fd, end + 1 - begin, offset=begin)
@@ -78,7 +79,10 @@ class ResultFile:
         return tensors
 
     def write(self, result: object) -> None:
-        """Write the result, on local rank 0; all ranks write their shards to the room before the reader starts."""
+        """Write the result; only local rank 0 calls this.
+
+        All ranks write their shards to the room before the reader starts.
+        """
         stream = io.BytesIO()
         table: list[tuple[int, int]] = []
 

@@ -37,7 +37,7 @@ _OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whos
 
 
 def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> dict[str, Any]:
-    """Return all parts of ``roots`` whose identity matters, by path; each once.
+    """Return all parts of ``roots`` whose identity matters, each once, by path.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     apart : mapping of int to object
         Objects to leave out, by their id: neither they nor their contents are parts.
     """
-    # ``nested`` walks trees only. Here, objects may refer to each other in cycles, and the walk also follows
-    # attributes, closures and functions' arguments. It is breadth first, so that each part gets its shortest path.
+    # ``nested`` walks trees only. Here, objects may refer to each other in cycles, and the walk follows attributes,
+    # closures and functions' arguments, too. It is breadth first, so that each part gets its shortest path.
     found: dict[str, Any] = {}
     seen = set(apart)
     queue = deque(roots.items())
@@ -57,16 +57,16 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
             continue
         seen.add(id(obj))
         if type(obj).__module__.startswith(_OTHERS):
-            if isinstance(obj, nn.Module):  # made by torch.compile: its only child is the original
+            if isinstance(obj, nn.Module):  # a wrapper by torch.compile: its only child is the original module
                 queue.extend((f"{path}.{i}", part) for i, part in enumerate(obj.children()))
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only their parts can be written to
+            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only the parts can be written to
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            # Keys may be parameters, so their position identifies them on both sides.
+            # Keys may be parameters, so the position of a key identifies it on both sides.
             queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
     return found
 
@@ -89,7 +89,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
-    """Return the contents of an object that may be overwritten; ``None`` for a value without contents."""
+    """Return the contents of an object, which may be overwritten; ``None`` for a value without contents."""
     if isinstance(obj, (list, deque)):
         return list(obj) if len(obj) <= _LONG else None
     if isinstance(obj, dict):
@@ -103,13 +103,13 @@ def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
     return {
         name: value
         for name, value in kept_attributes(obj).items()
-        # Attributes that the object leaves out of its state, or replaces in it, belong to one process.
+        # Attributes that __getstate__ omits or replaces are local to one process.
         if name not in torch_own and attributes.get(name, _MISSING) is value
     }
 
 
 def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fingerprint | None]:
-    """Return a fingerprint of each part's contents, for :func:`changed_parts`; ``None`` if they can't be pickled."""
+    """Return each part's fingerprint, for :func:`changed_parts`; ``None`` for a part that can't be pickled."""
     return {
         path: fingerprint(_contents(obj), known, fixed=True)
         for path, obj in parts.items()
@@ -120,7 +120,7 @@ def fingerprints(parts: Mapping[str, Any], known: list[object]) -> dict[str, Fin
 def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fingerprint | None:
     """Return a fingerprint to detect changes of a value; ``None`` if it can't be pickled.
 
-    With ``fixed``, the fingerprint is that of the value now; otherwise, large memory is read at the comparison.
+    With ``fixed``, the fingerprint describes the value now; otherwise, large memory is read only at the comparison.
     """
     try:
         found = Fingerprint(value, known)

@@ -185,7 +185,7 @@ def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
-    """Return all attributes of an optimizer (torch's pickled state has three), or those that its class chooses to keep.
+    """Return all attributes of an optimizer (torch pickles three), or the state that its own ``__getstate__`` returns.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def kept_attributes(obj: object) -> dict[str, Any]:
         state = get_state(obj)
     except Exception:  # whatever a user's __getstate__ raises: pickling itself will report it
         return {}
-    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and those in slots
+    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and attributes in slots
         state = state[0]
     return dict(state) if isinstance(state, dict) else {}
 

@@ -38,7 +38,7 @@ class Unpicklable:
 
 
 def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
-    """Return the parts of ``roots`` that can't be pickled, those nearest to the roots first; at most five.
+    """Return at most five parts of ``roots`` that can't be pickled, beginning with the parts nearest to the roots.
 
     Parameters
     ----------
@@ -49,14 +49,14 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
     visited: set[int] = set()
     # Breadth first: a part that several paths reach is named by the shortest.
     queue = deque(_failing(roots.items()))
-    keep = list(queue)  # keeps objects alive, so that ids stay unique
+    keep = list(queue)  # keep objects alive, so that their ids stay unique
     while queue and len(found) < _MOST_FOUND and len(visited) < _MOST_VISITED:
         path, obj = queue.popleft()
         if id(obj) in visited:
             continue
         visited.add(id(obj))
         advice = _known_advice(obj)
-        # Name an object that belongs to one process, not a part of it: a thread, not its lock.
+        # Name an object that is valid in one process only, not a part of this object: a thread, not its lock.
         parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
         keep += parts
         queue.extend(parts)
@@ -119,7 +119,7 @@ def _error_of(obj: object) -> Exception | None:
 
 
 def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the parts that can't be pickled, by bisection: a list may have millions, most of them picklable."""
+    """Return the parts that can't be pickled, by bisection: a list may have millions of parts, most of which can."""
     parts = list(parts)
     if not parts or _error_of([part for _, part in parts]) is None:
         return []
@@ -280,7 +280,7 @@ _ADVICE = {
 
 
 def _known_advice(obj: object) -> str:
-    """Return advice about an object of this type; empty unless the type is known to belong to one process."""
+    """Return advice about an object of a type that is valid in one process only; an empty string for other types."""
     for base in type(obj).__mro__[:-1]:
         for name in (base.__module__.partition(".")[0], base.__name__):
             if name in _ADVICE:

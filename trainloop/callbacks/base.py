@@ -113,7 +113,7 @@ class AbstractCallback:
         __signature__ = _OwnSignature()
 
         def __new__(cls, *args: Any, **kwargs: Any) -> AbstractCallback:
-            """Raise an error if an argument has another library's name; the error gives the name used here."""
+            """Raise an error if an argument's name is that of another library; the error gives the name used here."""
             parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
@@ -149,10 +149,10 @@ class AbstractCallback:
     ) -> None:
         """Record a metric from a hook, with the arguments of :meth:`.TTModel.log`. By default, all ranks' values count.
 
-        The value belongs to the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``, and
-        the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end of an
-        epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the hooks of
-        an evaluation, the name gets the prefix of that evaluation.
+        The value is recorded for the hook's epoch: the first epoch in ``on_train_begin``, the last in ``on_train_end``,
+        and the interrupted epoch in ``on_exception`` (where only this rank's value counts). If a hook logs at the end
+        of an epoch or of the training, callbacks that run later find the value in the history, on all ranks. In the
+        hooks of an evaluation, the name gets the prefix of that evaluation.
 
         Between two steps (for example in ``on_epoch_begin`` and ``on_epoch_end``) ``on_step`` defaults to False, and
         the weight in a mean is 1. All values with one name form one metric, whether callbacks or the model log them,
@@ -211,11 +211,11 @@ class AbstractCallback:
     def on_multiprocess_start(self) -> None:
         """Called on each rank, before its loaders are split. Create per-rank data here.
 
-        It is also called in ``single`` and ``dp``, so that the same script works in all modes.
+        It is called in ``single`` and ``dp``, too, so that the same script works in all modes.
         """
 
     def on_train_begin(self) -> None:
-        """Called on each rank when model and loaders are ready."""
+        """Called on each rank once the model and the loaders are ready."""
 
     def on_restart(self, failure: Any) -> None:
         """Called on each rank when a run restarts after a failure, once the newest checkpoint is loaded.
@@ -246,7 +246,7 @@ class AbstractCallback:
         """Called after each (micro-)batch."""
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
-        """Called on all ranks before a pass that computes a dataset's loss or predictions, inside or outside ``fit``.
+        """Called on all ranks before a pass over a dataset for its loss or predictions, inside or outside ``fit``.
 
         The model is already in evaluation mode, and gradients are disabled. Random numbers drawn here do not affect the
         training.
@@ -260,7 +260,7 @@ class AbstractCallback:
         """
 
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
-        """Called after the last batch of a pass, with its ``dataset_info``; values logged here belong to the pass.
+        """Called after the last batch of a pass, with its ``dataset_info``; values logged here are values of the pass.
 
         Predictions have not been gathered yet. The hook is not called if the pass ended with an exception.
         """
@@ -287,7 +287,7 @@ class AbstractCallback:
 
 
 class Saver(AbstractCallback):
-    """Base of callbacks that write checkpoints between steps; the loop calls these methods on all ranks."""
+    """Base of callbacks that write checkpoints between steps. The loop calls the methods below on all ranks."""
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due; called after the last hook of a step."""
@@ -371,7 +371,10 @@ def check_counts(callback: AbstractCallback, *names: str, least: int = 1, option
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
-    """Raise ConfigurationError if a loop does not have this loader. ``owner`` is the part that needs it."""
+    """Raise ConfigurationError if the loop does not have this loader.
+
+    The error names ``owner`` as the part that needs it.
+    """
     if getattr(loop, loader) is None:
         raise ConfigurationError(f"{owner}: the loop has no {loader}. Pass one to TrainLoop.")
 
@@ -455,7 +458,7 @@ _warned: WeakSet[type] = WeakSet()
 def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) -> None:
     """Warn once per class about methods that look like hooks but are never called.
 
-    A method that a base class from another library defines is a hook of that library, so it causes no warning.
+    If a base class from another library defines the method, it is a hook of that library and causes no warning.
 
     Parameters
     ----------
@@ -473,7 +476,7 @@ def warn_of_misnamed_hooks(callbacks: Iterable[AbstractCallback], model: Any) ->
 
 
 def _misnamed(kind: type) -> Iterator[tuple[str, str]]:
-    """Yield names of methods of users' classes that resemble a hook but are not one, each with that hook's name."""
+    """Yield each method of a user's class that resembles a hook but is not one, and the name of that hook."""
     base = AbstractCallback if issubclass(kind, AbstractCallback) else TTModel
     classes = [cls for cls in kind.__mro__ if issubclass(cls, base) and cls.__module__.partition(".")[0] != "trainloop"]
     seen = {name for cls in kind.__mro__ if cls not in classes for name in vars(cls)}

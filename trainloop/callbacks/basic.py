@@ -1,4 +1,4 @@
-"""Small callbacks: functions at hooks, subsets of the data, loaders made in ranks, plots of the history, and others."""
+"""Small callbacks: functions at hooks, subsets of the data, loaders created in ranks, plots of the history, ..."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ListRegisteredCallbacks(AbstractCallback):
 class AllPredictionsSame(AbstractCallback):
     """Detect that a model predicts the same value for all samples, which can happen if classes are unbalanced.
 
-    It predicts the validation set after each epoch.
+    The callback predicts the validation set after each epoch.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ class FunctionOnTrainLoop(AbstractCallback):
 
 
 class InMultiProcessDataLoad(AbstractCallback):
-    """Make loaders in each rank of ``ddp`` instead of sending them to the ranks.
+    """Create loaders in each rank of ``ddp`` instead of sending them to the ranks.
 
     Pass this callback as ``fit(in_process_data_load=...)``; ``train_loader=None`` is then allowed. The loop shards
     these loaders like any others.
@@ -282,15 +282,15 @@ class InMultiProcessDataLoad(AbstractCallback):
             loop.test_loader = self.build_test_dataloader()
 
     def build_train_dataloader(self) -> Any:
-        """Return the training loader, made in the rank."""
+        """Create the training loader in the rank, and return it."""
         return _call(self.train_loader_build_fn)
 
     def build_val_dataloader(self) -> Any:
-        """Return the validation loader, made in the rank."""
+        """Create the validation loader in the rank, and return it."""
         return _call(self.val_loader_build_fn)
 
     def build_test_dataloader(self) -> Any:
-        """Return the test loader, made in the rank."""
+        """Create the test loader in the rank, and return it."""
         return _call(self.test_loader_build_fn)
 
 

@@ -1,4 +1,4 @@
-"""ModelCheckpoint, which decides when checkpoints are written and by which rank, and handles errors."""
+"""ModelCheckpoint decides when, and by which rank, checkpoints are written, and handles errors."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ModelCheckpoint(Saver):
         mode.
     keep : int or None
         Number of checkpoints to keep: the best by ``monitor`` or, if there is no monitor, the newest. None keeps all.
-        The newest is always kept as well. Only files of this run are deleted, including files that the run wrote before
-        it was resumed.
+        The newest is always kept, too. Only files of this run are deleted, including files that the run wrote before it
+        was resumed.
     async_save : bool
         If True, the loop waits only while the state is copied to host memory, and a thread writes the copy. If a
         checkpoint is due before the previous one is on disk, the loop waits for the previous one. So a killed run loses
@@ -67,7 +67,7 @@ class ModelCheckpoint(Saver):
         Write a checkpoint after the first step that ends at least this many minutes after the last checkpoint, by rank
         0's clock.
     safetensors : bool
-        Also write the model's weights beside each checkpoint as ``*.safetensors`` (extra ``safetensors``).
+        Write the model's weights beside each checkpoint as well, as ``*.safetensors`` (extra ``safetensors``).
     exclude : str or sequence of str
         Parts of the model to leave out, such as ``"teacher"`` or ``"encoder.embed.weight"``. They must be frozen, and
         the script must load them before ``fit``. A resumed run checks that their values (in ``fsdp``, only their
@@ -188,7 +188,7 @@ class ModelCheckpoint(Saver):
         Parameters
         ----------
         model : nn.Module, optional
-            Model to load the weights into. Default: the loop's.
+            Model to load the weights into. Default: the loop's model.
 
         Returns
         -------
@@ -223,7 +223,7 @@ class ModelCheckpoint(Saver):
         return None if found is None else found[1]
 
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
-        """Return the complete checkpoints that this run or one of ``runs`` wrote, in the order of writing."""
+        """Return the complete checkpoints that this run or one of ``runs`` wrote, oldest first."""
         return self._checkpoints.on_disk(runs)
 
     def save_due(self) -> None:
@@ -339,13 +339,13 @@ class ModelCheckpoint(Saver):
         self.share_paths()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._finish_writing(_OTHERS_S)  # not longer, because other ranks may have ended
+        self._finish_writing(_OTHERS_S)  # wait no longer, because other ranks may have ended
         self._host_copy = checkpoint.HostCopy()
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
-        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until it has their state."""
+        """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until rank 0 has their state."""
         loop = self.train_loop_obj
         self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
         self._saved_step = loop.global_step

@@ -97,8 +97,8 @@ class FailureRecorder(AbstractCallback):
     * Once Python's and numpy's random states have not changed for 100 forwards, they are read only before every 100th
       forward. If a program uses these generators rarely, the replay reports that its numbers may differ.
     * Buffers, of spectral norm for example, are copied before each step: the smallest ones, up to 1 MiB in total. If a
-      forward changes others, they have the values after the failing forward, and the record names them. Other state of
-      the model also has the values after the failing forward, except ``carried_state``.
+      forward changes other buffers, the record has their values after the failing forward, and names them. The record
+      has all other state of the model, except ``carried_state``, as it was after the failing forward.
     * ``ddp`` averages gradients during the last backward of a step, so the rank's own gradients of that batch no longer
       exist. A replay always compares the loss. It compares gradients in ``single`` and ``dp``, in micro-batches before
       the last one of a step, and in steps whose ``get_loss`` yields its losses.
@@ -122,7 +122,7 @@ class FailureRecorder(AbstractCallback):
         self._forget()
 
     def _forget(self) -> None:
-        self._step: Any = None  # the step that the following attributes describe
+        self._step: Any = None  # the step that the attributes below describe
         self._random = rng.Snapshots()
         self._states: list[Any] = []  # random states before each forward
         self._ended = 0  # number of backward passes that have ended
@@ -302,7 +302,7 @@ class FailureRecorder(AbstractCallback):
         return about_record(path)
 
     def _refused(self) -> str:
-        """Return the reason why no record can be written; empty if one can."""
+        """Return the reason why no record can be written; an empty string if a record can be written."""
         sharded = [name for name, p in self.train_loop_obj.model.named_parameters() if is_sharded(p)]
         if not sharded:
             return ""

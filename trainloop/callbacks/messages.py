@@ -1,4 +1,4 @@
-"""Messages that callbacks of one loop exchange."""
+"""Exchange messages between the callbacks of one loop."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class MessageService:
         self.store(Message(key, value, chosen))
 
     def store(self, message: Message) -> None:
-        """Append a message to the messages with its key; with ``'overwrite'``, replace them."""
+        """Append a message to the messages with the same key; with ``'overwrite'``, replace those messages."""
         if OVERWRITE in message.msg_handling_settings:
             self.message_store.pop(message.key, None)
         self.message_store.setdefault(message.key, []).append(message)
 
     def read_messages(self, key: str) -> list[Any]:
-        """Return the values under ``key``, oldest first; empty if there are none."""
+        """Return the values under ``key``, oldest first; an empty list if there are no values."""
         messages = self.message_store.get(key, [])
         self.message_store[key] = [message for message in messages if UNTIL_READ not in message.msg_handling_settings]
         return [message.value for message in messages]

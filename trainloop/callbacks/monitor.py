@@ -1,4 +1,4 @@
-"""Read a metric from the history, each value once, for callbacks that make decisions by it."""
+"""Read a metric from the history, each value once, for callbacks that decide by this metric."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
-_NEAR = 0.75  # minimum similarity of a name that an error suggests
+_NEAR = 0.75  # how similar a name must be for an error message to suggest it
 
 # Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
 # "score" is better.
@@ -33,15 +33,15 @@ _HIGHER = frozenset(
 class Monitor:
     """The newest value of one metric in the loop's history.
 
-    The history is the same on all ranks, and so are decisions based on it.
+    Decisions that are based on this value are the same on all ranks, because the history is.
 
     Parameters
     ----------
     name : str
         Name in ``history``.
     mode : {'auto', 'min', 'max'}
-        ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``), or by
-        ``higher_is_better`` of the torchmetrics metric of that name, in the model or evaluated by a callback.
+        ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``), or, if
+        the model or a callback has a torchmetrics metric of that name, by its ``higher_is_better``.
     owner : str
         Name of the callback to mention in error messages.
 
@@ -125,7 +125,7 @@ class Monitor:
                 f"has: {names}.{hint} Monitor one of these, or call self.log({self.name!r}, value) in the model."
             )
         if len(values) == self._seen:
-            return None  # the metric is evaluated only every n epochs; an old value must not count twice
+            return None  # the metric is evaluated only every n epochs: the last value must not count twice
         self._seen = len(values)
         return float(values[-1])
 
@@ -153,8 +153,8 @@ def check_mode(mode: Any, owner: str) -> None:
 
 
 def _lower_is_better(name: str) -> bool | None:
-    """Return True if the words of a name show that lower is better, False if higher is; ``None`` if it is unclear."""
-    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # also splits camel case
+    """Return True if a name's words show that lower is better, False if higher is better, ``None`` if it is unclear."""
+    texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # splits camel case, too
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:
         return True

@@ -52,11 +52,12 @@ class TerminateOnNaN(GradientCallbackBase):
     Parameters
     ----------
     monitor : str
-        Metric in ``history`` to check after each epoch as well.
+        Metric in ``history`` that is checked after each epoch, in addition.
     check_every_n_steps : int, optional
         Steps between two checks. Default: 1 on the CPU, 50 on other devices.
     gradients : bool
-        Also check gradients, which costs one pass over them in each step. If False, the report can't name a parameter.
+        Check gradients, too, which costs one pass over all gradients in each step. If False, the report can't name a
+        parameter.
 
     Attributes
     ----------
@@ -86,7 +87,7 @@ class TerminateOnNaN(GradientCallbackBase):
     def _forget(self) -> None:
         self._values: list[Tensor] = []
         self._sources: list[tuple[int, str | None]] = []  # step and parameter of each value; None for the loss
-        self._gradients_from = 0  # index at which the current step's gradients begin in both lists
+        self._gradients_from = 0  # index in both lists at which the current step's gradients begin
         self._steps = 0
         self._step_done = False
 
@@ -111,7 +112,7 @@ class TerminateOnNaN(GradientCallbackBase):
             self._parameters[optimizer_idx] = self.named_parameters(optimizer_idx)
         for name, parameter in self._parameters[optimizer_idx]:
             gradient = parameter.grad
-            # Each rank checks its own shard of a sharded gradient. If a rank finds NaN, training ends on all ranks.
+            # Each rank checks its shard of a sharded gradient. If a rank finds NaN, training ends on all ranks.
             shard = None if gradient is None else local_shard(gradient)
             if shard is not None and shard.numel():  # a rank's shard of a small parameter may be empty
                 names.append(name)
@@ -130,7 +131,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
-        # The step to which this batch belongs. global_step already includes it if this was the step's last batch.
+        # The step that includes this batch. global_step already counts this step if this was the step's last batch.
         step = loop.global_step + (not self._step_done)
         for loss in _losses(loop.last_loss):
             self._values.append(loss)
@@ -184,7 +185,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
 
 def describe_not_finite(*, loss: bool, gradients: Sequence[str]) -> str:
-    """Return a text that names the loss and these parameters' gradients as not finite; empty if all are finite."""
+    """Return a message that names the loss and gradients that are not finite; an empty string if all are finite."""
     found = ["the loss is not finite"] if loss else []
     if gradients:
         more = f" (and of {len(gradients) - 1} more)" if len(gradients) > 1 else ""

@@ -34,8 +34,8 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     The name of a metric gets a prefix. ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data). At
     the end of training it becomes ``train_end_val_accuracy``, and within epochs ``iterfreq<n>_val_accuracy``.
-    Predictions are gathered from all ranks, each sample once, so all ranks have exactly the same metrics as a single
-    process.
+    Predictions are gathered from all ranks, and each sample counts once, so all ranks get exactly the metrics of a
+    single process.
 
     Parameters
     ----------
@@ -85,9 +85,9 @@ class ModelPerformanceEvaluation(AbstractCallback):
         self.args = self.args or {}
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
-        self._latest: tuple[Any, dict[str, float]] | None = None  # key of the weights, metrics
+        self._latest: tuple[Any, dict[str, float]] | None = None  # key that identifies the weights; metrics
         if self.on_iteration_frequency:
-            # Set only if it is needed, because a hook in every step costs time.
+            # Set the hook only if it is needed, because a hook in every step costs time.
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
@@ -308,9 +308,9 @@ class ModelPerformancePrintReport(AbstractCallback):
     report_frequency : int, optional
         Epochs between two reports, starting with the first. Default: every epoch.
     strict_metric_reporting : bool
-        If True, a missing metric is an error; otherwise a line says that it is missing.
+        If True, a missing metric is an error; otherwise, a line reports that it is missing.
     list_tracked_metrics : bool
-        Also print the names of all metrics in the history.
+        Print the names of all metrics in the history, too.
 
     Raises
     ------
@@ -437,7 +437,7 @@ class TrainHistoryFormatter(AbstractCallback):
         self.train_loop_obj.insert_metric_result_into_history(name, value)
 
     def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Return True if the list has one value for each epoch so far; at the end of training, if it has exactly one.
+        """Return True if the list has one value for each epoch so far (at the end of training: exactly one value).
 
         Raises
         ------

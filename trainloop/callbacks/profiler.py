@@ -1,4 +1,4 @@
-"""Callbacks that measure steps: torch's profiler, and samples, tokens and FLOPs per second."""
+"""Callbacks that measure steps with torch's profiler, or count samples, tokens and FLOPs per second."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Profiler(AbstractCallback):
 
     After ``skip`` steps, ``warmup`` steps are traced and discarded. The next ``active`` steps are written to
     ``<dirpath>/rank<r>_step<last step>.pt.trace.json``, for ``chrome://tracing``, https://ui.perfetto.dev and
-    TensorBoard's profiler plugin. Steps before and after these are not slowed down. A run that is resumed or restarted
-    is profiled again, counting from its own first step.
+    TensorBoard's profiler plugin. Steps before and after the traced ones are not slowed down. A run that is resumed or
+    restarted is profiled again, counting from its own first step.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class Profiler(AbstractCallback):
     def _end(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
-            running.stop()  # writes a trace if active steps were traced
+            running.stop()  # this writes a trace if active steps were traced
 
     @logs_nothing
     def on_train_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Manage one run's checkpoints in a folder: names, the best one, deletion of old ones, writes in background threads."""
+"""Manage one run's checkpoints in a folder: name them, find the best, delete old ones, write in background threads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class RunCheckpoints:
     def write_as(
         self, info: CheckpointInfo, put: Callable[[str, CheckpointInfo], None], *, keep: int | None, in_folder: bool
     ) -> None:
-        """Write a checkpoint with ``put`` under a new name, and delete those that are no longer kept.
+        """Write a checkpoint with ``put`` under a new name, and delete checkpoints that are no longer kept.
 
         Parameters
         ----------
@@ -84,7 +84,8 @@ class RunCheckpoints:
         # Clocks can be set back, and may be too coarse to distinguish two checkpoints.
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        # The final checkpoint replaces the last epoch's, unless that one has a metric: weights may have changed since.
+        # The final checkpoint replaces the last epoch's checkpoint, unless that one has a metric: the weights may have
+        # changed since, and the metric would not fit.
         is_end = info.reason == "end"
         replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
         name = self._free_name(info, replaceable, in_folder=in_folder)
@@ -112,7 +113,8 @@ class RunCheckpoints:
     def _run_files(self) -> list[Checkpoint]:
         if self._files is None:
             found = checkpoint.checkpoints(self.folder)
-            # Stamps must be higher than those of other runs, because the highest stamp marks the newest checkpoint.
+            # Stamps must be higher than the stamps of other runs, because the highest stamp marks the newest
+            # checkpoint.
             self._stamp = max([self._stamp, *(file.info.stamp for file in found if file.info is not None)])
             self._files = _of_runs([self.run], found)
             if not self._same_metric:
@@ -149,7 +151,7 @@ def _of_runs(runs: Collection[str], files: Sequence[Checkpoint]) -> list[Checkpo
 
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
-    """Return the checkpoints with a metric that is not NaN, best first; of equal ones, the older first."""
+    """Return the checkpoints with a metric that is not NaN, best first; if metrics are equal, the older one first."""
     if metric is None:
         return []
     rated = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
@@ -162,7 +164,7 @@ def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None)
     """Return the checkpoints of ``files`` (oldest first) to keep, oldest first.
 
     The newest is always kept, because a killed run resumes from it. If fewer than ``keep`` checkpoints have a metric,
-    the newest of the others are kept as well.
+    the newest of the others are kept, too.
     """
     if keep is None:
         return list(files)
@@ -199,7 +201,7 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self, write: Callable[[], Exception | None]) -> None:
-        # ``write`` is not an attribute: only the thread refers to the data, so it is freed once it is written.
+        # ``write`` is not an attribute: only the thread refers to the data, so the data is freed once it is written.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)
         self._error = write()

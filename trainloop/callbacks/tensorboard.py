@@ -1,4 +1,4 @@
-"""Scalars, learning rates, histograms, hyperparameters, figures and the graph, for TensorBoard."""
+"""Write scalars, learning rates, histograms, hyperparameters, figures and the graph for TensorBoard."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TensorBoard(Tracker):
         )
         self.graph_input = graph_input
         self._chosen = log_dir is None  # True if this callback chooses the folder
-        self._last_step: int | None = None  # newest step in the folder; None if other writers may have written there
+        self._last_step: int | None = None  # newest step in the folder; None if others may have written there
         self._first_step: int | None = None  # first step of this run
         self._failed = False
         self._rates: dict[int, dict[str, Any]] = {}
@@ -176,7 +176,7 @@ class TensorBoard(Tracker):
 
                 # As in SummaryWriter(purge_step=first), readers discard values of earlier files from this step on.
                 self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
-                if self._newest[0] == first:  # written before the checkpoint, and now discarded
+                if self._newest[0] == first:  # these steps were written before the checkpoint, and are now discarded
                     self._run.write_scalars([self._newest])
         return self._run
 
@@ -250,7 +250,7 @@ class TensorBoard(Tracker):
                 self._events.write(step=loop.global_step, summary=summary)
 
     def _write_layout(self) -> None:
-        """Write the layout again if there is a new quantity. TensorBoard uses the last layout."""
+        """Write the layout again if there is a new quantity. TensorBoard uses the newest layout."""
         names = [*self.train_loop_obj.history, *sorted(self._step_names)]
         if self.learning_rate and self.log_every_n_steps is not None:
             names += [name for name, _ in groups_with_rates(self.train_loop_obj.optimizer)]
@@ -348,7 +348,7 @@ class TensorBoard(Tracker):
 
     def _finish(self, exception: BaseException | None) -> None:
         if self._run is not None:
-            # close() flushes. After a failed write, an error in it is ignored, and the buffered values are lost.
+            # close() flushes. After a failed write, an error in close() is ignored, and the buffered values are lost.
             with suppress(OSError) if self._failed else self._writing():
                 self._run.close()
             self._run = None
@@ -378,7 +378,7 @@ class TensorBoard(Tracker):
         if self._chosen:
             self.log_dir = state["log_dir"]
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
-        self._last_step = None  # the run that wrote the checkpoint may have continued after it
+        self._last_step = None  # the run that wrote the checkpoint may have written later values
         self._step_names |= set(state.get("step_names", ()))
         step, scalars = state.get("newest", (0, {}))
         self._newest = step, dict(scalars)
@@ -466,7 +466,7 @@ def _floats(rates: dict[str, Any]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
 
 
-_files = itertools.count()  # per process, so that names are unique
+_files = itertools.count()  # counts the files of this process, so that names are unique
 
 
 def _new_folder(name: str) -> str:
@@ -479,7 +479,8 @@ def _new_folder(name: str) -> str:
 
 
 _DATASETS = "train|val|test"
-# Words in a quantity's name, and their sections, which are shown first. Other sections have the name before a slash.
+# Words in a quantity's name, and the sections for them, which are shown first. The other sections are named by the part
+# of a name before a slash.
 _SECTIONS = {"loss": "loss", "acc": "accuracy"}
 
 

@@ -24,13 +24,14 @@ class EpochValues:
         self._steps: dict[int, int] = {}  # the step at which each epoch ended
 
     def clear(self) -> None:
-        """Forget what has been sent, before a new training."""
+        """Forget which values have been sent; called before a new training."""
         self._lengths, self._steps = {}, {}
 
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
         """Yield ``(epoch, step, values)`` for each epoch that has new values. Called at ends of epochs and of training.
 
-        An earlier epoch can have new values, because callbacks that run after the tracker may log values for it.
+        An earlier epoch can have new values, because callbacks that run after the tracker may log values for that
+        epoch.
         """
         self._steps[loop.epoch] = loop.global_step
         found: dict[int, dict[str, float]] = {}
@@ -153,7 +154,7 @@ class AlertConfig:
     threshold_value: float
     """Limit beyond which the alert is sent."""
     objective: Literal["maximize", "minimize"] = "maximize"
-    """``'maximize'`` sends the alert if the metric is below the threshold, ``'minimize'`` if it is above."""
+    """``'maximize'`` sends the alert if the metric is below the threshold, ``'minimize'`` if the metric is above."""
     wandb_alert_level: Any = None
     """A ``wandb.AlertLevel``."""
 
@@ -162,7 +163,7 @@ class AlertConfig:
             raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
 
     def message(self, value: float) -> tuple[str, str] | None:
-        """Return a title and a text if the value is beyond the threshold, otherwise ``None``."""
+        """Return the title and the text of a message if the value is beyond the threshold, otherwise ``None``."""
         low = self.objective == "maximize" and value < self.threshold_value
         high = self.objective == "minimize" and value > self.threshold_value
         if not low and not high:
@@ -242,7 +243,7 @@ class WandBTracking(Tracker):
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
         self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
-        self._newest: dict[str, float] = {}  # new values at the current epoch's end
+        self._newest: dict[str, float] = {}  # values that are new at the end of the current epoch
 
     def on_train_loop_registration(self) -> None:
         super().on_train_loop_registration()

@@ -4,7 +4,7 @@
 
     <local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>/
         hyperparams.json        the hyperparameters in JSON
-        train.py                a copy of the script that made the loop
+        train.py                a copy of the script that created the loop
         source_code.zip         source_dirs, if given
         checkpoints/            ExperimentCheckpoint
         model.pt                ExperimentEndSave: the last state, a checkpoint like any other
@@ -54,7 +54,7 @@ class Experiment:
         Folder of all projects, or an fsspec URL such as ``s3://bucket/results`` (extra ``cloud``).
     hyperparams : dict, optional
         Any values. Values that JSON can't represent are written as text. ``hyperparams['experiment_file_path']`` names
-        the script, if it is not the file that made the loop.
+        the script, if it is not the file that created the loop.
     source_dirs : sequence of str or path
         Additional folders of source code, copied as a zip file.
 
@@ -167,8 +167,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     ----------
     experiment : Experiment
     rm_subopt_local_models : bool or str
-        ``True`` keeps only the best checkpoints by ``loss``. A metric's name keeps the best by that metric; the name
-        must show whether lower or higher is better. Default: keep all.
+        ``True`` keeps only the best checkpoints by ``loss``. The name of a metric keeps the best checkpoints by that
+        metric; the name must show whether lower or higher is better. Default: keep all.
     num_best_checkpoints_kept : int
         Number of best checkpoints to keep.
     iteration_save_freq : int
@@ -243,7 +243,7 @@ class ExperimentEndSave(AbstractCallback):
     """
 
     def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
-        # Runs after ModelCheckpoint, so that its file is already on disk.
+        # Runs after ModelCheckpoint, so that the checkpoint file is already on disk.
         super().__init__("ExperimentEndSave", execution_order=1001)
         self.experiment = experiment
         self.val_result_package = val_result_package
@@ -339,7 +339,7 @@ class ExperimentEndSave(AbstractCallback):
 
 
 def _read_script(path: Any) -> tuple[str, str, bytes] | None:
-    """Return name, path and content of the script: ``path``, or if None the file that called trainloop.
+    """Return name, path and content of the script at ``path``; if ``path`` is None, of the file that called trainloop.
 
     In a notebook without a file, the content is the cells that have been run. None if there is no script.
     """

@@ -1,4 +1,4 @@
-"""Learning rates: schedules, as thin wrappers of ``torch.optim.lr_scheduler``, and a callback that logs the rates.
+"""Wrap the schedulers of ``torch.optim.lr_scheduler`` as callbacks, and log learning rates.
 
 In every mode, a scheduler steps once per optimizer step or once per epoch, regardless of the numbers of ranks, replicas
 and micro-batches. It does not step if AMP skips the optimizer's step.
@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-# Schedules of torch that end after a number of steps, and the attribute that contains this number.
+# Schedulers of torch that end after a number of steps, and the attribute that contains this number.
 _LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class AbstractScheduler:
-    """Base of callbacks with a learning rate scheduler in ``self.scheduler``, whose state it saves and loads.
+    """Base of callbacks with a learning rate scheduler in ``self.scheduler``. It saves and loads the scheduler's state.
 
     Examples
     --------
@@ -146,20 +146,20 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         elif self.scheduler.optimizer is not optimizer:
             if self.factory is None:
                 raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} was made for an optimizer that is not "
-                    "the loop's. Make the scheduler for the loop's optimizer, or pass the scheduler's class and "
+                    f"LRScheduler: the {type(self.scheduler).__name__} was created for an optimizer that is not "
+                    "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
                     "arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # it was created for another loop
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # Monitor's mode is not used, because torch's scheduler has its own.
+            # Monitor's mode is not used, because torch's scheduler has a mode itself.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
 
     def _planned_steps(self) -> int | None:
-        """Return the number of scheduler steps by the end of ``fit``, including earlier ones; ``None`` if unknown."""
+        """Return the number of scheduler steps by the end of ``fit``, including earlier steps; ``None`` if unknown."""
         loop = self.train_loop_obj
         if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
             return None
@@ -203,8 +203,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if isinstance(chosen, Optimizer):
             if all(optimizer is not chosen for optimizer in optimizers):
                 raise ConfigurationError(
-                    f"LRScheduler: the given {type(chosen).__name__} is not one of the loop's optimizers. Make the "
-                    "scheduler for an optimizer of the loop, or pass the scheduler's class and arguments."
+                    f"LRScheduler: the given {type(chosen).__name__} is not one of the loop's optimizers. Create "
+                    "the scheduler with one of these, or pass the scheduler's class and arguments."
                 )
             return chosen
         if chosen is None and len(optimizers) > 1:
@@ -291,7 +291,7 @@ class LearningRateMonitor(AbstractCallback):
         # A hook for gradients would prevent compile='step' from compiling.
         loop = self.train_loop_obj
         step = loop.global_step + 1
-        if step == self._last_step:  # not the first micro-batch of the step
+        if step == self._last_step:  # this is not the first micro-batch of the step
             return
         self._last_step = step
         if step % self.every_n_steps == 0 or step == 1:
@@ -303,7 +303,7 @@ class LearningRateMonitor(AbstractCallback):
 def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, dict[str, Any]]]:
     """Return ``(name of the rate, group)`` for each parameter group, in the order of ``optimizer.param_groups``.
 
-    Groups without ``'lr'`` are left out, and groups whose ``'lr'`` is None because the optimizer chooses its own rate.
+    Groups without ``'lr'`` are left out. So are groups whose ``'lr'`` is None because the optimizer chooses the rate.
     """
     optimizers = optimizers_of(optimizer)
     found = []
@@ -327,7 +327,7 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 def _restore_counters(scheduler: Any) -> None:
-    """Convert ``MultiStepLR``'s milestones to a Counter again, because a checkpoint contains a plain dict."""
+    """Convert ``MultiStepLR``'s milestones back to a Counter, because a checkpoint contains a plain dict."""
     if isinstance(scheduler, lr_scheduler.MultiStepLR):
         scheduler.milestones = Counter(scheduler.milestones)
     for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler

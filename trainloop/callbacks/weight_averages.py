@@ -1,4 +1,4 @@
-"""Averages of the weights (EMA, SWA), and BatchNorm's statistics for them."""
+"""Average the weights (EMA, SWA), and recompute BatchNorm's statistics for the average."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WeightAverage(AbstractCallback):
             # This is a second fit. If the model still has the average, training continues from the trained weights.
             # Otherwise the user has loaded other weights, and training starts from these.
             same = all(_equal(weights[name], value) for name, value in self.average.items())
-            if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank may compare only shards
+            if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank compares only its shards
                 _copy(weights, self._trained)
             self._trained = None
         if not self.average:
@@ -117,7 +117,7 @@ class WeightAverage(AbstractCallback):
         self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
-            _copy(weights, state["trained"])  # training continues from these
+            _copy(weights, state["trained"])  # training continues from these weights
             if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair(weights)
@@ -127,9 +127,9 @@ class WeightAverage(AbstractCallback):
 class ExponentialMovingAverage(WeightAverage):
     """Average the weights over steps. When training ends, the model has the averaged weights.
 
-    After each optimizer step that AMP did not skip, ``average = decay * average + (1 - decay) * weights``, computed
-    with ``torch.optim.swa_utils``. Every rank computes the average itself, from equal weights. Buffers, such as
-    BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained model.
+    After each optimizer step that AMP did not skip, ``torch.optim.swa_utils`` updates the average to
+    ``decay * average + (1 - decay) * weights``. Every rank computes the average itself, from equal weights. Buffers,
+    such as BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained model.
 
     Parameters
     ----------
@@ -295,7 +295,7 @@ class StochasticWeightAveraging(WeightAverage):
 
     @property
     def start_epoch(self) -> int:
-        """Index of the epoch at whose start the learning rate begins to change."""
+        """Index of the epoch in which the learning rate begins to change."""
         if isinstance(self.start, int):
             return self.start
         return int(self.start * self.train_loop_obj.num_epochs)
@@ -342,7 +342,7 @@ class StochasticWeightAveraging(WeightAverage):
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return
         self._pass = _StatisticsPass(norms)
-        loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; its result is not recorded
+        loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; the result is not recorded
         self._pass.finish()
         self._pass = None
 
@@ -376,7 +376,7 @@ class _StatisticsPass:
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
-            norm.momentum = None  # None makes torch average all batches with equal weights
+            norm.momentum = None  # with None, torch averages all batches with equal weights
             norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
 
     def end(self) -> None:

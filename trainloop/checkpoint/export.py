@@ -1,4 +1,4 @@
-"""Write a model's weights from any checkpoint to one file, with only a rank's part of one tensor in memory."""
+"""Write a model's weights from any checkpoint to one file; only a rank's part of one tensor is in memory at a time."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ __all__ = [
 
 _SUFFIX = ".pt"
 _NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # the name of a folder has no suffix
-# A file with the name of the newest checkpoint, to detect its loss. Reading a checkpoint does not need it.
+# A file that contains the name of the newest checkpoint, to notice if that checkpoint is lost. Reading a checkpoint
+# does not need this file.
 _NEWEST = ".newest"
 _END = struct.Struct("<QIII8s")  # length and CRC-32 of body, length of info, CRC-32 of info and these, magic
 _MAGIC = b"TRLOOP\x00\x01"
@@ -184,7 +185,7 @@ class _Checksummed:
 
 
 def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
-    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` can detect its loss.
+    """Record that ``name`` is the folder's newest checkpoint, so that :func:`load_newest` notices if it is lost.
 
     ``run`` identifies the run that wrote the checkpoint. That run may remove unfinished files with its identifier.
     """
@@ -192,7 +193,8 @@ def mark_newest(where: Folder, name: str, *, run: str = "") -> None:
         # Not durable, because only a warning depends on it.
         where.write_text(_NEWEST, name + "\n", writer=run, durable=False)
         if "://" not in where.location:
-            # Its time is before the checkpoint's, so that the latest file of the folder (`ls -t`) is a checkpoint.
+            # Set its time before the checkpoint's time, so that the latest file of the folder (`ls -t`) is a
+            # checkpoint.
             when = os.stat(where.path(name)).st_mtime_ns - 1
             os.utime(where.path(_NEWEST), ns=(when, when))
     except OSError:
@@ -268,7 +270,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
             local = io.BytesIO(file.read()) if "://" in shown else file
             _verify(local, shown)
             local.seek(0)
-            # torch.load would also read the older format without a zip, which trainloop has never written.
+            # torch.load would read the older format without a zip, too, which trainloop has never written.
             if local.read(len(_ZIP)) != _ZIP:
                 raise CheckpointError(
                     f"{shown} is a pickle in an old format, which trainloop never writes. It was rejected, and no code "
@@ -379,7 +381,8 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     Raises
     ------
     CheckpointError
-        If there are checkpoints, but none can be loaded. (If training started from scratch, they would be lost.)
+        If there are checkpoints, but none can be loaded. (If training started from scratch, these checkpoints would be
+        lost.)
     """
     where = location if isinstance(location, Folder) else folder(location)
     listed = checkpoints(where)
@@ -430,12 +433,12 @@ Bits = dict[str, Any]
 
 
 def names_under(names: Iterable[str], parts: Sequence[str]) -> list[str]:
-    """Return the names that are equal to one of the parts or inside it: ``teacher`` includes ``teacher.fc.weight``."""
+    """Return the names that are equal to a part or inside one: the part ``teacher`` includes ``teacher.fc.weight``."""
     return [name for name in names if any(name == part or name.startswith(f"{part}.") for part in parts)]
 
 
 def bits_of(model: Mapping[str, Any], names: Sequence[str]) -> Bits:
-    """Return shapes and bit sums of tensors of a model's ``state_dict()``, to compare them later."""
+    """Return the shape and bit sum of tensors in a model's ``state_dict()``, for a later comparison."""
     plain = [name for name in names if isinstance(model[name], Tensor) and not is_sharded(model[name])]
     sums = dict(zip(plain, bit_sums([model[name] for name in plain]) if plain else []))
     return {name: [list(getattr(model[name], "shape", ())), sums.get(name)] for name in names}

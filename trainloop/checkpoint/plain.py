@@ -1,4 +1,4 @@
-"""The types that a checkpoint may contain, and copies of states in host memory."""
+"""Convert states to the types that a checkpoint may contain, and copy states to host memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
 
 def _plain_tensor(value: Tensor, where: str) -> Tensor:
     found = value.detach()
-    if found.is_meta:  # it has no data
+    if found.is_meta:  # the tensor has no data
         return _refuse(value, where)
     if is_traceable_wrapper_subclass(found):
         # A library allows its classes with add_safe_globals. A DTensor is rejected, because it is only a shard.
@@ -171,7 +171,10 @@ class HostCopy:
         return plain(state, tensor=lambda _: copied[_identity(next(in_order))])
 
     def _reserved(self, tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """Return host memory for each tensor with a storage. Memory of the previous copy is reused if its form fits."""
+        """Return host memory for each tensor with a storage.
+
+        Memory of the previous copy is reused where shape, strides and dtype match.
+        """
         free, self._buffers = self._buffers, {}
         reserved = {}
         for key, tensor in tensors.items():
@@ -187,7 +190,7 @@ class HostCopy:
 
 
 def _tensors(state: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors of ``plain(state)`` in the order in which it visits them, and ``plain(state)`` itself."""
+    """Return the tensors of ``plain(state)``, in the order in which ``plain`` visits them, and the state itself."""
     tensors: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -56,13 +56,13 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the files of a sharded checkpoint, which has not been read."""
+    """A tensor that is still in the files of a sharded checkpoint, and has not been read."""
 
     folder: str
     shape: torch.Size
     dtype: torch.dtype
     parts: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """File, position in the file and length of each part, and its offsets and sizes in the tensor."""
+    """For each part: its file, position and length in the file, and its offsets and sizes in the tensor."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def whole_of(value: Any) -> Any:
 
 
 def part_of(stored: StoredTensor, like: Any) -> Any:
-    """Read this rank's shard of a stored tensor, and return a tensor sharded like ``like``. Ranks exchange nothing."""
+    """Read this rank's shard of a stored tensor; return a tensor that is sharded like ``like``, without an exchange."""
     offsets, sizes = slice_of(like)
     shard = torch.empty(sizes, dtype=stored.dtype)
     if shard.numel():
@@ -131,7 +131,7 @@ def part_of(stored: StoredTensor, like: Any) -> Any:
 
 
 def parts_of(stored: StoredTensor, wanted: ShardSlice | None = None) -> Iterator[tuple[ShardSlice, Tensor]]:
-    """Yield the parts of a tensor that overlap the wanted slice (default: all), with their offsets and sizes."""
+    """Yield the parts of a tensor that overlap the requested slice (default: all), with their offsets and sizes."""
     for name, position, length, offsets, sizes in stored.parts:
         if wanted is not None and _overlap(wanted, (offsets, sizes)) is None:
             continue

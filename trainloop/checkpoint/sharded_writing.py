@@ -30,7 +30,7 @@ from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, 
 __all__ = ["FolderWriting", "check_offered"]
 
 _REPORTED = ".reported-by-{}"
-_FAILED = ".failed-by-{}-"  # followed by the reason, because a full disk has room for names, but not for content
+_FAILED = ".failed-by-{}-"  # followed by the reason: a full disk still has room for file names, but not for content
 _MAX_REASON = 180  # bytes; a name may have 255
 
 
@@ -40,7 +40,7 @@ def check_offered(location: str, *, safetensors: bool) -> None:
     Raises
     ------
     ConfigurationError
-        If that is the case. The error names an alternative.
+        If the option or the folder is not supported. The error names an alternative.
     """
     if safetensors:
         raise ConfigurationError(

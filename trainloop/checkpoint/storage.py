@@ -29,8 +29,8 @@ from trainloop.errors import ConfigurationError
 __all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
 
 _TEMPORARY = ".tmp"
-# Protocols whose files become visible at commit() if they are opened with autocommit=False. So no rename is needed,
-# which would copy the file.
+# Protocols whose files become visible at commit() if they are opened with autocommit=False. So no rename is needed; it
+# would copy the file.
 _COMMITTING = ("s3", "s3a", "gs", "gcs")
 
 
@@ -97,7 +97,7 @@ class Folder:
         return [name for name, kind in self._entries().items() if kind == "directory"]
 
     def _entries(self) -> dict[str, str]:
-        """Return the kind of each entry (``file``, ``directory`` or another) by name, sorted; empty for no folder."""
+        """Return each entry's kind (``file``, ``directory``, ...) by name, sorted; empty if the folder is missing."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
             return {
                 entry.name: "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
@@ -189,7 +189,7 @@ class Folder:
         self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
     def _make(self, path: Path) -> None:
-        """Create the folder and its missing parents, and sync each one's parent."""
+        """Create the folder and its missing parents, and sync the parent of each new folder."""
         missing = []
         while not path.exists():
             missing.append(path)
@@ -201,7 +201,7 @@ class Folder:
 
 
 def why_not_writable(location: str) -> str:
-    """Return the reason why no file can be created in a local folder; empty if one can, or if only space is missing.
+    """Return the reason why no file can be created in a local folder, or an empty string. Lack of space does not count.
 
     The function creates and deletes a file or folder. Permissions are not enough to decide: they allow root to write to
     any folder, even in ``/proc`` or on a read-only disk.
@@ -308,7 +308,7 @@ class _RemoteFolder(Folder):
         protocols = (system.protocol,) if isinstance(system.protocol, str) else system.protocol
         commits = not set(protocols).isdisjoint(_COMMITTING)
         if not commits:
-            system.makedirs(path, exist_ok=True)  # not for s3fs, which would create even a misspelt bucket
+            system.makedirs(path, exist_ok=True)  # not with s3fs, which would create even a misspelt bucket
         target, temporary = f"{path}/{name}", f"{path}/{temporary_name(name, writer)}"
         file = system.open(target, "wb", autocommit=False) if commits else system.open(temporary, "wb")
         try:
@@ -335,7 +335,7 @@ class _RemoteFolder(Folder):
         pass  # objects have no locks
 
     def check_writable(self) -> None:
-        pass  # the first upload shows it; querying permissions may need further permissions
+        pass  # the first upload shows if writing is allowed; querying permissions may need further permissions
 
 
 def temporary_name(name: str, writer: str, kernel: str = "") -> str:

@@ -1,4 +1,4 @@
-"""A model's loss and predictions, defined outside of the model. This is for plain ``nn.Module`` and for older code."""
+"""Define a model's loss and predictions outside of the model, for a plain ``nn.Module`` and for older code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AbstractModelFeedDefinition(ABC):
         """
 
     def get_loss_eval(self, model: nn.Module, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        """Return the loss of one batch in evaluation; :meth:`get_loss` unless overridden."""
+        """Return the loss of one batch in evaluation. By default, this calls :meth:`get_loss`."""
         return self.get_loss(model, batch_data, criterion, device)
 
     @abstractmethod

@@ -35,7 +35,7 @@ def count_samples(batch: Any, default: int | None = None) -> int:
 
 
 def _parts(batch: Any) -> Iterable[Any]:
-    """Return the parts of a batch; empty for a single value."""
+    """Return the parts of a batch; a single value has no parts."""
     if isinstance(batch, (str, bytes)):
         return ()
     parts = parts_of(batch)
@@ -89,7 +89,7 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
     def move(part: Any) -> Any:
         try:
             return part.to(device, non_blocking=non_blocking)
-        except TypeError:  # takes only a device
+        except TypeError:  # this method takes only a device
             return part.to(device)
 
     return _map(move, "to", batch)
@@ -112,7 +112,7 @@ def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
 
 
 def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
-    """Return a batch with ``function`` applied to every part that has ``method``: tensors, and users' objects."""
+    """Return a batch with ``function`` applied to every part that has ``method`` (tensors and users' objects)."""
     if callable(getattr(batch, method, None)):  # before containers: BatchEncoding and TensorDict have the method
         return function(batch)
     return map_parts(lambda part: _map(function, method, part), batch)

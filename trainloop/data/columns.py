@@ -1,4 +1,4 @@
-"""Split batches by columns: each rank reads every batch, and takes a block of its columns."""
+"""Split batches by columns: each rank reads every batch, and takes a block of the batch's columns."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ class SplitBatches:
         return columns
 
     def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
-        """Return the number of columns that each rank gets of a batch."""
+        """Return how many columns of a batch each rank gets."""
         return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
-        """Return the columns of one rank."""
-        # The same batch object, without a copy.
+        """Return one rank's columns of a batch."""
+        # Return the same batch object, without a copy.
         if world_size == 1:
             return batch
         sizes = self.sizes(columns, world_size)
@@ -128,7 +128,7 @@ def _axis(part: Any, dim: int) -> int | None:
 
 
 def _counts(batch: Any, dim: int) -> Iterator[tuple[int | None, str]]:
-    """Yield the number of columns (None: no such dimension) and a description of each part of a batch."""
+    """Yield each batch part's number of columns (None without the dimension), and a description of the part."""
     if isinstance(batch, (Tensor, np.ndarray)):
         axis = _axis(batch, dim)
         if axis is not None:

@@ -1,4 +1,4 @@
-"""Evaluation batches: the batches that one process would see, each on one rank."""
+"""Read the batches that one process would see in evaluation, each on one rank."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class EvalFeed:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
-        """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches, if this rank has a batch."""
+        """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""
         rank, known = self._rank, self._source.sizes_known
         least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
@@ -151,7 +151,7 @@ class EvalFeed:
         Returns
         -------
         sequence of int or None
-            None if the rows are already in dataset order; or if that order is undefined, because the loader does not
+            None if the rows are already in dataset order, or if that order is undefined, because the loader does not
             visit each sample exactly once, or a sample does not have exactly one row.
         """
         return self._source.row_order(sizes)

@@ -1,4 +1,4 @@
-"""Loaders of indexed datasets: a copy of the user's loader reads only one rank's indices."""
+"""Read loaders of indexed datasets: a copy of the user's loader reads only one rank's indices."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _END: Any = object()
 
 
 def index_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the loader's source of indices: its batch sampler, or its sampler if it has none."""
+    """Return the loader's source of indices: its batch sampler, or its sampler if there is no batch sampler."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
-    """Return the shard of a loader that is already split over ranks: all of it."""
+    """Return the shard of a loader that is already split over ranks: everything that the loader yields."""
     plain = loaders.plain_batches(loader)
     equal = plain is not None and type(plain.sampler) is DistributedSampler
     return GivenShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
-    """Return a rank's shard of every global batch: of its samples, or of its batches if the sampler yields batches."""
+    """Return a rank's shard of every global batch: samples, or whole batches if the sampler yields batches."""
     plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
     # batch_size=None, and an index refers to an element that is a batch.
     scalar = loader.batch_sampler is None and plain is None
@@ -75,7 +75,7 @@ def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | 
 
 
 class Indexed(Source):
-    """A map-style dataset's loader; a copy of the loader reads only this rank's indices.
+    """Source for the loader of a map-style dataset; a copy of the loader reads only this rank's indices.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class Indexed(Source):
         """Yield batches by indexing, without the loader."""
         shard, rank = self._shard, self._rank
         if shard.seed is None or self.loader.generator is not None:
-            draw_base_seed(self.loader)  # from the user's generator, which may draw the order next
+            draw_base_seed(self.loader)  # drawn from the user's generator, which may draw the order next
         order = shard.order if isinstance(shard, ShardSampler) else None
         if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
             for indices, sizes in shard.batches(first_batch):
@@ -174,7 +174,7 @@ class Indexed(Source):
             yield plan.shares(batch_index), None
 
     def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        """Yield batches as loaded by the copy's workers, or by this process if it has none."""
+        """Yield batches that the copy's workers have loaded, or this process if the copy has no workers."""
         requested, shard, rank = self._requested, self._shard, self._rank
         requested.first_batch = batch_index = first_batch
         seed = shard.seed

@@ -52,7 +52,7 @@ def pipeline_of(dataset: Any) -> list[Any]:
 
 
 def same_on_all_ranks(stream: Any) -> Any:
-    """Return a pipeline, or a loader of one, that depends only on the global random state; other objects unchanged.
+    """Make a pipeline, or a loader of one, depend only on the global random state; return other objects unchanged.
 
     With several ranks, webdataset refuses to read a pipeline without a ``nodesplitter``. By default, its ``shuffle``
     draws from a generator that is seeded by the clock. In the returned pipeline, every rank reads all samples, and
@@ -117,7 +117,7 @@ def resumes_exactly(dataset: Any) -> bool:
 
 
 def set_epoch(stream: Any, epoch: int) -> None:
-    """Set the pass number of stages that count their passes and shuffle by the count."""
+    """Set the pass number of stages that count their passes and shuffle by that number."""
     for stage in _stages_within(stream):
         if type(getattr(stage, "epoch", None)) is int and _is_of(stage, "webdataset"):
             stage.epoch = epoch - 1  # each stage adds 1 when it starts
@@ -137,7 +137,7 @@ def _is_of(thing: Any, library: str) -> bool:
 
 
 def plain_sampler(loader: Any, sampler: Any) -> Any:
-    """Return torch's equivalent of torchdata's sampler for ``shuffle=True``; any other sampler unchanged.
+    """Return torch's equivalent of torchdata's sampler for ``shuffle=True``; return any other sampler unchanged.
 
     torchdata's sampler creates a generator with a random seed. If the user gave no generator, the loop may choose the
     order, as with torch's sampler.

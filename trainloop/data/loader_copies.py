@@ -23,7 +23,7 @@ def copy_loader(loader: Loader, **changes: Any) -> Loader:
 
     The attributes are copied, since a subclass may have computed them from constructor arguments that are not stored.
     ``DataLoader`` forbids setting some attributes later, but only because its constructor has derived other attributes
-    from them. The caller replaces these, too.
+    from them. The caller replaces the derived attributes, too.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
@@ -46,9 +46,9 @@ def with_workers(loader: Any, num_workers: int) -> Any:
 
 
 def persistent_workers(loader: Any) -> Any:
-    """Return the iterator that holds a loader's running persistent workers; None if there are none.
+    """Return the iterator of a loader's running persistent workers; None if no workers are running.
 
-    While they are running, a pass draws no base seed.
+    While the workers are running, a pass draws no base seed.
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
@@ -56,7 +56,7 @@ def persistent_workers(loader: Any) -> Any:
 
 @contextmanager
 def isolated_base_seed(loader: Any) -> Iterator[None]:
-    """Make a loader draw its workers' base seed from a generator that its order does not use."""
+    """Let a loader draw its workers' base seed from a generator that the loader's order does not use."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     if not isinstance(loader, DataLoader):
         yield
@@ -70,11 +70,11 @@ def isolated_base_seed(loader: Any) -> Iterator[None]:
 
 
 def end_workers(loader: Any) -> None:
-    """End a loader's persistent workers, now.
+    """End a loader's persistent workers now.
 
-    Workers also end when nothing refers to them. But if a traceback or a reference cycle refers to them, they end only
-    when the garbage collector finds them. If it has closed their queues by then, torch waits several seconds for each
-    worker, and kills it.
+    Workers would end by themselves when nothing refers to them. But if a traceback or a reference cycle refers to them,
+    they end only when the garbage collector finds them. If the collector has closed their queues by then, torch waits
+    several seconds for each worker, and kills it.
     """
     workers = persistent_workers(loader)
     if workers is not None:
@@ -92,7 +92,7 @@ def _spawned_by_inheritance() -> bool:
     """Return True if workers would be spawned only because this process was spawned.
 
     In Python, children inherit their process's start method by default. Spawned workers import everything
-    again (seconds), copy the data, and need it to be picklable. Outside of ranks the same loader has forked workers,
+    again (seconds), copy the data, and need it to be picklable. Outside of ranks, the same loader forks its workers,
     without these costs.
     """
     if multiprocessing.parent_process() is None:

@@ -40,7 +40,7 @@ def is_indexed(loader: Any, given: bool) -> bool:
     Parameters
     ----------
     given : bool
-        True if the loader is already split over ranks. Its own ``__iter__`` may do that.
+        True if the loader is already split over ranks. The loader's own ``__iter__`` may split it.
     """
     return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
 
@@ -73,12 +73,12 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
-    """Return an already distributed loader, after setting this rank in its sampler, if it has one.
+    """Set this rank in the sampler (if any) of an already distributed loader, and return the loader.
 
     Raises
     ------
     ConfigurationError
-        If its sampler was created for another number of ranks.
+        If the sampler was created for another number of ranks.
     """
     sampler = distributed_sampler(loader)
     if sampler is None:
@@ -86,8 +86,8 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     if sampler.num_replicas != world_size:
         raise ConfigurationError(
             f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
-            f"Make the sampler for {world_size} ranks, or pass a loader without a DistributedSampler, which trainloop "
-            "then splits over ranks."
+            f"Create the sampler for {world_size} ranks, or pass a loader without a DistributedSampler, which "
+            "trainloop then splits over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
     sampler.rank = rank
@@ -98,7 +98,7 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
 def workers_outlive_signals(loader: Any) -> Iterator[None]:
     """Let workers started in this context outlive a signal to the whole process group; see signals.py.
 
-    Temporary files of killed workers are removed as well.
+    Temporary files of killed workers are removed, too.
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
         yield
@@ -121,7 +121,10 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
 
 
 def _with_settings(loader: DataLoader[Any]) -> Any:
-    """Return the loader's ``worker_init_fn``; if a rank spawns the workers, it first applies the rank's settings."""
+    """Return the loader's ``worker_init_fn``.
+
+    If a rank spawns the workers, the function first applies the rank's settings.
+    """
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings.
     if context.get_start_method() != "fork" and started_by_launch():
@@ -180,12 +183,12 @@ NO_LOADER = Shared(rule=-2)
 
 
 def check_shared(everyone: Sequence[Shared], name: str) -> None:
-    """Raise an error if ranks would do different steps and wait for each other forever.
+    """Raise an error if ranks would do different steps, and so wait for each other forever.
 
     Raises
     ------
     ConfigurationError
-        If so; the message names the first difference, and the first rank that has it.
+        If the ranks' properties differ; the message names the first difference, and the first rank that has it.
     """
     first = everyone[0]
     rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
@@ -232,7 +235,7 @@ def check_iterable(loader: Any, name: str) -> None:
     Raises
     ------
     ConfigurationError
-        If it can't be iterated.
+        If the object can't be iterated.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(

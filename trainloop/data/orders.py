@@ -1,4 +1,4 @@
-"""The order in which a sampler yields indices: its length, how it is drawn, and a checksum to compare it."""
+"""Determine a sampler's order of indices: its length, how it is drawn, and a checksum to compare it between ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
         return IdentityOrder(len(sampler))
     if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
         return IdentityOrder(len(sampler))
-    # With a generator, the user controls the order. Several permutations, or a part of one, must be drawn.
+    # With a generator, the user controls the order. If the sampler yields several permutations, or a part of one, it
+    # must be iterated.
     if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None or key is None:
         return None
     return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
@@ -60,7 +61,7 @@ def _plain(index: Any) -> Any:
 
 
 def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
-    """Yield the items in lists of ``at_once``, drawn under an isolated random state that depends only on the seed.
+    """Yield lists of ``at_once`` items, drawn under an isolated random state that depends only on the seed.
 
     Without a seed, the items are drawn from the global generators, like in plain iteration.
     """
@@ -76,7 +77,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers and their samplers, by attribute; None for a missing sampler."""
+    """Return a loader, its samplers, and the samplers inside these, by attribute; None for a missing sampler."""
     parts = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
         parts[name] = getattr(loader, name, None)
@@ -85,7 +86,7 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that the user gave a loader, by the attribute that refers to them; each only once."""
+    """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once."""
     found: dict[str, torch.Generator] = {}
     for name, holder in parts_of_loader(loader).items():
         generator = getattr(holder, "generator", None)

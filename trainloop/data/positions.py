@@ -1,6 +1,6 @@
-"""Resume a stream at the position that its ``state_dict()`` describes, or read it again with the same random numbers.
+"""Resume a stream at the position in its ``state_dict()``, or read the stream again with the same random numbers.
 
-A stream without ``state_dict()`` is read again from the beginning of its epoch, with the same result if it is
+A stream without ``state_dict()`` is read again from the beginning of its epoch, with the same result if the stream is
 deterministic. A stream with a state resumes from that state: this is faster, and the only correct way if the stream's
 position continues across epochs.
 """
@@ -44,7 +44,7 @@ def is_stateful(thing: Any) -> bool:
         inspect.signature(save).bind()
     except TypeError:
         return False
-    except ValueError:  # it has no signature
+    except ValueError:  # the method has no signature
         pass
     # A nearly correct state must not be used: without a state the epoch is read again, which is correct.
     return libraries.resumes_exactly(thing)
@@ -53,8 +53,8 @@ def is_stateful(thing: Any) -> bool:
 def holder_of(loader: Any) -> Any:
     """Return the object whose state is the position of a loader read in this process; None if there is no such object.
 
-    A loader of an indexed dataset has no such object: its epoch is repeated from the beginning, with the workers'
-    random numbers, which no loader's state contains.
+    A loader of an indexed dataset has no such object: its epoch is repeated from the beginning, with the same random
+    numbers in workers, which no loader's state contains.
     """
     if not isinstance(loader, DataLoader):
         return loader if is_stateful(loader) else None
@@ -62,7 +62,8 @@ def holder_of(loader: Any) -> Any:
         return None
     dataset = loader.dataset if is_stateful(loader.dataset) else None
     if is_stateful(loader):
-        # torchdata's loader always has a state; for one without a state, it repeats the beginning, with other draws.
+        # torchdata's loader always has a state. For a dataset without a state, it repeats the beginning, with other
+        # draws.
         return loader if dataset is not None or not libraries.is_torchdata(loader) else None
     return dataset if loader.num_workers == 0 else None
 
@@ -80,7 +81,7 @@ class InProcess:
 
     @classmethod
     def of(cls, loader: Any, name: str) -> InProcess | None:
-        """Return the position of a user's loader; None if no object's state has it."""
+        """Return the position of a user's loader; None if no object's state contains the position."""
         holder = holder_of(loader)
         return None if holder is None else cls(holder, loader, name)
 
@@ -96,7 +97,7 @@ class InProcess:
         """Random state in which the loader is iterated; None for the process's own state."""
 
     def now(self) -> dict[str, Any] | None:
-        """Return a copy of the position: a holder may return an object that it keeps changing."""
+        """Return a copy of the position, since a holder may return an object that it keeps changing."""
         if not self._begun:
             return self._loaded
         own = packed(pickle.loads(pickle.dumps(self._holder.state_dict())))
@@ -110,15 +111,16 @@ class InProcess:
         return {"of": type(self._holder).__name__, "own": own, "draws": self._draws, "rng": draws, "ended": ended}
 
     def state(self, now: Any) -> dict[str, Any] | None:
-        """Return ``now`` unchanged, which is plain data already."""
+        """Return ``now`` unchanged: it is already plain data."""
         return now
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
         """Load the holder's state; return False if it does not fit.
 
-        It does not fit another number of ranks, since each rank has read another part of a round.
+        A state of another number of ranks does not fit, since those ranks have read other parts of a round.
         """
-        # Only the type's name can show that the state is this loader's: a library defines its content.
+        # The loader's library defines the content of the state, so only the type's name shows if it is from this
+        # loader.
         if not same_ranks or state.get("of") != type(self._holder).__name__ or state.get("own") is None:
             return False
         if begins and self._holder is self._loader and not state["ended"]:
@@ -223,13 +225,13 @@ class StreamPlaces:
         self.resumes = False
 
     def read(self, parts: Iterator[Any]) -> Iterator[Any]:
-        """Yield the parts of an epoch, from its beginning or from a loaded position; omit a worker's skipped turns."""
+        """Yield the parts of an epoch, from its beginning or from a loaded position, without workers' skipped turns."""
         if not self.resumes:
             # Until its first turn, a persistent worker's position is the end of the last epoch.
             self._places = {worker: (0, data) for worker, (_, data) in self._places.items() if self._outlives_epoch}
         self._ended = self.resumes = False
         if self._loader.num_workers:
-            self._loader.dataset.places = {}  # the workers have received them at their start
+            self._loader.dataset.places = {}  # the workers have received the places at their start
         for part in parts:
             if part.place is not None:
                 worker, data = part.place
@@ -239,7 +241,7 @@ class StreamPlaces:
         self._ended = True
 
     def now(self) -> dict[int, tuple[int, bytes]]:
-        """Return pickled positions by worker; empty after an epoch whose workers ended with it."""
+        """Return pickled positions by worker; empty after an epoch if the workers have ended with the epoch."""
         return {} if self._ended and not self._outlives_epoch else dict(self._places)
 
     @property
@@ -248,7 +250,7 @@ class StreamPlaces:
         return self._loader.persistent_workers or not self._loader.num_workers
 
     def state(self, now: dict[int, tuple[int, bytes]]) -> dict[str, Any] | None:
-        """Return each worker's turns in this epoch and its state to resume from; None if no position is known."""
+        """Return each worker's number of turns in this epoch, and the state from which it resumes; None if unknown."""
         workers = {worker: {**pickle.loads(data), "turns": turns} for worker, (turns, data) in now.items()}
         for place in workers.values():
             if "error" in place:
@@ -265,7 +267,7 @@ class StreamPlaces:
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
         """Set the position of each worker; return False if the state does not fit.
 
-        Without workers, a stream of which each rank keeps a part is at the same sample for any number of ranks.
+        Without workers, if each rank keeps a part of the whole stream, the stream's position fits any number of ranks.
         """
         shard, num_workers = self._loader.dataset, self._loader.num_workers
         same = state.get("num_workers") == num_workers and state["own_share"] == self._own_share
@@ -293,16 +295,16 @@ class StreamPlaces:
 
 
 Position = InProcess | StreamPlaces
-"""A source's position after the last batch it yielded, from the state of the user's own objects.
+"""A source's position after the last batch that the source yielded, from the state of the user's own objects.
 
 ``resumes`` is True if the next items are the rest of an epoch, so that no item must be skipped. ``now()`` returns a
-handle of the current position. ``state(now)`` converts it into data, also after further batches. Both may raise any
-exception of the user's objects. ``load(state)`` returns True if the source has moved to the position.
+handle of the current position. ``state(now)`` converts this handle into data, even after further batches. Both may
+raise any exception of the user's objects. ``load(state)`` returns True if the source has moved to the position.
 """
 
 
 def retry_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
-    """Return the items of ``read()``; if it has no items, return those of a second call.
+    """Return the items of ``read()``; if there are no items, call it again and return the items of the second call.
 
     After an epoch, the state of some streams is the epoch's end, although the next iteration starts from the beginning.
     If such a state is loaded, the first pass is empty.

@@ -21,7 +21,7 @@ def seed_cpu(seed: int) -> None:
     """Seed the generators that datasets use: Python's, numpy's and torch's on the CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which also seeds every GPU: the GPUs' generators belong to the model.
+    # Not torch.manual_seed, which seeds every GPU, too: the GPUs' generators are for the model.
     torch.default_generator.manual_seed(seed)
 
 
@@ -36,9 +36,9 @@ class IsolatedRandomState:
 
     Notes
     -----
-    A ``with`` costs about 30 microseconds, most of it for Python's state. numpy's generator is replaced, because
-    copying its state would take three times as long. The only state lost is the second normal sample that
-    ``np.random.randn`` may have cached outside.
+    Each ``with`` takes about 30 microseconds, mostly for Python's state. numpy's generator is replaced, because copying
+    its state would take three times as long. The only state lost is the second normal sample that ``np.random.randn``
+    may have cached outside.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -80,7 +80,7 @@ class IsolatedRandomState:
 
 
 def isolated_iter(iterator: Iterator[T], isolated: IsolatedRandomState) -> Iterator[T]:
-    """Yield the items of an iterator, each drawn inside ``isolated``."""
+    """Yield the items of an iterator; draw each item inside ``isolated``."""
     while True:
         with isolated:
             try:

@@ -1,4 +1,4 @@
-"""A rank's shard of every global batch, as indices: the rules that split loaders of indexed datasets over ranks.
+"""Split the indices of loaders of indexed datasets over ranks: each rule gives a rank's shard of every global batch.
 
 * :class:`ShardSampler`: of each global batch of samples, every ``world_size``-th sample.
 * :class:`BatchShardSampler`: of the user's own batches, every ``world_size``-th.
@@ -54,21 +54,22 @@ class RankShard:
 
     rank: int
     num_replicas: int
-    """Number of ranks; torch's name for it."""
+    """Number of ranks. (This is torch's name for it.)"""
 
     seed: Any  # torch's sampler accepts ints only
-    """An int common to all ranks; None (in one process only) to draw orders from the global generators."""
+    """Seed common to all ranks; None (in one process only) to draw orders from the global generators."""
 
     epoch: int = 0
     digest: int | None = None
-    """Checksum of the order, which must agree on all ranks; None before the order is read, or if it can't differ."""
+    """Checksum of the order, which must agree on all ranks; None before the order is read, or if the order can't
+    differ."""
 
     sizes_known: bool = True
-    """True if :meth:`batches` yields the sizes of all ranks; False if only this rank's."""
+    """True if :meth:`batches` yields the sizes of all ranks, False if it yields only the size of this rank."""
 
     @property
     def rule(self) -> str:
-        """Name of the way in which the order is obtained; ranks with different rules would do different exchanges."""
+        """Name of the method that obtains the order; ranks with different methods would do different exchanges."""
         return type(self).__name__
 
     @property
@@ -89,7 +90,7 @@ class RankShard:
 
     def batch_seed(self, batch_index: int) -> int:
         """Return the seed for random draws while this rank's part of the global batch ``batch_index`` is loaded."""
-        assert self.seed is not None  # without one, nothing is seeded
+        assert self.seed is not None  # without a seed, nothing is seeded
         return derive_seed(self.seed, "batch", self.epoch, self.rank, batch_index)
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
@@ -139,7 +140,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
 
     @property
     def order(self) -> Order | None:
-        """This epoch's global order if it is known by position; else None."""
+        """This epoch's global order if it can be computed by position; else None."""
         return order_by_position(self.base, derive_seed(self.seed, "order", self.epoch))
 
     @property
@@ -323,7 +324,7 @@ class LoggedBatchSampler(BatchSampler):
             log.append(sizes)
             self.indices.append(index)
             if sizes[shard.rank] == 0:
-                continue  # the pass ends here: only its last global batch may leave a rank without a part
+                continue  # the pass ends here: only in the last global batch may a rank have no part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Sources of a rank's batches for training and evaluation: one class for each kind of loader.
+"""Define sources of a rank's batches for training and evaluation: one class for each kind of loader.
 
 A source yields this rank's part of one global batch after another. The source for loaders of indexed datasets is in
 :mod:`trainloop.data.indexed`. Training chooses a source in :mod:`trainloop.data.train`, and groups its batches into
@@ -38,10 +38,10 @@ class Source:
     """The loader that is read: the user's, or its copy for this rank."""
 
     shares: bool = True
-    """True if ranks split one common order; False if each rank's loader has its own order."""
+    """True if ranks split one common order; False if each rank's loader has a separate order."""
 
     sizes_known: bool = True
-    """True if items have the sizes of all ranks, ``(sizes, batch)``; False if only this rank's, ``(size, batch)``."""
+    """True if items are ``(sizes, batch)``, with the sizes of all ranks; False for ``(size, batch)`` of this rank."""
 
     num_batches: int | None = None
     """Global batches of a pass; None if unknown before reading."""
@@ -53,11 +53,11 @@ class Source:
     """Samples of a full global batch; None if undefined."""
 
     position: Position | None = None
-    """Position according to the state of the user's stream or loader; None if neither has one."""
+    """Position according to the state of the user's stream or loader; None if neither has a state."""
 
     @property
     def rule(self) -> str:
-        """Name of the way in which ranks obtain the same order; it determines their exchanges."""
+        """Name of the method by which ranks obtain the same order; it determines which exchanges they do."""
         return type(self).__name__
 
     @property
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def order_digest(self) -> int | None:
-        """Checksum of a pass's order, which must agree on all ranks; None if it can't differ.
+        """Checksum of a pass's order, which must agree on all ranks; None if the order can't differ.
 
         In training, it covers the beginning of the pass, and is known after the first item. In evaluation, it covers
         the entire pass, and is known at the end.
@@ -131,7 +131,7 @@ class LoggedIndices:
         return getattr(self.base, name)
 
     def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and remove each from the log."""
+        """Yield the batches, and remove the entry of each batch from the log."""
         for batch in batches:
             self.log.popleft()
             yield batch
@@ -160,7 +160,7 @@ class UserLoader(Source):
             and loader.batch_sampler is not None
             and not loaders.iterates_itself(loader)
             and not loaders.is_stream(loader)
-            and not loader.persistent_workers  # its workers belong to the user's loader
+            and not loader.persistent_workers  # the workers are those of the user's loader
         ):
             self._counted = LoggedIndices(loader.batch_sampler)
             self.loader = copy_loader(loader, batch_sampler=self._counted)
@@ -218,7 +218,7 @@ class Tensors(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         sizes: RankSizes = (0,)
         for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
-            # The same tuple while nothing changes, so that step weights can be reused by identity.
+            # Yield the same tuple while nothing changes, so that step weights can be reused by identity.
             if len(batch[0]) != sizes[0]:
                 sizes = (len(batch[0]),)
             yield sizes, batch
@@ -319,7 +319,7 @@ class Columns(Source):
         self.num_batches = length_of(loader)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
-        # The same random state on all ranks: they must read the same batches.
+        # The random state is the same on all ranks, because they must read the same batches.
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         for columns, batch in islice(read_columns(self.loader, isolated, self._name), first_batch, None):
             sizes = self.loader.sizes(columns, self._world_size)

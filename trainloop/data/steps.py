@@ -10,9 +10,9 @@ from trainloop._support.sharding import weigh_step
 from trainloop.data.samplers import RankSizes
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
-"""A collective that takes this rank's integers and returns those of every rank."""
+"""A collective that takes this rank's integers and returns the integers of every rank."""
 
-_NONE = -1  # in an exchange: no batch
+_NONE = -1  # means "no batch" in an exchange
 
 
 class StepBatches(NamedTuple):
@@ -77,7 +77,8 @@ def steps_of_exchanged(
     Parameters
     ----------
     items : iterator of (size, batch)
-        This rank's micro-batches with their numbers of samples; a negative size means no part in a batch.
+        This rank's micro-batches with their numbers of samples; a negative size means that this rank has no part in a
+        batch.
     grad_accumulation, rank
         As in :func:`steps_of_known`.
     exchange_ints : callable
@@ -85,7 +86,7 @@ def steps_of_exchanged(
     """
     while True:
         group = list(islice(items, grad_accumulation))
-        # Always grad_accumulation numbers, so that ranks whose data has ended exchange as many as others.
+        # Always exchange grad_accumulation numbers, so that ranks whose data has ended exchange as many as the others.
         mine = [size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
         sizes = [[size for size in of_rank if size >= 0] for of_rank in exchange_ints(mine)]
         if not any(sizes):

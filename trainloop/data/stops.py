@@ -51,7 +51,7 @@ def check_end(stop: StopIteration, name: str) -> None:
     Raises
     ------
     RuntimeError
-        If it is not; the message has the line that raised it.
+        If it is not the loader's end; the message has the line that raised it.
     """
     if any(_is_loading(entry) for entry in _entries(stop.__traceback__)):
         raise slipped_out(stop, name) from stop

@@ -1,4 +1,4 @@
-"""A rank's shard of an ``IterableDataset``: each sample on one rank, with any number of workers."""
+"""Split an ``IterableDataset`` over ranks: each sample is on one rank, with any number of workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StreamPart:
         self.place = place
         """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
-        """True if the part is only a worker's turn, without a global batch."""
+        """True if the part has no global batch, and only says that it is the worker's turn."""
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Return the part with its batch in pinned memory; a loader with ``pin_memory`` calls this."""
@@ -85,11 +85,11 @@ class StreamShard(IterableDataset[Any]):
         self.shared = shared
         self.stateful = with_places and is_stateful(dataset)
         self.places: dict[int, dict[str, Any]] = {}
-        """Position from which each worker (0: this process) resumes once; see :class:`StreamPlaces`."""
+        """Position from which each worker (0: this process) resumes, used once; see :class:`StreamPlaces`."""
         self._at_end = False  # True if the loaded state is the end of an epoch
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
-        """Yield for each global batch this rank's samples (maybe none), its index in this worker, and the position.
+        """Yield, for each global batch, this rank's samples (maybe none), its index in this worker, and the position.
 
         An item with None as samples is not a global batch, but a worker's skipped turn, or its position at the end.
         """
@@ -123,13 +123,13 @@ class StreamShard(IterableDataset[Any]):
             count += 1
             if count < size:
                 continue
-            # Checked for each batch: a dataset may read its worker's number only after it has started.
+            # Checked for each batch: a dataset may read its worker's number only after its iteration has started.
             if worker is None or worker.takes(group_index):
                 yield mine, group_index, place
             group_index += 1
             mine, count = [], 0
         if place is not None:
-            place.ended = True  # also before a short last batch: the dataset has reached its end
+            place.ended = True  # also set before a short last batch, where the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
             yield mine, group_index, place
             group_index += 1
@@ -150,14 +150,14 @@ class StreamShard(IterableDataset[Any]):
 
 
 def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[Any]:
-    """Return the dataset's samples, after reading the first to check that the dataset does not ask for its rank.
+    """Return the dataset's samples, after reading the first to check that the dataset does not query the current rank.
 
     ``draws`` is the random state for drawing the first sample; None for the current state.
 
     Raises
     ------
     ConfigurationError
-        If the dataset asks torch.distributed for its rank, and does not declare if it splits its samples.
+        If the dataset asks torch.distributed for the rank, and does not declare if it splits its samples.
     """
     asked: list[str] = []
 
@@ -201,7 +201,7 @@ def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 class PartCollate:
-    """Collate a rank's samples of one global batch, by the user's function, and count them.
+    """Collate a rank's samples of one global batch by the user's function, and count the samples.
 
     Parameters
     ----------
@@ -220,13 +220,13 @@ class PartCollate:
         self.rank = rank
         self.world_size = world_size
         self.epoch_seed = 0
-        """Set before each epoch, for loading without workers; workers receive it with their indices."""
+        """The epoch's seed, set before each epoch for loading without workers (workers receive it with indices)."""
 
     def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
         samples, group_index, place = group
         part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
         if place is not None:
-            part.place = place.saved(group_index + (samples is not None))  # after collating, which may also draw
+            part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw, too
         return part
 
     def _part(self, samples: list[Any], group_index: int) -> StreamPart:
@@ -286,7 +286,7 @@ class _WatchedWorkerInfo:
         return int(self.__dict__["_info"].id)
 
     def note(self, asked: bool) -> None:
-        """Record that an earlier run has read the number, if ``asked`` is True."""
+        """If ``asked`` is True, record that the dataset has read the number in an earlier run."""
         self.__dict__["_asked"] = asked or self.asked
 
     @property
@@ -341,7 +341,10 @@ def stream_loader(loader: Any, rank: int, world_size: int, *, shared: bool, with
 
 
 def seed_stream(loader: Any, seed: int) -> None:
-    """Set the seed of a :func:`stream_loader`'s next epoch; the same on all ranks, so that they read one stream."""
+    """Set the seed of a :func:`stream_loader`'s next epoch.
+
+    It is the same on all ranks, so that they read one stream.
+    """
     loader.collate_fn.epoch_seed = seed
     # Without workers, the caller isolates the whole iteration instead.
     loader.sampler.seed = seed if loader.num_workers > 0 else None

@@ -1,4 +1,4 @@
-"""Batches of an in-memory ``TensorDataset``: one indexing call per batch instead of one per sample."""
+"""Read batches of an in-memory ``TensorDataset`` by one indexing call per batch instead of one per sample."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BATCHES_AT_ONCE = 256
 
 
 class TensorRows:
-    """Rows of a ``TensorDataset``, also through (nested) ``Subset``, collated as ``default_collate`` would.
+    """Rows of a ``TensorDataset``, or of (nested) ``Subset`` of one, collated as ``default_collate`` would.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class TensorRows:
 
     @classmethod
     def of(cls, loader: Any) -> TensorRows | None:
-        """Return the rows of a loader's dataset; None if the loader does more than index them."""
+        """Return the rows of a loader's dataset; None if the loader does not just index these rows."""
         if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
             return None
         dataset, rows = loader.dataset, None
@@ -56,7 +56,7 @@ class TensorRows:
         return cls(dataset.tensors, rows)
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
-        """Return a copy of the batch with indices ``start`` to ``stop``."""
+        """Return a copy of the rows ``start`` to ``stop`` as a batch."""
         if self._rows is not None:
             return [tensor.index_select(0, self._rows[start:stop]) for tensor in self._tensors]
         return [tensor[start:stop].clone() for tensor in self._tensors]
@@ -106,7 +106,7 @@ def loads_batches_here(loader: Any) -> bool:
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
-    """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and also without workers."""
+    """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and even without workers."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 

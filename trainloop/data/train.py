@@ -1,4 +1,4 @@
-"""Training batches: a loader's epoch as this rank's optimizer steps."""
+"""Read a loader's epochs as the optimizer steps of one rank."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TrainFeed:
                 "exchange_ints=trainloop.distributed.exchange_ints."
             )
         self.num_batches = self._source.num_batches
-        """Micro-batches of an epoch, the maximum over ranks; None if unknown before reading."""
+        """Micro-batches of an epoch, the maximum over all ranks; None if unknown before reading."""
         self.num_samples = self._source.num_samples
         """Samples of an epoch over all ranks; None if unknown before reading."""
         self.global_batch_size = self._source.global_batch_size
@@ -116,7 +116,7 @@ class TrainFeed:
         return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
 
     def note_indices(self) -> None:
-        """From the next epoch on, record indices, so that those of a batch that can't be loaded are known."""
+        """From the next epoch on, record indices, so that the indices of a batch that can't be loaded are known."""
         self._source.note_indices()
 
     def next_indices(self) -> list[Any] | None:
@@ -142,8 +142,8 @@ class TrainFeed:
         grad_accumulation : int
             Micro-batches of a step; the epoch's last step may have fewer.
         skip_steps : int
-            Number of steps that were done already. They are not loaded if the loader's sampler determines their
-            samples, or if a stream or loader has a state with its position; otherwise they are read and discarded.
+            Number of steps that were done already. These steps are not loaded if the loader's sampler determines their
+            samples, or if a stream or loader has a state with its position; otherwise, they are read and discarded.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class TrainFeed:
         return chain(first, items)
 
     def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
-        """Yield the items, after checking that ranks read the same order (one exchange per epoch, if it is needed)."""
+        """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch)."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
@@ -196,7 +196,7 @@ class TrainFeed:
         yield from items
 
     def _ahead(self, items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-        """Yield the items, each copied to a GPU during the previous step; track the position of the yielded item."""
+        """Copy each item to the GPU during the previous step, and yield it; track the position of the yielded item."""
         if self._source.position is None:
             yield from on_device(items, device)
             return
@@ -242,7 +242,7 @@ class TrainFeed:
         return False
 
     def _following(self, first_batch: int, resumed: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield the items after the position that the source has loaded."""
+        """Yield the items that follow the position restored by the source."""
         if not (first_batch and self._global_rng):
             return self._source.items(self._epoch, first_batch)
         # As in _items: draws at the beginning (an order) are repeated, later draws continue from the checkpoint.
@@ -255,15 +255,15 @@ class TrainFeed:
         return items
 
     def end_epoch(self) -> None:
-        """End the epoch, perhaps before its last step: the next one draws a new order."""
+        """End the epoch, perhaps before its last step; the next epoch draws a new order."""
         self._at_epoch_begin = None
 
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """Return the random states that determine the order, as plain types and tensors.
 
-        Within an epoch, these are the states at its beginning; between epochs, the current states. The result also has
-        the position of a stream or loader with a state, after the last step that was yielded. To resume an epoch, load
-        the result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
+        Within an epoch, these are the states at its beginning; between epochs, the current states. If a stream or
+        loader has a state, the result includes its position after the last step that was yielded. To resume an epoch,
+        load the result, call :meth:`set_epoch`, then ``steps(..., skip_steps=...)``.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Evaluation's rule: ranks get whole batches, as one process would see them, and rows return to dataset order."""
+"""The rule for evaluation: ranks get whole batches, as one process would see them; rows return to dataset order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS_AT_ONCE = 64
 
 
 class WholeBatches(BatchShardSampler):
-    """Every ``world_size``-th batch of a batch sampler (or index of a sampler), with a record of all batches' contents.
+    """Every ``world_size``-th batch of a batch sampler (or index of a sampler); records the contents of all batches.
 
     Parameters
     ----------
@@ -53,11 +53,11 @@ class WholeBatches(BatchShardSampler):
 
     def batch_seed(self, batch_index: int) -> int:
         """Return a seed that depends only on the batch's index, so that ranks draw the numbers of a single process."""
-        assert self.seed is not None  # without one, nothing is seeded
+        assert self.seed is not None  # without a seed, nothing is seeded
         return derive_seed(self.seed, "batch", batch_index * self.num_replicas + self.rank)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
-        """Yield, from the start, this rank's batch of each round of ``world_size``, and its size (-1: unknown)."""
+        """Yield this rank's batch of each round of ``world_size`` batches, and the batch's size (-1: unknown)."""
         self._visited, self.digest = [], None
         if self._order is not None:
             yield from self._by_position(self._order)

@@ -1,4 +1,4 @@
-"""Ranks and their exchanges. Every function also works in one process without a process group.
+"""Ranks and their exchanges. Every function works in one process without a process group, too.
 
 *Ranks*: :class:`Rank`, :func:`get_rank`, :func:`get_world_size`, :func:`is_global_zero`, :func:`rank_zero_only`.
 *Exchanges*: :func:`all_gather`, :func:`all_reduce`, :func:`broadcast_object`, :func:`gather_object`, :func:`gather_to`,

@@ -23,7 +23,7 @@ __all__ = ["Malformed", "NotPlain", "decode", "dumps", "encode", "loads"]
 
 
 class NotPlain(TypeError):
-    """The object can't be read without executing code; the error's text names a class or function that it needs."""
+    """The object can't be read without executing code. The error names a class or function that reading it needs."""
 
 
 class Malformed(ValueError):
@@ -51,7 +51,7 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """Return the object that :func:`dumps` pickled. Call it only for bytes whose writer is trusted."""
+    """Return the object that :func:`dumps` pickled. Call it only with bytes from a trusted writer."""
     return pickle.loads(data)
 
 
@@ -62,7 +62,7 @@ class _Pickler(pickle.Pickler):
         # torch pickles a storage with torch.save, which takes 100 us.
         whole = obj.detach().resolve_conj().resolve_neg().cpu().contiguous()
         flat = whole.reshape(-1)
-        if flat.stride() != (1,):  # the stride of a single number is arbitrary
+        if flat.stride() != (1,):  # a tensor with one element may have any stride
             flat = torch.empty_like(flat, memory_format=torch.contiguous_format).copy_(flat)
         data = flat.view(torch.uint8).numpy()
         return _tensor, (data, whole.dtype, tuple(whole.shape), obj.device.type, obj.requires_grad)

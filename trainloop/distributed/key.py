@@ -38,12 +38,12 @@ def set_run_key(key: bytes | None) -> None:
 
 
 def run_key() -> bytes | None:
-    """Return this process's key: the key that was set, else the environment's key; ``None`` without a key."""
+    """Return this process's key: the key that was set, else the environment's key, else ``None``."""
     return _of_this_run if _of_this_run is not None else key_from_environment()
 
 
 def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the key in ``TRAINLOOP_KEY``, or in the file that it names; ``None`` if it is not set.
+    """Return the key in ``TRAINLOOP_KEY``, or in the file that the variable names; ``None`` if the variable is not set.
 
     Raises
     ------

@@ -25,7 +25,7 @@ _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 
 
 def backend_of(device_type: str) -> str | None:
-    """Return the default group's backend for tensors on this type of device; None if it has no backend for them."""
+    """Return the default group's backend for tensors on this type of device; None if the group has no such backend."""
     # 'cpu:gloo,cuda:nccl'
     config = dist.get_backend_config(None)
     return dict(entry.split(":", 1) for entry in config.split(",")).get(device_type)
@@ -55,7 +55,7 @@ def session_here() -> Session:
 def _gather_bytes(
     call: str, form: int, body: bytes | bytearray, dst: int | None = None
 ) -> list[tuple[Message, memoryview | None]]:
-    """Return every rank's message, once all ranks have called this function, so it is also a barrier.
+    """Return every rank's message once all ranks have called this function, which therefore acts as a barrier.
 
     With ``dst``, only rank ``dst`` gets bodies that need a second exchange; on other ranks these bodies are None.
     """
@@ -207,7 +207,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     session = session_here()
     gathered = _gather_bytes("gather_to", *encoded(obj, session), dst)
     for message, body in gathered:
-        if message.form == Form.REFUSED:  # an error of any rank is raised on all of them
+        if message.form == Form.REFUSED:  # an error of any rank is raised on all ranks
             decoded(message, body, session)
     if dist.get_rank() != dst:
         return None
@@ -222,7 +222,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     Parameters
     ----------
     values : sequence of int
-        Integers of at most 64 bits. Ranks may pass different numbers of them.
+        Integers of at most 64 bits. Ranks may pass different numbers of integers.
 
     Returns
     -------

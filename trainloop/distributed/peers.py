@@ -1,7 +1,7 @@
 """Find out which users of this host are connected to this process.
 
 Gloo's listeners accept every user of the host, and its protocol has no authentication: a process that connects before
-a rank does takes the rank's place, also in the reduction of gradients. Such a process must stay connected, and the
+a rank does takes the rank's place, including in the reduction of gradients. Such a process must stay connected, and the
 kernel knows the owner of each end of a local connection. So this module looks up the connections that were made while a
 process group was created.
 """
@@ -24,7 +24,7 @@ _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
 class DisturbedStartError(ConnectionError):
-    """An untrusted process connected before any work was done: the start may be repeated."""
+    """An untrusted process connected before any work was done, so the start may be repeated."""
 
 
 class _Socket(NamedTuple):
@@ -36,7 +36,7 @@ class _Socket(NamedTuple):
 
 
 def owners_are_known() -> bool:
-    """Return True if this host's kernel reports the owners of connections, which :func:`only_trusted_peers` needs."""
+    """Return True if this host's kernel reports who owns a connection, as :func:`only_trusted_peers` requires."""
     return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 

@@ -18,7 +18,8 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 if dist.is_available():
-    # Imported before a group exists: its functions' defaults are the group at import, and would keep it alive forever.
+    # Import this module before a process group exists: its functions store the current group as a default argument at
+    # import, and would keep that group alive forever.
     importlib.import_module("torch.distributed.nn.functional")
 
 P = ParamSpec("P")
@@ -30,7 +31,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @dataclass(frozen=True, repr=False)
 class Rank:
-    """The rank of one process among all processes of a run, and among those of its node."""
+    """The rank of one process among all processes of a run, and among the processes of its node."""
 
     rank: int = 0
     """Global rank, 0 to ``world_size - 1``."""
@@ -64,10 +65,10 @@ def has_group() -> bool:
 
 @contextlib.contextmanager
 def alone(enabled: bool) -> Iterator[None]:
-    """In the block, treat this thread as the only rank, for a run in a single process; False undoes this for ranks.
+    """In the block, treat this thread as the only rank, for a run in a single process; ``False`` undoes this for ranks.
 
     Such a run may be in one of several processes that a launcher started, or in a rank's callback. The other processes
-    take no part in it, so it can't wait for them or leave its files to them.
+    take no part in the run, so it can't wait for them, and must write its files itself.
     """
     token = _alone.set(enabled)
     try:
@@ -99,28 +100,28 @@ def leave_group(*, failed: bool = False) -> None:
         return
     group = dist.group.WORLD
     dist.destroy_process_group()
-    if sys.getrefcount(group) > 2:  # this function's variable and argument; reference cycles may hold others
+    if sys.getrefcount(group) > 2:  # this function's variable and the call's argument; reference cycles may have others
         gc.collect()
-    # Drop the last reference here: a group's destructor waits for its threads, and releases the interpreter's lock
-    # meanwhile only if Python destroys the group.
+    # Drop the last reference here: a group's destructor waits for its threads, and releases the GIL meanwhile only if
+    # Python destroys the group.
     del group
 
 
 def release_last_work() -> None:
     """Wait until the threads of all Gloo groups are idle; called at exit.
 
-    After an exchange, a thread destroys its tensors, which may have Python objects. This needs the interpreter's lock,
-    and a thread that requests it while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
+    After an exchange, a thread destroys the exchanged tensors, which may have Python objects. This needs the GIL. A
+    thread that requests the GIL while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
     """
     deadline = time.monotonic() + _REST_S
     busy = True
     while busy and time.monotonic() < deadline:
-        time.sleep(0.005)  # releases the lock for waiting threads
+        time.sleep(0.005)  # releases the GIL for waiting threads
         busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
 
 
 def _is_busy(task: Path) -> bool:
-    """Return True if a thread belongs to Gloo and is running or runnable."""
+    """Return True if this is a thread of Gloo that is running or runnable."""
     try:
         name, state = (task / "stat").read_text().rpartition(")")[::2]
     except OSError:  # the thread has just ended

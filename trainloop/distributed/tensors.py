@@ -55,7 +55,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
         if value.layout is not torch.strided:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
-    if isinstance(value, float):  # float64 holds a Python float exactly; the default dtype would round it
+    if isinstance(value, float):  # float64 represents a Python float exactly; the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
@@ -138,7 +138,7 @@ def _agreed(
 
 
 def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, list[_Leaf]]]:
-    """Return every rank's description of its value; a rank whose value can't be exchanged sends the reason (str)."""
+    """Return each rank's description of its value, or a string with the reason why that value can't be exchanged."""
     # A rank with an error calls this, too; otherwise the other ranks would keep waiting here.
     everyone = gather_object(own)
     for rank, theirs in enumerate(everyone):
@@ -189,7 +189,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     -----
     A call takes one small exchange for the shapes, then one for each tensor.
 
-    If a tensor requires a gradient, it gets the sum of the gradients of all ranks' losses with respect to it. Therefore
+    The gradient of a tensor is the sum of the gradients of all ranks' losses with respect to this tensor. Therefore
     every rank must run the backward, which all-reduces a tensor of the gathered size. The loss needs no factor for the
     number of ranks, because ``DistributedDataParallel`` divides the sum by that number. This is true for a loss over
     all gathered rows, and for a mean loss that compares the rank's own rows with all rows. If no gradient is needed,
@@ -283,7 +283,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
         As in :func:`all_gather`.
     reduce : 'mean', 'sum', 'min' or 'max'
-        Reduction. In the mean each rank counts once. To weight by samples, reduce sums and counts separately.
+        The reduction. In a mean, each rank counts once. To weight by samples, reduce sums and counts separately.
 
     Returns
     -------

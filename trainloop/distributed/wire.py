@@ -96,7 +96,7 @@ def encoded(obj: object, session: Session) -> tuple[int, bytes | bytearray]:
 
 
 def decoded(message: Message, body: memoryview | None, session: Session) -> Any:
-    """Return the object of a message whose tags were verified."""
+    """Return the object that a message contains; the message's tags must already be verified."""
     assert body is not None  # only ranks that receive the body call this
     if message.form == Form.REFUSED:
         reason = bytes(body).decode("utf-8", "replace")
@@ -153,7 +153,7 @@ class Session:
             place = struct.pack("<qq", *(shared.place if shared is not None else (0, -1)))
             first = _gathered(place, group)[0]
             key = shared.key if shared is not None else SharedKey.open(struct.unpack("<qq", first))
-            # A second exchange: rank 0 keeps the file until all ranks have read it.
+            # The second exchange makes rank 0 keep the file until all ranks have read it.
             return key if all(found == b"\1" for found in _gathered(bytes([key is not None]), group)) else None
         finally:
             if shared is not None:

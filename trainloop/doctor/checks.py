@@ -112,7 +112,7 @@ def check_cpus(r: Readings) -> Iterator[Check]:
 
 
 def _limited_by(limits: Sequence[Limit]) -> str:
-    """Return a text with the source of the lowest limit; empty if that is the first limit, which is the host's."""
+    """Return a string that names the source of the lowest limit; an empty string if the host itself sets it."""
     least = min(limits, key=lambda limit: limit.value)
     return f", limited by {least.source}" if least.value < limits[0].value else ""
 

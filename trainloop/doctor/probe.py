@@ -52,7 +52,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Readings:
-    """Values that the checks need. Tests pass other values than those of this machine."""
+    """Values that the checks need. Tests pass values that differ from this machine's."""
 
     torch: Imported
     python: tuple[int, int, int] = (3, 12, 0)
@@ -60,9 +60,9 @@ class Readings:
     conflicts: tuple[str, ...] = ()
     """Lines of ``pip check``; empty if it finds no conflict."""
     other_distribution: str = ""
-    """Name, version and folder of another distribution that is imported as ``trainloop``; empty if there is none."""
+    """Name, version and folder of another distribution that is imported as ``trainloop``; empty if not installed."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Distributions that are not installed, by extra of this package."""
+    """Distributions that are not installed, listed by the extra of this package that needs them."""
     torch_requirements: tuple[str, ...] = ()
     """Requirements of the installed torch, from its metadata."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Readings:
     temporary: tuple[str, int] = ("/tmp", 2**40)
     """Folder for temporary files, and the free bytes on its disk."""
     descriptors: tuple[int, int] | None = (1024, 1024)
-    """Soft and hard limit of open files; ``None`` on Windows, which has no such limits."""
+    """Soft and hard limits of open files; ``None`` on Windows, which has no such limits."""
     platform: str = "linux"
     """``sys.platform``."""
     resources: Resources | None = None
@@ -124,7 +124,7 @@ def in_process(code: str) -> Imported:
 
 
 def _conflicts() -> tuple[str, ...]:
-    """Return the conflicts that ``pip check`` reports; empty if there are none, or if pip is missing or slow."""
+    """Return the conflicts that ``pip check`` reports; empty without a conflict, or if pip is missing or slow."""
     command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)

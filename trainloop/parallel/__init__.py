@@ -1,4 +1,4 @@
-"""The three wrappers, which also work in a hand-written loop.
+"""The three wrappers of models. They work in a hand-written loop, too.
 
 :class:`TTDistributedDataParallel` is a ``DistributedDataParallel``, :class:`TTDataParallel` is an ``nn.DataParallel``,
 and :class:`TTFullyShardedDataParallel` is a module under ``fully_shard`` (FSDP2). All of them run the wrapped model's

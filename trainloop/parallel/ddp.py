@@ -61,10 +61,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     Notes
     -----
-    Collective: every rank must make its wrapper with the same arguments and call it the same number of times (but see
+    Collective: every rank must create its wrapper with the same arguments and call it the same number of times (but see
     :meth:`no_exchange`). Hooks on the module and its submodules fire when these modules run; hooks on the wrapper
     itself fire only for ``wrapper(...)``. The name ``module`` and the names of the methods of
-    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) belong to the wrapper. If the model
+    ``DistributedDataParallel`` (``no_sync``, ``join``, ``register_comm_hook``, ...) refer to the wrapper. If the model
     has an attribute with one of these names, use ``wrapper.module.<name>``.
 
     Examples
@@ -73,7 +73,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     >>> wrapper.get_loss(batch, criterion, wrapper.device).backward()  # doctest: +SKIP
     """
 
-    # Methods of DistributedDataParallel that this class doesn't use; a model may define its own with these names.
+    # Methods of DistributedDataParallel that this class doesn't use; a model may define methods with these names.
     scatter = SharedName("scatter", DistributedDataParallel.scatter)
     gather = SharedName("gather", DistributedDataParallel.gather)
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
@@ -81,7 +81,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         refuse("TTDistributedDataParallel", ddp_args, keywords_of(TTDistributedDataParallel))
         check_not_lazy(module, "TTDistributedDataParallel")
-        # DDP asserts the same, but does not name the module.
+        # DDP has the same check, but does not name the module.
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise RuntimeError(
@@ -119,19 +119,19 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         for parameter, is_sparse in zip(parameters, sparse, strict=True):
             if is_sparse:
-                # DDP divides its gradient in place. The gradient shares memory with that of the layer's output, which
-                # backward may still have to pass on to other layers (torch 2.6 to 2.15).
+                # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
+                # which backward may still have to pass on to other layers (torch 2.6 to 2.15).
                 weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
 
-        DDP reduces the gradients of the first backward in one bucket, and later ones in buckets, in the order of their
-        arrival. With three ranks or more, the position of a number in a buffer determines the order in which Gloo and
-        NCCL add it. So a step's bits would depend on the number of earlier steps in the process, and a resumed run
-        would differ. This method tells DDP that gradients arrive in the reverse order of the parameters. DDP's next
-        forward then makes the buckets. With ``find_unused_parameters``, DDP keeps its initial layout, and this does
-        nothing.
+        DDP reduces the gradients of the first backward in one bucket. It reduces later gradients in several buckets, in
+        the order of their arrival. With three ranks or more, the position of a number in a buffer determines the order
+        in which Gloo and NCCL add it. So a step's bits would depend on the number of earlier steps in the process, and
+        a resumed run would differ. This method tells DDP that gradients arrive in the reverse order of the parameters.
+        DDP's next forward then creates the buckets. With ``find_unused_parameters``, DDP keeps its initial layout, and
+        this method does nothing.
         """
         if hasattr(self, "reducer"):  # DDP has no reducer if it averages no gradients itself
             self.reducer._push_all_rebuilt_params()
@@ -179,7 +179,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super().forward(*inputs, **kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, moved to the wrapper's GPU as DDP does; unchanged on the CPU."""
+        """Move the arguments to the wrapper's GPU, as DDP does, and return them; on the CPU, return them unchanged."""
         if not self.device_ids:
             return args, kwargs
         moved_args, moved_kwargs = self.to_kwargs(args, kwargs, self.device_ids[0])
@@ -193,11 +193,11 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     @contextlib.contextmanager
     def _first_of_static_graph(self) -> Iterator[None]:
-        """Exchange gradients in the first two backwards of a static graph, also under ``no_sync()``.
+        """Exchange gradients in the first two backwards of a static graph, even under ``no_sync()``.
 
         In the first backward, torch's reducer (to 2.15 at least) counts how often each parameter is used. It treats all
         backwards up to the second exchange as the first. Gradient accumulation from the start would therefore fail an
-        internal assertion, or wait forever. Averaging a sum of gradients in parts gives the same result.
+        internal assertion, or wait forever. Averaging parts of a sum of gradients separately gives the same result.
         """
         before = self.require_backward_grad_sync
         if self.static_graph and self._tt_static_passes < 2 and torch.is_grad_enabled():
@@ -212,9 +212,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Remove DDP's hooks from the parameters, and free its buckets and group. The wrapper is unusable afterwards.
 
         This needs no exchange. If you don't call it, these objects live until the garbage collector breaks the
-        wrapper's cycles, possibly after ``destroy_process_group()``. DDP's reducer would then hold the last reference
-        to the group. In a forked child, the group's destructor would wait for threads that do not exist, while holding
-        the interpreter's lock.
+        wrapper's cycles, possibly after ``destroy_process_group()``. DDP's reducer would then have the last reference
+        to the group. In a forked child, the group's destructor would hold the GIL and wait for threads that do not
+        exist.
         """
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
@@ -223,7 +223,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def no_exchange(self) -> Iterator[None]:
         """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 
-        Use it for a step in which some ranks have fewer batches than others, or none. ``no_sync()`` is not enough,
+        Use it for a step in which some ranks have fewer batches than others, or no batch. ``no_sync()`` is not enough,
         because the first forward under it broadcasts buffers, and would wait for ranks that run no forward. Every rank
         must call :func:`reduce_gradients` after its last backward of the step.
         """
@@ -288,7 +288,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
             return output.map(lambda loss: self._joined(method, loss) if loss is first else loss)
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
-        # Zeros, which change no bit of the loss.
+        # The added values are zeros, which change no bit of the loss.
         return attach_divisor(output + self._tt_carrier.sum().to(output.dtype), divisor_of(output))
 
     def carry(self, numbers: Tensor) -> None:
@@ -296,7 +296,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         self.__dict__["_tt_numbers"] = numbers.to(self._tt_carrier)
 
     def averaged_numbers(self) -> Tensor | None:
-        """Return the numbers' averages over the ranks after a step's last backward; the next step begins with zeros."""
+        """Return the numbers' averages over the ranks, after a step's last backward, and reset the numbers to zero."""
         averages, self._tt_carrier.grad = self._tt_carrier.grad, None
         return averages
 
@@ -331,11 +331,11 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]
 
 
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:
-    """Return DDP's error about unused parameters, with their names and advice; any other error unchanged."""
+    """Add the parameters' names and advice to DDP's error about unused parameters; return any other error unchanged."""
     text = str(error)
     if "find_unused_parameters" not in text:
         return error
-    # in the reducer's order
+    # in the order in which the reducer numbers parameters
     names = [
         name
         for name, p in wrapper.module.named_parameters()
@@ -344,7 +344,7 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     if wrapper._tt_reversed:
         names.reverse()
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    # The message has only positions, in the list that the reducer was given.
+    # The message has only positions of parameters, in the list that DDP gave to the reducer.
     indices = [int(index) for index in found[1].split()] if found else []
     indices.sort(reverse=wrapper._tt_reversed)  # in DDP's order
     unused = ", ".join(names[i] for i in indices if i < len(names)) or "see below"
@@ -378,13 +378,13 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. If a
     parameter has no gradient on any rank, ``.grad`` stays ``None``. If the gradient is sparse on any rank, the result
     is sparse. One exchange sends a flag for each parameter. Then each dtype needs one exchange per 32 MiB of gradients.
-    Sparse gradients need another exchange for their numbers of entries, and two more for each gradient. In one process
-    nothing happens.
+    Sparse gradients need another exchange for their numbers of entries, and two more for each sparse gradient. In one
+    process nothing happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
     world_size = dist.get_world_size(group)
-    trained = list(parameters)  # also frozen ones: a get_loss may freeze parameters after using them
+    trained = list(parameters)  # including frozen parameters: a get_loss may freeze parameters after using them
     if world_size == 1 or not trained:
         return
     # 0: no gradient, 1: dense, 2: sparse; the maximum over ranks counts.
@@ -395,13 +395,13 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     _reduce_sparse([p for p, kind in zip(trained, kinds, strict=True) if kind == 2], world_size, group)
     for bucket in _buckets([p for p, kind in zip(trained, kinds, strict=True) if kind == 1]):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket])
-        flat /= world_size  # before the sum, as DDP does: 16-bit sums stay in range
+        flat /= world_size  # divide before the sum, as DDP does, so that 16-bit sums stay in range
         dist.all_reduce(flat, group=group)
         for p, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             if p.grad is None:
                 p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
             with torch.no_grad():
-                p.grad.copy_(mean.view(p.shape))  # in place: it may be a view into a DDP bucket
+                p.grad.copy_(mean.view(p.shape))  # in place: the gradient may be a view into a DDP bucket
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -441,7 +441,7 @@ def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.Proces
         all_indices, all_values = _gathered(indices, world_size, group), _gathered(values, world_size, group)
         indices = torch.cat([all_indices[rank][:, : counts[rank][0]] for rank in present], dim=1)
         values = torch.cat([all_values[rank][: counts[rank][0]] for rank in present]) / world_size
-        # Check indices received over a socket: they must be within the weights.
+        # Check indices that were received over a socket: each must be a row of the weights.
         summed = torch.sparse_coo_tensor(indices, values, p.shape, device=p.device, check_invariants=True)
         p.grad = summed.coalesce()
 

@@ -74,7 +74,8 @@ class TTDataParallel(Transparent, DataParallel):
     CPU replicas run one after another, because all threads share torch's CPU random generator: if they ran at the same
     time, dropout would draw different numbers in each run. A replica's operations use all cores.
 
-    The name ``module`` belongs to the wrapper. If the model has an attribute ``module``, use ``wrapper.module.module``.
+    The name ``module`` refers to the wrapped model. If the model has an attribute ``module``, use
+    ``wrapper.module.module``.
 
     Examples
     --------
@@ -83,7 +84,7 @@ class TTDataParallel(Transparent, DataParallel):
     torch.Size([7, 1])
     """
 
-    # Methods of DataParallel.forward that this class replaces; a model may define its own with these names.
+    # Methods of DataParallel.forward that this class replaces; a model may define methods with these names.
     scatter = SharedName("scatter", DataParallel.scatter)
     replicate = SharedName("replicate", DataParallel.replicate)
     parallel_apply = SharedName("parallel_apply", DataParallel.parallel_apply)
@@ -133,7 +134,7 @@ class TTDataParallel(Transparent, DataParallel):
             sizes = parts.chunk_sizes(parts.batch_length((args, kwargs), self.dim) or 0, len(devices))
             devices = devices[: len(cut)]
             inputs = _on_devices(cut, devices)
-            # Too few samples to split: no replica is made.
+            # There are too few samples to split, so no replica is created.
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
@@ -173,7 +174,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
     ) -> Iterator[Any]:
-        """Yield the whole batch's losses if ``get_loss`` yields its losses; after each, renew the replicas' weights."""
+        """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
@@ -233,7 +234,7 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
-    """Return part i on device i: its tensors, the ``device`` argument, and a criterion that holds tensors."""
+    """Move part i to device i: its tensors, the ``device`` argument, and a criterion that contains tensors."""
     if devices[0].type == "cpu":
         return cut
     criteria: dict[nn.Module, list[nn.Module]] = {}
@@ -257,7 +258,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
-    """Return one replica per device, for its number of samples; gradients go to the module's own parameters."""
+    """Return one replica per device, for that device's samples; gradients go to the module's own parameters."""
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
@@ -274,10 +275,10 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
 
 
 def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
-    """Give replicas in the middle of a method the parameters of newer replicas, attribute by attribute."""
+    """Give replicas that are in the middle of a method the parameters of newer replicas, attribute by attribute."""
     for replica, newer in zip(replicas, with_weights_of, strict=True):
         for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
-            part._parameters.clear()  # otherwise a tensor can't replace a parameter
+            part._parameters.clear()  # otherwise, a tensor can't replace a parameter
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
                 setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
@@ -285,7 +286,7 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
-    """Return a replica on the CPU, which torch.nn.parallel.replicate rejects; modelled on its code."""
+    """Return a replica on the CPU. The code follows torch.nn.parallel.replicate, which rejects the CPU."""
     copies = {part: part._replicate_for_data_parallel() for part in module.modules()}
     views: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for part, copy in copies.items():
@@ -297,7 +298,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
             if parameter is None:
                 copy._parameters[name] = None
             else:
-                # The backward of alias accepts sparse gradients, that of view_as does not.
+                # The backward of alias accepts sparse gradients; the backward of view_as does not.
                 view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
                 setattr(copy, name, view)  # setattr, since an RNN's __setattr__ updates its list of weights
                 copy._former_parameters[name] = view
@@ -308,7 +309,10 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
 
 
 def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
-    """Run each call in a separate thread and return the results; the first exception, if any, is raised here."""
+    """Run each call in a separate thread, and return the results.
+
+    If calls raise exceptions, raise the first one here.
+    """
     results: list[Any] = [None] * len(calls)
     settings = _thread_settings(devices)
 

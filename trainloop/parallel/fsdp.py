@@ -27,7 +27,7 @@ __all__ = ["TTFullyShardedDataParallel"]
 
 
 class _Call:
-    """A function that the wrapper's forward runs instead of the module's, and its result."""
+    """A function that the wrapper's forward runs instead of the module's forward, and the function's result."""
 
     __slots__ = ("output", "run")
 
@@ -39,9 +39,9 @@ class _Call:
 class TTFullyShardedDataParallel(Transparent, nn.Module):
     """A module under PyTorch's ``fully_shard`` (FSDP2) that runs a model's ``get_loss`` the way it runs ``forward``.
 
-    Parameters and gradients are sharded over the ranks, and so is the state of optimizers that you make afterwards from
-    ``wrapper.parameters()``. A rank keeps its shards, and gathers only the unit that is running. The module is changed
-    in place, and its parameters become ``DTensor``.
+    Parameters and gradients are sharded over the ranks, and so is the state of optimizers that you create afterwards
+    from ``wrapper.parameters()``. A rank keeps its shards, and gathers only the unit that is running. The module is
+    changed in place, and its parameters become ``DTensor``.
 
     ``wrapper.get_loss(...)``, ``get_loss_eval`` and ``get_predictions`` are forward passes of the root unit, no matter
     which submodules they call or how often. If ``get_loss`` yields its losses, each loss is one pass. You can read and
@@ -69,7 +69,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
         If True, the parameters and buffers of the mesh's first rank are first sent to the mesh's other ranks, one at a
-        time (as in DDP). Use ``False`` if they are already equal.
+        time (as in DDP). Use ``False`` if the ranks' values are already equal.
 
     Raises
     ------
@@ -79,11 +79,11 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     Notes
     -----
-    Collective: every rank must make its wrapper with the same arguments. **Every forward, even in evaluation, is an
+    Collective: every rank must create its wrapper with the same arguments. **Every forward, even in evaluation, is an
     exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty parameters
-    can't be sharded: each rank has them whole, and the backward averages their gradients. If a block shares a parameter
-    with a module outside of it, the block belongs to the unit that contains both. The name ``module`` and the names of
-    ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) belong to the wrapper.
+    can't be sharded: each rank has the full parameter, and the backward averages its gradient. If a block shares a
+    parameter with a module outside of it, the block is part of the unit that contains both. The name ``module`` and the
+    names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) refer to the wrapper.
 
     Examples
     --------
@@ -93,7 +93,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     """
 
     reshard: Callable[[], None]
-    """Free the root unit's gathered parameters. Inherited from ``FSDPModule``, which ``fully_shard`` adds."""
+    """Free the root unit's gathered parameters. (A method of ``FSDPModule``, a base that ``fully_shard`` adds.)"""
 
     @refuses_unknown
     def __init__(
@@ -108,7 +108,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         offload_policy: Any = None,
         init_sync: bool = True,
     ) -> None:
-        from torch.distributed.fsdp import fully_shard  # takes half a second, and most programs never shard
+        from torch.distributed.fsdp import fully_shard  # the import takes half a second, and most programs never shard
 
         check_not_lazy(module, "TTFullyShardedDataParallel")
         if not dist.is_available() or not dist.is_initialized():
@@ -151,7 +151,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for p, data in originals:
                 p.data = _of_first_rank(data, mesh, device) if sends else data
                 if not p.is_contiguous():
-                    p.data = p.data.contiguous()  # for instance channels_last: a shard is cut from contiguous rows
+                    p.data = p.data.contiguous()  # e.g. channels_last: a shard is cut from contiguous rows
             # The root is needed again as soon as backward begins: by default torch keeps it gathered.
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
@@ -159,7 +159,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
-            for p, data in originals if init_sync else ():  # no longer in the module; restore them for other owners
+            for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
@@ -189,7 +189,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for group in self._tt_groups:
                 group.reshard_after_backward = True
         if not torch.is_grad_enabled():
-            # No backward follows that would free gathered parameters: they would be stale after the next step.
+            # Without a backward, nothing frees the gathered parameters, which would be stale after the next step.
             self.reshard_units()
         return output
 
@@ -214,7 +214,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             call = _Call(lambda: next(losses, losses))
             output = with_multi_losses(self(call), call.output)
             if output is losses:
-                self.reshard_units()  # no backward follows that would do it
+                self.reshard_units()  # no backward follows that would free the parameters
                 return
             yield output
 
@@ -226,7 +226,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         return self._tt_whole
 
     def reshard_units(self) -> None:
-        """In every unit, free the parameters that are still gathered because no backward followed. No exchange."""
+        """In every unit, free the parameters that are still gathered because no backward followed.
+
+        This needs no exchange.
+        """
         for unit in [*self._tt_left_whole, self]:
             unit.reshard()
 
@@ -250,7 +253,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             dist.all_reduce(parameter.grad, group=self._tt_mesh.get_group(dim))
 
     def take_off(self, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-        """Undo the sharding, in place; the wrapper is unusable afterwards. No exchange.
+        """Undo the sharding in place, without an exchange. The wrapper is unusable afterwards.
 
         Parameters
         ----------
@@ -322,7 +325,10 @@ def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
 
 
 def _send_from_first(tensor: Tensor, mesh: Any) -> None:
-    """Overwrite a tensor with the first rank's of the mesh; ranks outside the mesh may have another model part."""
+    """Overwrite a tensor with the value on the mesh's first rank.
+
+    (Ranks outside the mesh may have another model part.)
+    """
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
@@ -337,7 +343,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _common_seed(mesh: Any) -> int:
-    """Return a seed that the mesh's first rank draws, so that all ranks cut their shards from the same values."""
+    """Return a seed drawn by the mesh's first rank, so that all ranks cut their shards from the same initial values."""
     seed = torch.randint(2**31, ())
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
@@ -346,7 +352,7 @@ def _common_seed(mesh: Any) -> int:
 
 
 def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate and initialize a unit's tensors that are on the meta device."""
+    """Allocate and initialize those tensors of a unit that are on the meta device."""
     parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):

@@ -15,7 +15,7 @@ __all__ = ["WatchedForwards", "explain_sharded"]
 
 
 def explain_sharded(error: RuntimeError) -> None:
-    """Raise an explanation of a torch error that sharded parameters cause; return if it is a different error."""
+    """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         raise ConfigurationError(
@@ -65,7 +65,7 @@ class WatchedForwards:
             if getattr(unit, "_compiled_call_impl", None) is not None:
                 continue  # hooks would become part of the compiled graph
             is_root = unit is units[-1][1]
-            # FSDP's own hooks gather first, and free last.
+            # FSDP's own hooks gather parameters before these hooks, and free parameters after them.
             self._hooks += [
                 unit.register_forward_pre_hook(lambda part, _, name=name: self._note(name, part)),
                 unit.register_forward_hook(
@@ -75,7 +75,7 @@ class WatchedForwards:
             ]
 
     def _note(self, name: str, unit: nn.Module) -> None:
-        self._seen.pop(name, None)  # left by a forward that did not end, as in checkpoint's recomputation
+        self._seen.pop(name, None)  # left over from a forward that did not end, as in checkpoint's recomputation
         if not torch.is_grad_enabled():
             return
         whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]

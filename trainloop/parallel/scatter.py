@@ -1,6 +1,6 @@
 """Split a batch into parts for replicas; join their losses, predictions and outputs.
 
-Pure functions: tensors remain on their device.
+All functions are pure, and tensors remain on their device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainloop.optim import MultiLoss
 
 
 def chunk_sizes(length: int, num_chunks: int) -> list[int]:
-    """Return the sizes of the parts that ``torch.chunk`` makes: for 7 and 2, 4 and 3; for 7 and 8, seven times 1.
+    """Return the sizes of the parts that ``torch.chunk`` makes: 7 samples in 2 parts are 4 and 3, in 8 parts 7 times 1.
 
     Examples
     --------
@@ -42,15 +42,14 @@ def batch_length(value: Any, dim: int = 0) -> int | None:
 
 
 def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
-    """Split a nested value along the batch, into as many parts as ``torch.chunk`` makes (maybe fewer than requested).
+    """Split a nested value along the batch into the parts that ``torch.chunk`` makes (maybe fewer than requested).
 
     Parameters
     ----------
     value : nested dicts, lists, tuples, namedtuples, dataclasses
         Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
-        lists and tuples of that length that hold plain items (strings, numbers, objects): one item per sample.
-        All other values are passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and
-        devices.
+        lists and tuples of that length with one plain item (string, number, object) per sample. All other values are
+        passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and devices.
     num_chunks : int
     dim : int
         Dimension of the samples in tensors and arrays.
@@ -87,10 +86,10 @@ def _length(item: Any, dim: int) -> int | None:
 
 
 def _list_length(item: Any) -> int | None:
-    """Return the length of a list with one item per sample; None for other values, also lists of lists or tensors.
+    """Return the length of a list with one item per sample; None for other values, including lists of lists or tensors.
 
-    The list ``[x, y]`` that a DataLoader makes of pairs is not a list of two samples, so a list whose items can be cut
-    themselves is treated as structure.
+    A DataLoader makes a list ``[x, y]`` of pairs, which is not a list of two samples. So if the items of a list can be
+    cut, they are cut, and the list is not.
     """
     if type(item) not in (list, tuple) or not item or any(_is_structure(entry) for entry in item):
         return None
@@ -135,8 +134,8 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     Returns
     -------
     same type as each loss
-        Sums are added. Means over samples are averaged by ``sizes``. Pairs ``(loss, weight)`` are averaged by their
-        weights, which are added.
+        Sums are added. Means over samples are averaged by ``sizes``. For pairs ``(loss, weight)``, losses are averaged
+        by their weights, and weights are added.
 
     Raises
     ------
@@ -176,7 +175,7 @@ def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
     if isinstance(weight, Tensor):
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
-    # With weight 0 the result is zero, but still in the graph: all parts may have weight 0.
+    # All parts may have weight 0: then the result is zero, but still in the graph.
     return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
 
 
@@ -218,7 +217,7 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Join replicas' outputs as ``nn.DataParallel`` does: tensors concatenated, inside dicts, lists and tuples.
+    """Join replicas' outputs as ``nn.DataParallel`` does: concatenate tensors, even inside dicts, lists and tuples.
 
     0-d tensors become a vector with one entry per replica.
     """

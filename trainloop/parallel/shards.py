@@ -1,4 +1,4 @@
-"""Sharded tensors (``DTensor``): this rank's shard, the full tensor, and other tensors sharded in the same way.
+"""Sharded tensors (``DTensor``): get this rank's shard or the full tensor, and shard other tensors in the same way.
 
 ``torch.distributed.tensor`` takes half a second to import, so it is imported only once such a tensor exists.
 """
@@ -50,7 +50,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Return True if every rank holds all of a parameter: scalars and empty tensors, which torch can't divide."""
+    """Return True if every rank has the full parameter, since it is a scalar or empty, which torch can't divide."""
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
@@ -60,7 +60,7 @@ def is_mark_of_sharding(name: str) -> bool:
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """Return this rank's shard of a tensor, sharing its memory; for a plain tensor, all of it."""
+    """Return this rank's shard of a tensor, which shares its memory; return a plain tensor unchanged."""
     if not is_sharded(tensor):
         return cast(Tensor, tensor.detach())
     with torch.no_grad():  # to_local() then returns the shard itself
@@ -68,13 +68,16 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """Return the full tensor on every rank of its mesh. Collective if sharded; a plain tensor is returned unchanged."""
+    """Return the full tensor on every rank of its mesh.
+
+    Collective for a sharded tensor; a plain one is returned unchanged.
+    """
     full: Tensor = tensor.detach().full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor's full tensor on the CPU of rank 0, and an empty tensor on other ranks. Collective.
+    """Return the full tensor on the CPU of rank 0, and an empty tensor on other ranks. Collective.
 
     A plain tensor is returned unchanged.
     """
@@ -85,15 +88,15 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, like: Any) -> Any:
-    """Shard a full tensor in the same way, and on the same device, as another tensor; no exchange.
+    """Shard a full tensor in the same way, and on the same device, as another tensor, without an exchange.
 
     Parameters
     ----------
     value : Tensor
-        Tensor of the shape of ``like``, of which only this rank's part is read. If it is already sharded, it is only
+        Tensor with the shape of ``like``; only this rank's part of it is read. If it is already sharded, it is only
         moved.
     like : DTensor or Tensor
-        Tensor with the sharding and device of the result. If it is plain, the result is a full tensor.
+        Tensor with the sharding and device of the result. If ``like`` is a plain tensor, the result is a full tensor.
     """
     if not is_sharded(like) or is_sharded(value):
         return value.detach().to(like.device)
@@ -110,7 +113,7 @@ def is_first_replica(tensor: Any) -> bool:
 
 def slice_of(tensor: Any) -> ShardSlice:
     """Return offsets and sizes of this rank's shard within the full tensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # public in no version to 2.13
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # not public up to 2.13
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
@@ -132,7 +135,7 @@ def write_shard(tensor: Any, into: Tensor) -> bool:
 
 
 def _own_part(value: Tensor, like: Any) -> Tensor:
-    """Return a view of a full tensor: the part that this rank holds of ``like``."""
+    """Return a view of a full tensor: the part that corresponds to this rank's shard of ``like``."""
     mesh = like.device_mesh
     for dim, placement in enumerate(like.placements):
         if placement.is_shard():
@@ -153,7 +156,7 @@ def free(tensor: Any) -> None:
 
 
 def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
-    """Return a tensor of the given shape, sharded like ``like``, from this rank's ``part``; no exchange."""
+    """Return a tensor of the given shape, sharded like ``like``, from this rank's ``part``, without an exchange."""
     from torch.distributed.tensor import DTensor
 
     if part.device.type != like.device_mesh.device_type:  # the part is on the host, and from_local would move it
@@ -165,14 +168,14 @@ def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return nested dicts, lists and tuples with ``function`` applied to each tensor; other objects unchanged."""
+    """Apply ``function`` to each tensor in nested dicts, lists and tuples; return other objects unchanged."""
     if isinstance(value, Tensor):
         return function(value)
     return map_items(value, lambda _, item: map_tensors(item, function))
 
 
 def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple of ``function(key or index, item)`` for each item; other objects unchanged.
+    """Return a dict, list or tuple of ``function(key or index, item)`` of each item; return other objects unchanged.
 
     Unlike :func:`~trainloop._support.nested.map_parts` it copies no objects of other types: a state may contain
     user objects, which must remain the same objects.
@@ -185,7 +188,7 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 
 
 def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return ``items`` as a dictionary like ``like``, with its attributes: a ``state_dict()`` has module versions."""
+    """Return ``items`` as a dictionary of the type of ``like``, with its attributes (a state's module versions)."""
     if type(like) is not OrderedDict:
         return items
     made = OrderedDict(items)
@@ -194,7 +197,7 @@ def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]:
-    """Return, on every rank, the norm of each full tensor; ranks may have shards of it. Collective.
+    """Return, on every rank, the norm of each full tensor, of which ranks may have shards. Collective.
 
     All tensors with the same sharding need one exchange. The norm of an empty part (of a tensor that is smaller than
     the number of ranks) is zero here; torch has no infinity norm of an empty tensor (2.13).
@@ -224,7 +227,7 @@ def clip_gradients(
     parameters: Iterable[Tensor], most: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **others: Any
 ) -> None:
     """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, even if only some are sharded."""
-    parameters, norm_type = list(parameters), float(norm_type)  # torch also accepts 'inf'
+    parameters, norm_type = list(parameters), float(norm_type)  # torch accepts 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
     if not sharded or (sharded == len(gradients) and norm_type == 2):
@@ -248,7 +251,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sums(tensors: list[Tensor]) -> list[int]:
-    """Return a checksum of each tensor's bits, independent of the order of summation; waits once per device."""
+    """Return a checksum of each tensor's bits that does not depend on the order of summation; waits once per device."""
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append((i, _bit_sum(tensor.detach())))

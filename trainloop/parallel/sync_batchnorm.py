@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, also on the CPU, converted and reverted in place.
+"""Let BatchNorm layers normalise over the batches of all ranks, even on the CPU: convert and revert them in place.
 
 ``torch.nn.SyncBatchNorm`` rejects the CPU, and its converter replaces modules, which loses their hooks and identity
 and can't be undone. Here only a layer's class changes: object, parameters, buffers and hooks remain.
@@ -34,9 +34,9 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     Parameters
     ----------
     module : nn.Module
-        Changed in place. Layers on a GPU become ``torch.nn.SyncBatchNorm``, others :class:`CpuSyncBatchNorm`; each also
-        stays an instance of its former class, so the other behaviour of a subclass is kept. InstanceNorm and layers
-        that already synchronise are not changed.
+        Changed in place. Layers on a GPU become ``torch.nn.SyncBatchNorm``, others :class:`CpuSyncBatchNorm`; each
+        remains an instance of its former class as well, so the other behaviour of a subclass is kept. InstanceNorm and
+        layers that already synchronise are not changed.
     process_group : ProcessGroup, optional
         Default: all ranks.
 
@@ -68,7 +68,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
 
 
 def revert(module: nn.Module) -> nn.Module:
-    """Undo :func:`convert`, in place: layers get their former class back.
+    """Undo :func:`convert` in place: layers get their former class back.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def revert(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
-    """Make a module's synchronised layers normalise over some ranks only, within a context.
+    """Within the context, let a module's synchronised layers normalise over some ranks only.
 
     Use it around the forward **and** the backward of a step in which some ranks have no batch left. Collective:
     **every** rank calls it with the same ``ranks``. Ranks that are not in ``ranks`` run nothing inside.
@@ -100,8 +100,8 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     Notes
     -----
     The first call with given ranks creates a process group of these ranks, for which every rank must make the call.
-    (torch can create a group by calls of its members only, but this fails if some members have created more groups
-    before, as here.) The group is kept as long as the default group exists.
+    (torch can create a group by calls of its members alone, but this fails if some members have created more groups
+    before than others, as here.) The group is kept as long as the default group exists.
     """
     layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
     if not layers or not dist.is_initialized():
@@ -135,8 +135,8 @@ class CpuSyncBatchNorm(BatchNorm):
     """BatchNorm over the samples of all ranks, with operations that every device has.
 
     In the forward and the backward, it equals a BatchNorm layer that gets the batches of all ranks as one batch, even
-    if ranks have unequal numbers of samples, or none. In evaluation, and in one process, it is plain BatchNorm. Made by
-    :func:`convert`.
+    if ranks have unequal numbers of samples, or no samples. In evaluation, and in one process, it is plain BatchNorm.
+    Created by :func:`convert`.
 
     Notes
     -----
@@ -171,7 +171,7 @@ class CpuSyncBatchNorm(BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise input by mean and variance over all ranks; also return these, and the number of values per channel."""
+    """Normalise input over all ranks; return the result, mean, variance, and number of values per channel."""
 
     @staticmethod
     def forward(
@@ -266,7 +266,7 @@ _classes: dict[tuple[type, type], type] = {
 
 
 def _synchronised(cls: type, sync: type) -> type:
-    """Return the class with its normalisation replaced; a subclass's code around ``super().forward`` is kept."""
+    """Return the class with another normalisation; a subclass keeps its code around ``super().forward``."""
     if (cls, sync) not in _classes:
         _classes[cls, sync] = type(f"Sync{cls.__name__}", (cls, sync), {"__module__": cls.__module__})
     return _classes[cls, sync]

@@ -1,4 +1,4 @@
-"""Decide which attributes of a wrapper belong to the wrapped model, and which to the wrapper."""
+"""Decide which attributes of a wrapper refer to the wrapped model, and which to the wrapper itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainloop.optim import MultiLoss
 METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
 """The model's methods that run through the wrapper's forward."""
 
-# Set when the wrapper is complete: until then every attribute is the wrapper's.
+# Set once the wrapper is complete: until then, every attribute is the wrapper's own.
 _READY = "_tt_ready"
 
 
@@ -60,8 +60,8 @@ class SharedName:
 class Transparent(nn.Module):
     """Base class of wrappers. Attributes that are not the wrapper's own are read, written and deleted on the model.
 
-    These names belong to the wrapper: ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a
-    leading underscore that the model doesn't have. Every other name belongs to the model, even if it is new.
+    These names refer to the wrapper: ``module``, the methods of ``nn.Module`` and of torch's wrapper, and names with a
+    leading underscore that the model doesn't have. Every other name refers to the model, even if it is new.
     """
 
     get_loss: Callable[..., Any]
@@ -92,7 +92,7 @@ class Transparent(nn.Module):
             # copy and pickle look for special methods on the instance, and must not find the model's.
             if module is None or (name.startswith("__") and name.endswith("__")):
                 raise
-        attribute = getattr(module, name)  # if missing, the error names the model's class
+        attribute = getattr(module, name)  # for a missing attribute, the error names the model's class
         return functools.partial(self._run, name) if name in METHODS else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,7 +133,7 @@ def model_has(wrapper: nn.Module, name: str) -> bool:
     registered = (vars(module), module._parameters, module._buffers, module._modules)
     if any(name in names for names in registered) or hasattr(type(module), name):
         return True
-    # A compiled module, or another wrapper, has the attributes of the module inside.
+    # A compiled module, or another wrapper, has the attributes of the module inside it.
     return type(module).__getattr__ is not nn.Module.__getattr__ and hasattr(module, name)
 
 
@@ -150,7 +150,7 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
 
 
 def with_plain_dicts(output: Any) -> Any:
-    """Return ``output`` with each MultiLoss as a dict: torch's wrappers find tensors in dicts, not other mappings."""
+    """Return ``output`` with each MultiLoss as a dict, because torch's wrappers find tensors in dicts only."""
     if isinstance(output, MultiLoss):
         return dict(output)
     if type(output) is tuple:

@@ -1,8 +1,8 @@
-"""Undo torch's ``fully_shard``, for which torch has no function.
+"""Undo ``fully_shard``. torch itself has no function that undoes it.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
-model without any of these. This module has all private torch names that undoing needs (checked in torch 2.6 to 2.13).
-If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
+model object without these changes. This module has all private torch names that undoing needs (checked in torch 2.6 to
+2.13). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def undo_fully_shard(part: nn.Module) -> None:
 
 
 def parameter_groups(part: Any) -> list[Any]:
-    """Return the ``FSDPParamGroup``s of a unit: torch stores one (to about 2.9), or a list of them."""
+    """Return the ``FSDPParamGroup``s of a unit. Up to about 2.9, torch stores a single one, later a list."""
     state = part._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

@@ -16,7 +16,7 @@ __all__ = ["check_dtypes", "units_of"]
 
 
 def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are separate units, with their names; the root, which is not listed, takes the rest.
+    """Return the modules that are separate units, with their names. The root unit, which has the rest, is not listed.
 
     Parameters
     ----------
@@ -29,9 +29,9 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     Returns
     -------
     list of (str, nn.Module)
-        Inner units first, the order in which they must be sharded. A block that shares a parameter with a module
-        outside of it (tied weights) is not a unit: it belongs to the next enclosing unit that contains all users of the
-        parameter, or to the root.
+        Inner units come first, since units must be sharded in this order. A block that shares a parameter with a module
+        outside of it (tied weights) is not a unit: it is part of the next enclosing unit that contains all users of the
+        parameter, or of the root.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for own_name, member in members:
             path = f"{name}.{own_name}" if name else own_name
             if counts[type(member)] > 1 and _can_be_unit(member):
-                # Don't search inside of it: small units would mean many small exchanges.
+                # Don't search inside this module: small units would mean many small exchanges.
                 found.append((path, member))
             else:
                 look(path, member)
@@ -139,7 +139,7 @@ def _can_be_unit(part: nn.Module) -> bool:
 
 
 def _has_forward(part: nn.Module) -> bool:
-    # A plain container is never called, so FSDP's hooks would not run.
+    # A plain container's forward is never called, so FSDP's hooks would not run.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 

@@ -78,7 +78,7 @@ def find_picture_model(model: str, *, wanted_by: str = "find_picture_model") -> 
     timm = import_library("timm", wanted_by)
     try:
         on_hub = timm.get_pretrained_cfg(model, allow_unregistered=False).hf_hub_id or f"timm/{model}"
-    except (RuntimeError, AttributeError) as error:  # which one depends on timm's version
+    except (RuntimeError, AttributeError) as error:  # the error's type depends on timm's version
         raise ConfigurationError(
             f"{wanted_by}: {model!r} is neither a folder nor a timm name. timm.list_models(pretrained=True) "
             "lists the names."

@@ -1,4 +1,4 @@
-"""Networks for text and pictures: transformers and timm architectures as ``TTModel``."""
+"""Use transformers and timm architectures for text and pictures as ``TTModel``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TextModel(TTBasicModel):
         num_outputs : int
             Number of classes, or of numbers to predict.
         """
-        transformers = import_library("transformers", "TextModel.load")  # first, for a clear error if it is missing
+        transformers = import_library("transformers", "TextModel.load")  # first, for a clear error without it
         folder = find_text_model(model, wanted_by="TextModel.load")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return cls(_of_transformers("AutoModelForSequenceClassification", folder, num_outputs), tokenizer)

@@ -1,6 +1,6 @@
 """Resources of a machine, and quotas that limit which of them a run may use.
 
-``available`` reads the resources of the machine. A ``ResourceQuota`` says how much of them a run may use;
+``available`` reads the resources of the machine. A ``ResourceQuota`` sets how much of these a run may use;
 ``TrainLoop(resources=quota)`` enforces it. ``plan`` and ``place`` compute how to divide resources among trials and
 folds, but reserve nothing. ``gpu_or_cpu`` trains on the CPU if a library cannot use a GPU.
 """

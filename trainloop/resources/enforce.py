@@ -154,7 +154,7 @@ def _affinity() -> list[int]:
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
-    """Return the number of CPUs of one rank. In a container, it may be lower than the affinity mask allows."""
+    """Return the number of CPUs of one rank. In a container, this number may be lower than the affinity mask allows."""
     cpus = available().num_cpus if quota is None or quota.num_cpus == "auto" else quota.num_cpus
     return max(1, cpus // ranks)
 
@@ -188,7 +188,7 @@ def child_environment(
 
 
 def threads_in(variable: str) -> int | None:
-    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or a similar variable; ``None`` if it has none."""
+    """Return the number of threads in a value of ``OMP_NUM_THREADS`` or the like; ``None`` if the value is invalid."""
     # OpenMP accepts a list, with one number for each level of nesting.
     found = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s*(,.*)?", variable)
     return None if found is None else int(found[1])
@@ -203,7 +203,7 @@ def _thread_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str
 
 
 def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None, ranks: int = 1) -> int:
-    """Return the number of workers of a ``DataLoader``, lowered so that each worker and the main process has a CPU.
+    """Return a ``DataLoader``'s number of workers, lowered so that each worker and the main process has a CPU.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def cap_workers(num_workers: int | Literal["auto"], quota: ResourceQuota | None,
     Returns
     -------
     int
-        Number of workers. With one CPU it is 0, so the main process loads the data.
+        Number of workers. With one CPU, the number is 0, so the main process loads the data.
 
     Warns
     -----
@@ -265,7 +265,7 @@ def applied(
     device : torch.device, optional
         Device that this process trains on. A quota of a fraction of a GPU limits torch's allocator on this device.
     loader_workers : int
-        Number of ``DataLoader`` workers. The number of threads of this process is lowered by it.
+        Number of ``DataLoader`` workers. The number of threads of this process is lowered by this number.
 
     Raises
     ------
@@ -323,7 +323,7 @@ def _thread_ids() -> set[int]:
 
 
 def _restore_affinity(before: Sequence[int], narrow: Sequence[int], threads_before: set[int]) -> None:
-    """Restore the affinity of this thread, and of threads that were started since it was changed.
+    """Restore the affinity of this thread, and of threads that were started since the affinity was changed.
 
     Threads of OpenMP and autograd inherit the affinity of the thread that starts them.
     """
@@ -335,7 +335,7 @@ def _restore_affinity(before: Sequence[int], narrow: Sequence[int], threads_befo
 
 
 def free_cpus(number: int, allowed: list[int], undo: contextlib.ExitStack) -> list[int]:
-    """Return ``number`` CPUs, and lease those that are free until ``undo`` runs.
+    """Return ``number`` CPUs, and lease the free ones among them until ``undo`` runs.
 
     If too few are free, other CPUs are shared, beginning with the last ones.
     """
@@ -399,7 +399,7 @@ def _limit_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
 def _limit_memory(quota: ResourceQuota, ranks: int, undo: contextlib.ExitStack) -> None:
     """Limit this process's memory to its share of the quota.
 
-    RLIMIT_DATA also counts reserved pages, and an idle interpreter has reserved many. So the limit is the current
+    RLIMIT_DATA counts reserved pages, too, and an idle interpreter has reserved many. So the limit is the current
     reservation plus the unused part of the share.
     """
     resource = platform.resource

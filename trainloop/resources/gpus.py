@@ -1,4 +1,4 @@
-"""Masks of visible GPUs, names of GPUs that are the same in all processes, a choice of free GPUs, and a CPU fallback.
+"""Read masks of visible GPUs, name GPUs in the same way in all processes, choose free GPUs, and fall back to the CPU.
 
 The index of a GPU depends on the process's mask, and NVML's order differs from CUDA's. Only UUIDs are the same in all
 processes.
@@ -20,8 +20,8 @@ __all__ = ["child_mask", "gpu_or_cpu", "lease_usable", "names", "other_processes
 
 T = TypeVar("T")
 
-# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. Compiled when
-# it is needed, because compiling it took a tenth of the time of `import trainloop`.
+# Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. The pattern is
+# compiled when it is needed, because compiling it took a tenth of the time of `import trainloop`.
 _NO_GPU = r"""
       (gpu|cuda|opencl)[ ]tree[ ]learner[ ]was[ ]not[ ]enabled
     | not[ ]compiled[ ]with[ ](gpu|cuda|opencl)
@@ -67,7 +67,7 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> list[str] | Non
 
 def _mask_entry(entry: str, text: str) -> str | None:
     for prefix in ("GPU-", "MIG-"):
-        if text.startswith(prefix):  # The first entry determines the kind of all.
+        if text.startswith(prefix):  # The first entry determines the kind of all entries.
             return entry if entry.startswith(prefix) else None
     # The driver parses indices like C's strtoul: '1gpu2' is 1.
     number = re.match(r"[+-]?[0-9]+", entry.strip())
@@ -139,7 +139,7 @@ def _uuid(index: int) -> str | None:
 
 
 def other_processes(names: Sequence[str]) -> dict[str, int]:
-    """Return the number of other processes that use each GPU; empty if NVML can't report it.
+    """Return the number of other processes that use each GPU; empty if NVML can't report them.
 
     Needs ``nvidia-ml-py`` (``pip install 'tt-trainloop[gpu]'``). GPUs are matched by UUID.
     """
@@ -173,9 +173,10 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
     wanted = count if num_devices == -1 else num_devices
     usable: list[int] = []
     leases: dict[str, lease.Lease] = {}
-    # Only one run chooses at a time. Otherwise two runs that each hold some GPUs and need more could both fail.
+    # Only one run chooses at a time. Otherwise, two runs that each have leased some GPUs and need more could both fail.
     with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
-        # GPUs that other processes use are tried last. They are unusable in exclusive mode, and slow in other modes.
+        # GPUs that other processes use are tried last. Such GPUs are unusable in exclusive mode, and slow in other
+        # modes.
         for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
             if len(usable) == wanted:
                 break
@@ -203,7 +204,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
 
 def _leased(name: str) -> lease.Lease | None:
     """Lease the GPU. Return None if another run has leased it, and an empty lease if there is no folder for locks."""
-    if lease.inherited():  # The GPUs that this process sees belong to its parent's lease.
+    if lease.inherited():  # The GPUs that this process sees are part of its parent's lease.
         return lease.Lease({}, [])
     try:
         return lease.acquire({"gpu": lease.Request(1, [name])}, timeout_s=0)

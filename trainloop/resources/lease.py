@@ -3,13 +3,14 @@
 The operating system releases a file lock when its process ends for any reason, even by SIGKILL. So a lease ends with
 its process, and nothing has to be cleaned up.
 
-* A request is granted completely or not at all. Two runs with a part of their devices could wait for each other.
-* All decisions of a user are made under one short lock on the user's folder. No process waits for a device while
-  it holds this lock. Waiting runs try again at random intervals; the first one that finds its devices free gets them.
+* A request is granted completely or not at all: two runs that had only some of their devices could wait for each other.
+* All decisions of a user are made under one short lock on the user's folder. No process waits for a device while it has
+  this lock. Waiting runs try again at random intervals; the first one that finds its devices free gets them.
 * A locked file contains a line about the process that holds the lock, for error messages.
 * Each user has a private folder. Its owner and mode are checked, so that no other user can put links there. Runs of
   different users see each other's leases, because they can see which files are locked. A run first locks a device, then
-  looks for locks of other users. Two runs that want it at the same time may both release it, but never both keep it.
+  looks for locks of other users. Two runs that want a device at the same time may both release it, but never both keep
+  it.
 
 Children of a run use their parent's lease. After :func:`inherit`, a process leases nothing itself.
 """
@@ -40,7 +41,7 @@ _POLL_S = (0.02, 0.25)  # first and longest interval between two attempts of a w
 _DAY_S = 86400.0
 _LOCK_TIMEOUT_S = 60.0  # longest wait for the folder's lock, which is normally held for milliseconds
 
-_FOLDER = "trainloop-leases-"  # followed by the user ID
+_FOLDER = "trainloop-leases-"  # the user ID is appended
 _UNKNOWN = "an unknown process"
 
 _inherited = False
@@ -58,7 +59,7 @@ class Request(NamedTuple):
     pool: Sequence[str]
     """Names of devices to choose from, best first: ``cpu-3``, ``GPU-<uuid>``. A device has one name in all runs."""
     least: int | None = None
-    """Smallest number of devices that is enough if fewer than ``number`` are free; None for ``number``."""
+    """Number of devices that is enough if fewer than ``number`` are free; None if all ``number`` devices are needed."""
 
     @property
     def enough(self) -> int:
@@ -101,7 +102,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     Parameters
     ----------
     requests : mapping of str to Request
-        Requests by kind, such as ``cpu`` and ``gpu``; granted together.
+        Requests by kind, such as ``cpu`` and ``gpu``; all are granted together.
     timeout_s : float, optional
         Seconds to wait; with 0 the devices must be free now. Default: a day.
     where : Path, optional
@@ -111,7 +112,7 @@ def acquire(requests: Mapping[str, Request], *, timeout_s: float | None = None, 
     ------
     ResourceError
         Immediately if a pool is smaller than its request, or if another user owns this user's folder; otherwise after
-        the time-out. The error names the processes that hold the devices.
+        the time-out. The error names the processes that have leased the devices.
     """
     for kind, request in requests.items():
         # Raised immediately, because waiting would not help.
@@ -188,7 +189,7 @@ class _LeaseFolder:
             lock.release()
 
     def take(self, requests: Mapping[str, Request]) -> tuple[Lease | None, dict[str, dict[str, str]]]:
-        """Lease all requested devices or none. Also return the holder of each unavailable device, by kind and name."""
+        """Lease all requested devices or none. Return the holder of each unavailable device, too, by kind and name."""
         locks: list[filelock.BaseFileLock] = []
         names: dict[str, list[str]] = {}
         taken: dict[str, dict[str, str]] = {}
@@ -215,7 +216,10 @@ class _LeaseFolder:
         return None, taken
 
     def _lock(self, name: str, *, mode: int = 0o644, timeout_s: float = 0) -> filelock.BaseFileLock | None:
-        """Lock a file and return the lock; None if it was not free in time. Other users may only read the file."""
+        """Lock a file and return the lock; None if the lock was not free in time.
+
+        Other users may only read the file.
+        """
         import filelock
 
         lock = filelock.FileLock(str(self._where / name), mode=mode, thread_local=False)  # any thread may release it
@@ -233,7 +237,7 @@ class _LeaseFolder:
             (self._where / name).write_text(f"process {os.getpid()} of {_user(user_id())} ({short})", encoding="utf-8")
 
     def _of_others(self, device: str) -> Iterator[Path]:
-        """Yield the path of a device's lock in the folder of each other user, if that user owns the folder."""
+        """Yield the path of a device's lock in each folder that is named after another user and owned by this user."""
         for path in self._base.glob(f"{_FOLDER}*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(path)
@@ -290,7 +294,7 @@ def one_at_a_time(name: str, where: Path | None = None) -> Iterator[None]:
 
 
 def inherit() -> None:
-    """Make this process use its parent's lease and lease nothing itself."""
+    """Let this process use its parent's lease, and lease nothing itself."""
     global _inherited
     _inherited = True
 

@@ -1,7 +1,8 @@
 """Determine the resources that this process may use, from the affinity, cgroups, Slurm, memory and visible GPUs.
 
-Inside a container, ``os.cpu_count`` returns the CPUs of the host, and inside a job step those of the node. Therefore
-all limits are read, and the lowest applies. A cgroup's limit applies to its descendants, so every ancestor is read.
+``os.cpu_count`` returns the CPUs of the host even inside a container, and of the whole node inside a job step.
+Therefore all limits are read, and the lowest applies. A cgroup's limit applies to its descendants, so every ancestor is
+read.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _read(path: Path) -> str | None:
 
 
 def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
-    """Yield the limit in a file; nothing if the file is missing or malformed, or contains no limit."""
+    """Yield the limit in a file; yield nothing if the file is missing or malformed, or contains no limit."""
     text = _read(path)
     if text is None:
         return
@@ -201,7 +202,7 @@ def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> I
 
 
 def _cpus_of_quota(text: str) -> int | None:
-    """Return the number of CPUs for a text ``quota period`` (microseconds), rounded up to whole CPUs."""
+    """Return the number of CPUs for a string ``quota period`` (microseconds), rounded up to whole CPUs."""
     match = re.fullmatch(r"\s*([0-9]{1,18})\s+([0-9]{1,18})\s*", text)
     if match is None or int(match[1]) == 0 or int(match[2]) == 0:
         return None

@@ -179,8 +179,8 @@ def plan(
         # not.
         gpus = min(_equal_part(bag_quota["num_gpus"], folds), _equal_part(whole["num_gpus"], trials * folds))
         model_quota = _divided(bag_quota, folds) | {"num_gpus": gpus} | model
-        # Bags may fit while their models don't. For example, a bag of 1.6 GPUs has room for two models of 0.6 GPUs, and
-        # 5 GPUs have room for three such bags, but not for six such models.
+        # Bags may fit although their models don't. For example, a bag of 1.6 GPUs has room for two models of 0.6 GPUs,
+        # and 5 GPUs have room for three such bags, but not for six such models.
         if trials * folds <= hold(whole["num_gpus"], model_quota["num_gpus"]):
             break
         trials -= 1
@@ -198,7 +198,7 @@ def plan(
 
 
 def hold(total_gpus: Fraction, gpus: Fraction) -> int:
-    """Return the number of requests of ``gpus`` GPUs that fit into ``total_gpus``. No fraction is split over devices.
+    """Return how many requests of ``gpus`` GPUs fit into ``total_gpus``. No fraction is split over devices.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The resources of a machine, and the quota of a run, as plain values.
+"""Describe the resources of a machine, and the quota of a run, as plain values.
 
 GPUs are counted exactly, because floats would give wrong results: ``1 // 0.1`` is 9, but ten models with 0.1 GPUs each
 fit on one GPU. :func:`exact` converts a float to the intended fraction, and all arithmetic here uses fractions.

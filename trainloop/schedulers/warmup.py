@@ -53,7 +53,7 @@ class _WarmupScheduler(LRScheduler):
             # If the training is shorter than the warm-up, it ends during the warm-up.
             lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
-            if self.scheduler is not None:  # an earlier fit created it, with a shorter curve
+            if self.scheduler is not None:  # an earlier fit created the scheduler, with a shorter curve
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
                 for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
                     group["lr"] = rate * lr_lambda(self.scheduler.last_epoch)

@@ -2,7 +2,7 @@
 
 :class:`TabularPredictor` trains several models with :func:`trainloop.tuning.tune`, each in a separate process, and
 combines them into a weighted ensemble. It first prints how it divides the resources. It needs the extra ``tabular``.
-Text and pictures also need ``multimodal``.
+Text and pictures need ``multimodal``, too.
 """
 
 from __future__ import annotations

@@ -96,18 +96,18 @@ class Columns:
         return cls(kinds, dropped)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
-        """Return the columns of these kinds."""
+        """Return a copy that has only the columns of these kinds."""
         return Columns({name: kind for name, kind in self.kinds.items() if kind in kinds}, {})
 
     def of(self, kind: Kind) -> list[str]:
-        """Return the names of this kind's columns in the cleaned table, in which dates and booleans are numbers."""
+        """Return the names of this kind's columns in the cleaned table; dates and booleans are numbers there."""
         if kind != "number":
             return list(self.only([kind]).kinds)
         numbers = self.only(["number", "boolean", "date"]).kinds.items()
         return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
 
     def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
-        """Return the used columns as floats or text. Missing values are NaN, or ``''`` in text."""
+        """Return the used columns as floats or strings. Missing values are NaN, or ``''`` among strings."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
                 f"{what} lacks these columns of the training data: {_listed(missing)}. It has: "
@@ -132,7 +132,7 @@ class Columns:
 
 
 def _listed(names: Iterable[object], most: int = 12) -> str:
-    """Return names for an error message, shortened if there are many."""
+    """List names for an error message; the list is shortened if it is long."""
     texts = [repr(str(name)) for name in names]
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
@@ -198,7 +198,7 @@ def _as_dates(series: pd.Series) -> pd.Series:
         warnings.simplefilter("ignore")
         dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
         failed = dates.isna() & series.notna()
-        if failed.any() and series.dtype.kind not in "mM":  # not in the format of the first row
+        if failed.any() and series.dtype.kind not in "mM":  # values that are not in the format of the first row
             dates[failed] = pd.to_datetime(series[failed], errors="coerce", utc=True, format="mixed")
     return dates
 
@@ -216,7 +216,10 @@ def _dates(series: pd.Series) -> dict[str, Rows]:
 
 
 def _texts(series: pd.Series) -> Rows:
-    """Return the values as strings. 3 and 3.0 become the same string: pandas reads ints as floats if one is missing."""
+    """Return the values as strings.
+
+    3 and 3.0 become the same string: pandas reads ints as floats if a value is missing.
+    """
     codes, values = pd.factorize(series)
     names = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
     return np.array([*names, ""], dtype=object)[codes]  # a missing value has the code -1

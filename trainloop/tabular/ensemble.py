@@ -1,4 +1,4 @@
-"""Trained models, and the predictions and the leaderboard of their weighted ensemble."""
+"""Combine trained models into a weighted ensemble, with its predictions and leaderboard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Ensemble:
 
     @classmethod
     def of(cls, task: Task, models: Mapping[str, Trained], rows: list[Rows], time_limit_s: float | None) -> Ensemble:
-        """Return an ensemble with the best weights. ``rows`` has each model's predictions for rows not trained on."""
+        """Return an ensemble with the best weights.
+
+        ``rows`` has each model's predictions for rows that it did not train on.
+        """
         truth = task.y if task.held_out is None else task.y[task.held_out[1]]
         second = find_metric("log_loss" if task.target.classes else "rmse", task.target.problem)
         weights = ensemble_weights(rows, truth, task.metric, second, time_limit_s=time_limit_s)

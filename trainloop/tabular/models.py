@@ -1,4 +1,4 @@
-"""Adapters that give all models one interface: from a cleaned table to probabilities of all classes, or numbers."""
+"""Give all models one interface, by adapters: from a cleaned table to probabilities of all classes, or numbers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Adapter:
         self.given = given
         self.is_regression = given.target.problem == "regression"
         self.facts: dict[str, Any] = {"notes": [], "used_gpu": False}
-        """Facts for the user's process: warnings (``notes``), and True in ``used_gpu`` if the model used a GPU."""
+        """Facts for the user's process: warnings as ``notes``, and ``used_gpu`` (True if the model used a GPU)."""
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         """Train the model. ``validation`` is used for early stopping."""
@@ -62,17 +62,17 @@ class Adapter:
 def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = False, words: int = 300) -> Any:
     """Return a scikit-learn transformer that converts a cleaned table to a matrix of numbers, categories and words.
 
-    With ``onehot``, categories become one-hot columns; otherwise they become codes, and unknown categories -1.
-    ``scale`` standardises numbers. With ``gaps``, missing and unknown values stay NaN; otherwise missing numbers are
-    imputed. Each text column becomes the TF-IDF of its ``words`` most frequent words. With more than 1000 words, the
-    matrix may be sparse.
+    With ``onehot``, categories become one-hot columns; otherwise they become codes, with -1 for unknown
+    categories. ``scale`` standardises numbers. With ``gaps``, missing and unknown values stay NaN; otherwise missing
+    numbers are imputed. Each text column becomes the TF-IDF of its ``words`` most frequent words. With more than 1000
+    words, the matrix may be sparse.
     """
     filled = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
     numbers = FunctionTransformer() if gaps else make_pipeline(filled, StandardScaler()) if scale else filled
     unknown = np.nan if gaps else -1
     codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=unknown, max_categories=1000)
     each = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=100)
-    # Punctuation counts as a word too, so that every text has words.
+    # Punctuation counts as a word, too, so that every text has words.
     tfidf = TfidfVectorizer(max_features=words, sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
     parts: list[Any] = [
         ("numbers", numbers, columns.of("number")),
@@ -83,7 +83,10 @@ def matrix(columns: Columns, *, onehot: bool, scale: bool = False, gaps: bool = 
 
 
 class Estimator(Adapter):
-    """Adapter of a scikit-learn estimator, constructed by ``make(**params)``. Its input is a :func:`matrix`."""
+    """Adapter of a scikit-learn estimator, constructed by ``make(**params)``.
+
+    The estimator's input is a :func:`matrix`.
+    """
 
     def __init__(self, given: Given, make: Callable[..., Any], **matrix_options: Any) -> None:
         super().__init__(given)
@@ -93,7 +96,7 @@ class Estimator(Adapter):
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         x = self._matrix.fit_transform(table)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*converge")  # a solution near the optimum is enough
+            warnings.filterwarnings("ignore", message="(?s).*converge")  # a solution near the optimum is good enough
             if seconds_left() is not None and all(hasattr(self._estimator, name) for name in _TREE_BY_TREE):
                 self._grow(x, y)
             else:
@@ -129,7 +132,7 @@ def linear(given: Given) -> Estimator:
 def forest(given: Given, kind: str = "RandomForest") -> Estimator:
     """Return a random forest."""
     make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
-    # -1 uses all CPUs of the process. Their number may be different when the model predicts.
+    # -1 uses all CPUs of the process, which may be a different number when the model predicts.
     return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=-1), onehot=False)
 
 

@@ -1,4 +1,4 @@
-"""``TabularPredictor``, and the training of its models with ``tune``."""
+"""Define ``TabularPredictor``, and train its models with ``tune``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FILE = "predictor.pkl"
 
 
 class TabularPredictor:
-    """Predict one column of a table from the others, which may contain numbers, categories, dates, text and pictures.
+    """Predict one column of a table from the other columns: numbers, categories, dates, text and pictures.
 
     Parameters
     ----------
@@ -97,8 +97,8 @@ class TabularPredictor:
     ) -> TabularPredictor:
         """Train several models and an ensemble of them.
 
-        The models train in parallel, each in its own process. The plan that divides the resources among them is printed
-        first. If a model fails or exceeds its memory limit, the others are not affected, and the reason is in
+        The models train in parallel, each in its own process. The plan that divides the resources among the models is
+        printed first. If a model fails or exceeds its memory limit, the others are not affected, and the reason is in
         :attr:`lost`. A second call starts from scratch.
 
         Parameters
@@ -132,8 +132,8 @@ class TabularPredictor:
             ``'medium_quality'``, ``'good_quality'``, ``'high_quality'`` or ``'best_quality'``, which set
             ``num_bag_folds`` and ``hyperparameters``; or a mapping with these two keys.
         verbosity : int
-            0: print nothing. 1: print failed models. 2: also print columns, plans and the leaderboard. 3: also print
-            progress.
+            0: print nothing. 1: print failed models. 2: print columns, plans and the leaderboard, too. 3: print
+            progress, too.
 
         Raises
         ------
@@ -174,7 +174,10 @@ class TabularPredictor:
     # -- prediction --------------------------------------------------------------------------------------------------
 
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
-        """Predict classes or numbers with the ensemble or the named model. The result has the index of ``data``."""
+        """Predict classes or numbers with the ensemble or the named model.
+
+        The result has the same index as ``data``.
+        """
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)
 
@@ -200,19 +203,19 @@ class TabularPredictor:
         return {name: metric(truth, rows) for name, metric in metrics.items()}
 
     def leaderboard(self, data: Data | None = None) -> pd.DataFrame:
-        """Return a table of all models, best first, with their scores and the resources that they used.
+        """Return a table of all models, best first, with the scores and resources of each model.
 
         ``score_val`` is the score on rows that the model did not train on, and ``score_test`` is the score on ``data``.
-        For a bag, ``fit_time`` is the total number of seconds that its models took, and ``cpu_seconds`` their total CPU
-        time. ``cpus`` and ``gpus`` are the resources that each of these models had. The ensemble's row has the sums
-        over its models.
+        For a bag, ``fit_time`` is the total time of its models in seconds, and ``cpu_seconds`` their total CPU time.
+        ``cpus`` and ``gpus`` are the resources of each model. The ensemble's row has the sums over its models.
         """
         return self._trained.board(None if data is None else labelled_rows(data, self.label))
 
     def feature_importance(self, data: Data, num_shuffle_sets: int = 5, subsample_size: int = 5000) -> pd.DataFrame:
         """Return the permutation importance: the decrease of the score when a column is shuffled, largest first.
 
-        ``importance`` is the mean over ``n`` shuffles and ``stddev`` their standard deviation (NaN for one shuffle).
+        ``importance`` is the mean decrease over ``n`` shuffles, and ``stddev`` the standard deviation (NaN for one
+        shuffle).
         """
         frame, found = labelled_rows(data, self.label), self._trained
         frame = frame.sample(min(len(frame), subsample_size), random_state=0)
@@ -323,7 +326,7 @@ _SPEC = "the model"  # name of the model's parameter in a group's search space; 
 
 @dataclass(frozen=True)
 class _Group:
-    """Models with equal quotas, each of which is one trial; or a single model whose settings are searched."""
+    """Models with equal quotas, where each model is one trial; or a single model whose settings are searched."""
 
     specs: list[Spec]
     gpu: bool
@@ -347,7 +350,7 @@ class _Group:
 def train(
     specs: list[Spec], task: Task, options: Options, say: Callable[[str], None], progress: bool
 ) -> tuple[Ensemble, dict[str, str]]:
-    """Print the plans, train all models, and return their ensemble and the errors of the models that failed."""
+    """Print the plans and train all models; return the ensemble, and the errors of the models that failed."""
     groups = _groups(specs, options)
     for group in groups:
         say(f"Plan for {', '.join(spec.name for spec in group.specs)}:\n{group.plan}")
@@ -435,7 +438,7 @@ def _groups(specs: list[Spec], options: Options) -> list[_Group]:
         members.setdefault((gpu, share, bag, spec.name if spec.space else ""), []).append(spec)
     groups = []
     for (gpu, share, bag, searched), together in members.items():
-        # Networks are first, because they import torch while the others train.
+        # Networks are first, because they import torch while the other models train.
         together.sort(key=lambda spec: spec.model.gpu != "always")
         trials: dict[str, Any] = {"num_trials": options.search["num_trials"] if searched else len(together)}
         trials |= {"per_model": share, "per_bag": bag}

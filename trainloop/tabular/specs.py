@@ -171,7 +171,7 @@ class Options:
     search: Mapping[str, Any]
     """Arguments for ``tune`` alone: ``searcher``, ``num_trials`` and ``backend``."""
     process_quota: ResourceQuota | None
-    """Quota of the user's process; None if unlimited. It must not be applied while models train: they use all of it."""
+    """Quota of the user's process; None if unlimited. Must not be applied while models train, which use it all."""
     deadline: float | None
     """``time.monotonic()`` at which the models must end, before ``end``; None without a time limit."""
     end: float | None

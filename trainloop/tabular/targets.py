@@ -1,4 +1,4 @@
-"""The label column: its problem type, the encoding of classes, metrics, and the rows held out for validation."""
+"""Read the label column: infer the problem type, encode classes, find metrics, and hold out rows for validation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METRICS: dict[str, dict[str, str]] = {
 """AutoGluon's metric names and scikit-learn's scorers, by problem type. The first metric is the default."""
 _ALSO = {"rmse": "root_mean_squared_error", "mse": "mean_squared_error", "mae": "mean_absolute_error"}
 _ALSO |= {"acc": "accuracy", "nll": "log_loss", "roc_auc_ovo": "roc_auc"}
-_MANY_ROWS = 1000  # with more rows, numbers are classes only if each occurs often
+_MANY_ROWS = 1000  # with more rows, numbers are classes only if each number occurs often
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Target:
             return cls(label, problem, tuple(sorted(classes, key=str)))
 
     def encode(self, values: pd.Series) -> Rows:
-        """Return the index in ``classes`` of each value, or for a regression floats.
+        """Return each value's index in ``classes``; for a regression, return the values as floats.
 
         Raise ConfigurationError for an unknown class.
         """
@@ -136,7 +136,7 @@ def labelled_rows(data: object, label: str, what: str = "data") -> pd.DataFrame:
 
 
 def held_out_rows(y: Rows, target: Target) -> tuple[Rows, Rows]:
-    """Return training and validation rows: a stratified split, with AutoGluon's fraction of validation rows."""
+    """Return training and validation rows of a stratified split, with AutoGluon's fraction of validation rows."""
     rows = len(y)
     share = max(0.1, min(0.2, 500 / rows)) if rows < 5000 else max(0.01, min(0.1, 2500 / rows))
     fold = make_folds(rows, min(rows, round(1 / share)), seed=0, classes=y if target.classes else None)[0]

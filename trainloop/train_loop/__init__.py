@@ -1,4 +1,4 @@
-"""The loops: :class:`TrainLoop`, and its subclasses that maintain an experiment's folder."""
+"""The training loops: :class:`TrainLoop`, and its subclasses that maintain an experiment's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names for the types of a loop's arguments, which keep its signature readable."""
+"""Name the types of a loop's arguments, to keep the loop's signature readable."""
 
 from __future__ import annotations
 

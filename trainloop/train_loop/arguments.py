@@ -1,4 +1,4 @@
-"""Check the arguments of ``TrainLoop`` and ``fit``; code behind these checks trusts them."""
+"""Check the arguments of ``TrainLoop`` and ``fit``; all other code relies on these checks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
-    # The first epoch would exhaust it, and the second would be empty.
+    # The first epoch would exhaust an iterator, and the second epoch would be empty.
     if isinstance(loader, Iterator):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader, or an object whose "
@@ -87,7 +87,10 @@ _ORDER = (
 
 
 def check_criterion(criterion: Any) -> Any:
-    """Return the criterion. Any object is accepted, since only ``get_loss`` uses it, except the class of a loss."""
+    """Return the criterion; raise an error if it is a class.
+
+    Any other object is accepted: only ``get_loss`` uses it.
+    """
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         raise ConfigurationError(f"criterion={criterion.__name__}: this is a class. Pass {criterion.__name__}().")
     return criterion
@@ -132,7 +135,7 @@ def check_amp(use_amp: Any) -> AmpOptions:
         check_count(use_amp.get("growth_interval", 1), "use_amp: growth_interval", 1)
         try:
             torch.amp.GradScaler("cpu", enabled=True, **use_amp)
-        except (AssertionError, TypeError) as error:  # from torch's own checks
+        except (AssertionError, TypeError) as error:  # raised by torch's own checks
             raise ConfigurationError(
                 f"use_amp={short(use_amp)}: GradScaler can't use these arguments: {error}"
             ) from error
@@ -155,7 +158,7 @@ def check_auto_eval(end_auto_eval: Any) -> int:
 
 
 def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
-    """Return the value, a finite number above 0."""
+    """Return the value; raise an error unless it is a finite number above 0."""
     if value is None and optional:
         return None
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -165,7 +168,7 @@ def check_positive(value: Any, name: str, *, optional: bool = True) -> Any:
 
 
 def check_seed(seed: Any) -> int | None:
-    """Return the seed, an int from 0 to 2**63 - 1, or None."""
+    """Return the seed; raise an error unless it is an int from 0 to 2**63 - 1, or None."""
     if seed is None:
         return None
     number = whole_number(seed)
@@ -195,14 +198,14 @@ def check_compile(value: Any) -> dict[str, Any] | None:
 
 
 def check_start_method(value: Any) -> str:
-    """Return the start method, one of the known names."""
+    """Return the start method; raise an error unless it is one of the known names."""
     if not isinstance(value, str) or value not in ("auto", "forkserver", "spawn"):
         raise ConfigurationError(f"start_method={short(value)}: must be 'auto', 'forkserver' or 'spawn'.")
     return value
 
 
 def check_callable(value: Any, name: str) -> Any:
-    """Return the value, a callable."""
+    """Return the value; raise an error unless it is callable."""
     if not callable(value):
         raise ConfigurationError(f"{name}={short(value)}: must be a function.")
     return value
@@ -226,7 +229,7 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
 
 
 def check_quota(resources: Any) -> Any:
-    """Return the quota, a ResourceQuota or None."""
+    """Return the quota; raise an error unless it is a ResourceQuota or None."""
     if resources is None:
         return None
     if not isinstance(resources, ResourceQuota):
@@ -239,7 +242,7 @@ def check_quota(resources: Any) -> Any:
 def check_devices(
     gpu_mode: Any, accelerator: Any, devices: Any, cuda_device_idx: Any, auto_select_gpus: bool
 ) -> tuple[Any, Any]:
-    """Return accelerator and devices, with ``cuda_device_idx`` translated into them."""
+    """Return accelerator and devices; ``cuda_device_idx`` is translated into these two."""
     if cuda_device_idx is not None:
         cuda_device_idx = check_count(cuda_device_idx, "cuda_device_idx", 0)
         if gpu_mode != "single" or devices != "auto":
@@ -258,7 +261,7 @@ def check_devices(
 
 
 def check_count(value: Any, name: str, least: int) -> int:
-    """Return the value, an int of at least ``least``."""
+    """Return the value; raise an error unless it is an int of at least ``least``."""
     number = whole_number(value)
     if number is None or number < least:
         raise ConfigurationError(f"{name}={short(value)}: must be an int of {least} or more.")
@@ -289,7 +292,10 @@ def check_restarts(
 
 
 def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
-    """Return both numbers as ints; exactly one of them is positive and sets the length of the training."""
+    """Return both numbers as ints; raise an error unless exactly one is positive.
+
+    It sets the length of the training.
+    """
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         if (number := whole_number(value)) is None or number < 0:
             raise ConfigurationError(
@@ -376,7 +382,7 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
     return dict(given)
 
 
-# Flags of DistributedDataParallel: its ranks would fail with 'x', and treat 'False' as true.
+# Flags of DistributedDataParallel: without this check, 'x' would fail in the ranks, and 'False' would count as true.
 _DDP_FLAGS = frozenset(
     """broadcast_buffers init_sync find_unused_parameters check_reduction gradient_as_bucket_view static_graph
     skip_all_reduce_unused_params""".split()
@@ -401,7 +407,7 @@ def short(value: Any) -> str:
     text = repr(value)
     if len(text) <= 80 and "\n" not in text:
         return text
-    # The repr of these has a line for each group or module.
+    # The repr of optimizers and modules has a line for each group or submodule.
     if isinstance(value, (nn.Module, torch.optim.Optimizer, MultiOptimizer)):
         return f"{type(value).__name__}(...)"
     return text if len(text) <= 80 else f"{text[:77]}..."

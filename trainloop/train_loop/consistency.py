@@ -1,6 +1,6 @@
 """Check that all ranks of a training run have the same settings, before any rank waits for another.
 
-Ranks that a ``fit`` starts have its settings. With torchrun, Slurm or several hosts, each script runs independently.
+Ranks that ``fit`` starts have the same settings. With torchrun, Slurm or several hosts, each script runs independently.
 A rank with other arguments, loaders or checkpoints would wait for steps and exchanges that never happen, and then
 report only another rank's closed connection.
 """
@@ -26,7 +26,7 @@ _LOADERS = ("train_loader", "validation_loader", "test_loader")
 
 @contextmanager
 def share_refusals(*, enabled: bool) -> Iterator[None]:
-    """Report a ``ConfigurationError`` in the block to the ranks that are waiting in :func:`check_same_on_all_ranks`.
+    """If the block raises a ``ConfigurationError``, report it to ranks that wait in :func:`check_same_on_all_ranks`.
 
     Ranks that ``fit`` has started need no report: the process that started them sees the error and ends the others.
     """
@@ -41,12 +41,12 @@ def share_refusals(*, enabled: bool) -> Iterator[None]:
 
 
 def requested_settings(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of this rank, for :func:`check_same_on_all_ranks`, as plain types.
+    """Return this rank's settings as plain types, for :func:`check_same_on_all_ranks`.
 
     Parameters
     ----------
     run : Training
-        The training, after its feed was made.
+        The training, after its feed was created.
     gather : bool
         Argument of ``fit``.
     resume : dict, optional
@@ -75,7 +75,7 @@ def requested_settings(run: Training, *, gather: bool, resume: dict[str, Any] | 
 
 
 def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
-    """Raise on all ranks if they would not do the same steps and evaluations. Collective: one exchange.
+    """Raise an error on all ranks if ranks would not do the same steps and evaluations. Collective: one exchange.
 
     Parameters
     ----------

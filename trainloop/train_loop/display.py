@@ -1,4 +1,4 @@
-"""The output of a run: its first lines, a bar for each epoch, and a table with a row per epoch."""
+"""Print the output of a run: its first lines, a bar for each epoch, and a table with a row per epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWN_LENGTH = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed
 class Progress:
     """Show a run's progress. If disabled, as on all ranks but 0, every call returns at once.
 
-    The bar goes to stderr, and only if that is a terminal or a notebook; the table goes to stdout.
+    The bar goes to stderr, if stderr is a terminal or a notebook; the table goes to stdout.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Progress:
             initial=batches_done,
             desc=f"epoch {epoch + 1}/{num_epochs}" if num_epochs else f"epoch {epoch + 1}",
             leave=False,
-            # Without tqdm's batch rate, which would push samples per second off a narrow screen.
+            # Leave out tqdm's batch rate, which would push samples per second off a narrow screen.
             bar_format=_KNOWN_LENGTH if num_batches else "{desc}: {n_fmt}batch [{elapsed}{postfix}]",
             mininterval=0,  # this class decides when to draw
             **bar_size(),

@@ -28,7 +28,8 @@ class End(NamedTuple):
 def requesting_callback(loop: LoopState) -> End | None:
     """Return the callback whose hook sets ``early_stop``; ``None`` if other code sets it.
 
-    Callbacks set a plain attribute, so only the stack shows whose hook is running.
+    A callback ends training by setting a plain attribute, which does not record who set it, so the call stack is
+    inspected.
     """
     frame = sys._getframe(2)  # the frame that set the attribute
     while frame is not None:
@@ -42,14 +43,14 @@ def requesting_callback(loop: LoopState) -> End | None:
 
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
-    """Return a line that says why training ended after an epoch, counted from 1."""
+    """Return a line that gives the reason why training ended after ``epoch``, which is counted from 1."""
     names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which was set outside of callbacks,"
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
     return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
-    """Return the ends of a checkpoint's run whose callbacks are still present and would end it again.
+    """Return the ends of a checkpoint's run whose callbacks are still present and would end the run again.
 
     Empty if this ``fit`` asks for more epochs or iterations than that run did.
     """
@@ -66,7 +67,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
 
 
 def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
-    """Return the reason why no work is left after a checkpoint; empty if work is left."""
+    """Return the reason why no work is left after a checkpoint; an empty string if work is left."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
         return ""

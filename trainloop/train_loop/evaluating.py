@@ -35,14 +35,14 @@ __all__ = [
 Predictions = tuple[Any, Any, Any]
 Gather = Callable[[Any], list[Any] | None]
 
-# Each batch logs a few numbers, which would add up over a long loader; reading them waits for the device.
+# Each batch logs a few numbers, which would add up over a long loader. Reading the numbers waits for the device.
 BATCHES_BETWEEN_READINGS = 128
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end restore the mode of each module."""
+    """Switch to evaluation mode without gradients; at the end, restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()  # inside ``try``, since Ctrl-C may interrupt it
@@ -60,7 +60,7 @@ def mean_loss(
     name: str,
     sums: SumRule | None = None,
 ) -> EpochEnd:
-    """Return the mean loss over all samples of a loader (over all units if the loss has a weight), and logged values.
+    """Return the mean loss over a loader's samples (over units if the loss has a weight), and the logged values.
 
     Collective if there are several ranks: one exchange, at the end.
 
@@ -108,13 +108,13 @@ def mean_loss(
 
 
 def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:
-    """Append the batch: the default ``collate_batch_pred_fn``."""
+    """Append the batch; this is the default ``collate_batch_pred_fn``."""
     collected.append(y_batch)
     return collected
 
 
 def join_rows(batches: list[Any], empty: Any = None) -> Any:
-    """Join batches of rows: the default ``pred_transform_fn``.
+    """Join batches of rows; this is the default ``pred_transform_fn``.
 
     Tensors and arrays are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes are kept.
     Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
@@ -140,7 +140,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         if all(isinstance(batch, kind) for batch in batches):
             if first.ndim == 0:
                 return stack(batches)
-            # Sequences padded to the longest of their batch differ between batches.
+            # Sequences that are padded to the longest of their batch have different lengths in different batches.
             same_shapes = all(batch.shape[1:] == first.shape[1:] for batch in batches)
             return concatenate(batches) if same_shapes else [row for batch in batches for row in batch]
     if isinstance(first, Mapping):
@@ -170,7 +170,7 @@ def predictions(
     collate: Callable[[Any, list[Any]], list[Any]] = keep_all_batches,
     transform: Callable[[list[Any]], Any] = join_rows,
 ) -> Predictions:
-    """Return ``(y_pred, y_true, metadata)`` of a whole loader, with rows in dataset order, on the ranks that get rows.
+    """Return ``(y_pred, y_true, metadata)`` of a loader, with rows in dataset order, on the ranks that get rows.
 
     Collective if ``gather`` is: one exchange, at the end.
 
@@ -227,11 +227,11 @@ def on_cpu(value: Any) -> Any:
     """Return the nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):
         here = value.detach().cpu()
-        # A slice would keep its whole tensor alive, and send all of it to the other ranks.
+        # A slice would keep the whole tensor alive, and the whole tensor would be sent to the other ranks.
         whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
         return here if whole else here.clone()
     if isinstance(value, Mapping):
-        value = dict(value)  # joined by its keys; other ranks may not know the type
+        value = dict(value)  # a dict is joined by its keys; other ranks may not know a subclass
     return map_parts(on_cpu, value)
 
 

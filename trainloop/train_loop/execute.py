@@ -1,7 +1,7 @@
 """Do a loop's work: in this process, in ranks that are started for it, or as a rank that a launcher has started.
 
-:func:`execute` makes all runs of a :class:`~trainloop.TrainLoop`. In one process, it makes the run here. For ``ddp``
-and ``fsdp``, it sends the loop to the ranks, each rank makes a run, and the loop's state is sent back.
+:func:`execute` creates all runs of a :class:`~trainloop.TrainLoop`. In one process, it creates the run here. For
+``ddp`` and ``fsdp``, it sends the loop to the ranks, each rank creates a run, and the loop's state is sent back.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     *args
         Further arguments of ``work``.
     job : FitJob, optional
-        Options of a training run; without them, the run can only evaluate and predict.
+        Options of a training run; without a job, the run can only evaluate and predict.
 
     Returns
     -------
     object
-        Result of ``work``: here, or on the first of this host's ranks.
+        Result of ``work`` in this process or, in ``ddp`` and ``fsdp``, on the first of this host's ranks.
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
@@ -83,7 +83,7 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
 
 def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     _initialize_lazy_parameters(loop)
-    # Without a seed, ranks still need a common one. It is derived without a draw, so that the caller's generators
+    # Without a seed, ranks still need a common seed. It is derived without a draw, so that the caller's generators
     # remain unchanged.
     loop.drawn_seed = rng.peek_seed()
     config = loop.run_config
@@ -98,7 +98,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
             )
         as_rank = partial(_as_rank, loop, work, args, job, None)
         return launch.join(as_rank, devices=config.devices, **options)
-    # Created before the loop is packed: it records the caller's objects, so that the result can refer to them.
+    # Create this before the loop is packed: it records the caller's objects, so that the result can refer to these.
     caller_side = CallerSide(loop)
     # single and dp use a rank only for max_restarts: one process that may die without ending the caller.
     ranks, quota = len(config.devices) if has_ranks(loop.gpu_mode) else 1, loop.options.quota
@@ -143,15 +143,15 @@ def _as_rank(
     folder: RestartFolder | None = None,
     caller: dict[str, Any] | None = None,
 ) -> Any:
-    """Do the work in a rank; return the loop's state with the work's result and, in one process, random states.
+    """Do the work in a rank; return the loop's state, the work's result and, in one process, the random states.
 
     Parameters
     ----------
     loop, work, args, job
         As in :func:`execute`.
     paths : tuple of str or None
-        Paths of the :class:`~trainloop.train_loop.handover.CallerSide`; None if a launcher started the rank, so that
-        there is no caller to send state to.
+        Paths of the :class:`~trainloop.train_loop.handover.CallerSide`. None if a launcher started the rank: then no
+        caller receives the state.
     stop : StopAgreement
     folder : RestartFolder, optional
         Private folder of a run that restarts after failures.
@@ -187,7 +187,7 @@ def _as_rank(
 
 @contextmanager
 def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
-    """Make a run in this process, which is ``loop.running`` in the block; without ``job``, it can only evaluate."""
+    """Create a run in this process; it is ``loop.running`` in the block. Without ``job``, the run can only evaluate."""
     with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
         loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         try:
@@ -227,7 +227,7 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
 
 @contextmanager
 def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
-    """Give a seeded run its own generators; a run without a seed uses the caller's, as in any PyTorch loop."""
+    """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop."""
     seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
         yield
@@ -241,7 +241,7 @@ def _seed_of_run(loop: TrainLoop[Any], seed: int) -> int:
 
 
 def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """Return the parts of a loop that are sent to ranks, by the names that errors use for them."""
+    """Return the parts of a loop that are sent to ranks, by the names that error messages use."""
     names = ("model", "train_loader", "validation_loader", "test_loader", "optimizer", "criterion", "callbacks")
     return {name: getattr(loop, name) for name in names}
 
@@ -254,7 +254,7 @@ def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
 
 
 def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
-    """Initialize lazy modules from a batch before ranks or replicas are made, so that all have the same weights.
+    """Initialize lazy modules from a batch before ranks or replicas exist, so that all get the same weights.
 
     The weights are those that ``single`` draws in its first forward, unless that forward draws other numbers first
     (dropout).

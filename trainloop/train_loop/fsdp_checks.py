@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 __all__ = ["check_shardable"]
 
-# These need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
+# These optimizers need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
 _NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
-_FUSED = ("Adam", "AdamW")  # their kernel supports DTensor
+_FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
 
 
 def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[str, Any]) -> None:
-    """Raise an error if ``fsdp`` can't work, before any process starts.
+    """Before any process starts, raise an error if ``fsdp`` can't train this loop.
 
     Raises
     ------
     ConfigurationError
-        If it can't work; the message names an alternative.
+        If ``fsdp`` can't train this loop; the message names an alternative.
     """
     model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
     if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):

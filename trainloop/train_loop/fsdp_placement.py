@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedPlacement", "sharded"]
 
-_TRIMMED_AFTER = 32 << 20  # bytes that this process has freed, but the allocator may still hold
+_TRIMMED_AFTER = 32 << 20  # bytes freed by this process that the allocator may still keep
 
 
 class _Scaler(torch.amp.GradScaler):
-    """torch's scaler, for sharded and unsharded gradients, which skips a step on all ranks or on none.
+    """torch's scaler for sharded and unsharded gradients. It skips a step on all ranks or on none.
 
     torch's kernel does not accept sharded and unsharded gradients in one call. With sharded gradients only, it missed
     another rank's overflow (torch 2.13, Gloo).
@@ -61,7 +61,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class ShardedPlacement(Placement):
-    """A model whose forward is an exchange of all ranks."""
+    """Placement of a model whose forward is an exchange between all ranks."""
 
     collective = True
     scaler_type = _Scaler
@@ -78,7 +78,7 @@ class ShardedPlacement(Placement):
         self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """Gather the sharded tensors that callbacks keep, also in dicts and lists, on ranks that send them back."""
+        """On ranks that send state back, gather sharded tensors that callbacks keep, even in dicts and lists."""
         callbacks = list(callbacks)
         found: dict[int, Any] = {}
         _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
@@ -90,7 +90,7 @@ class ShardedPlacement(Placement):
 
     @property
     def evaluated(self) -> Any:
-        """Wrapper of the model: only it can gather parameters."""
+        """Model for evaluation: the wrapper, since only the wrapper can gather parameters."""
         return self.wrapper
 
 
@@ -127,10 +127,10 @@ def sharded(
     """
 
     originals = dict(model.named_parameters())
-    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU also moves its parameters
+    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters, too
     buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
     in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
-    for tensor in in_place if optimizers else ():  # copies: a run that fails must not change the caller's tensors
+    for tensor in in_place if optimizers else ():  # copies: a failed run must not change the caller's tensors
         tensor.data = tensor.data.clone()
     returned = False
     if "init_sync" not in wrapper_args:  # not if all ranks map the same weights, which the launching process has sent
@@ -147,7 +147,7 @@ def sharded(
         move_state(optimizer)
     read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
     here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
-    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the caller's file has all
+    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the file has full tensors
     try:
         yield wrapper
         if values_to != "none":
@@ -164,13 +164,13 @@ def sharded(
             if stays_whole(p):
                 p.data = kept[name]
         _put_back_buffers(model, buffers, restore=bool(optimizers) and not returned)
-        for optimizer in optimizers if not returned else ():  # state is useless without the trained values
+        for optimizer in optimizers if not returned else ():  # the state is useless without the trained values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
         _move(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
-            if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old one
+            if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old dict
                 state.clear()
             for group in groups:
                 group["params"] = [own.get(id(p), p) for p in group["params"]]
@@ -181,7 +181,7 @@ def _is_first_of_host() -> bool:
 
 
 def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
-    """Return the parameters that were sharded: their current and former names, and their current values.
+    """Return the current name, the former name and the current value of each parameter that was sharded.
 
     A callback may have replaced a module by another module, for example one with an adapter.
     """
@@ -246,7 +246,10 @@ def _write_back(
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
-    """Write sharded tensors into the file of this host's result; return the full tensors, as its views. Collective."""
+    """Write sharded tensors into the file of this host's result; return the full tensors as views of the file.
+
+    Collective.
+    """
     room = file.room_for((shard.shape, shard.dtype) for shard in shards)
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
@@ -274,7 +277,7 @@ def _all_here() -> bool:
 
 
 def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, restore: bool) -> None:
-    """Copy buffers back into their original memory and device; with ``restore``, also put back replaced buffers."""
+    """Copy buffers back into their original memory and device; with ``restore``, put back replaced buffers, too."""
     now = dict(model.named_buffers())
     for name, (buffer, original) in buffers.items():
         if name not in now:
@@ -297,7 +300,7 @@ def _move(
     after: dict[str, nn.Parameter],
     convert: Callable[[Tensor, Any], Any],
 ) -> None:
-    """In the optimizers' groups and state, replace parameters by those with the same names in ``after``."""
+    """In the optimizers' groups and state, replace each parameter by the one of the same name in ``after``."""
     new = {id(p): after[name] for name, p in before.items() if name in after}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

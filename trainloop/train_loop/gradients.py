@@ -1,8 +1,8 @@
 """Compute a step's gradients from the losses of its micro-batches, and take the optimizers' steps.
 
-The gradients of a step are those of one mean over all its samples (or units, if ``get_loss`` returns a weight), over
-micro-batches and ranks. The backward of each micro-batch adds its part. Then :meth:`Gradients.complete` reduces and
-scales the sum.
+A step's gradients are the gradients of one mean over all samples of the step (or units, if ``get_loss`` returns a
+weight), over all micro-batches and ranks. The backward of each micro-batch adds its part. Then
+:meth:`Gradients.complete` reduces and scales the sum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TINY = 1e-12
 
 
 class _Part:
-    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of its weights so far."""
+    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""
 
     def __init__(self) -> None:
         self.weight: Any = 0.0
@@ -57,7 +57,7 @@ class Gradients:
     given : list of bool
         For each micro-batch of the step, True if ``get_loss`` returned a weight.
     sums : SumRule or None
-        Rule that decides which losses are sums over samples; ``None`` if no loss is.
+        Rule that decides which losses are sums over samples; ``None`` if no loss is a sum.
     optimizers : list of Optimizer
     parameters : list of Tensor
         Parameters of the model.
@@ -84,12 +84,12 @@ class Gradients:
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
-        # DDP's reducer expects one backward per forward; several optimizers need several.
+        # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
         self._always_later = self.ranks > 1 and len(self.optimizers) > 1
         self._shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
-        if place.collective:  # until the second step: in the first one, a copy of a network equals the original
+        if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def _take_parameters(self) -> None:
@@ -111,7 +111,7 @@ class Gradients:
             self._follow(self.trained)
 
     def follow_at_step_begin(self) -> None:
-        """Within an epoch, wrap the model again if trained parameters have changed, after waiting for other ranks."""
+        """If trained parameters have changed within an epoch, wait for other ranks and wrap the model again."""
         if self.trained is not None and self.trained.changed():
             self.trained.meet()
             self._follow(self.trained)
@@ -130,7 +130,7 @@ class Gradients:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
         self.ragged = ragged
         self.reduced_later = (ragged or self._always_later) and not self._place.collective
-        if self.reduced_later or self._shares_buffers:  # as DDP's forward does by itself
+        if self.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
 
     # -- for each micro-batch ----------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Gradients:
         loss : Tensor or MultiLoss
         weight : Tensor, float, dict or None
             Weight that ``get_loss`` returned, or the divisor of its criterion (:mod:`trainloop._support.reduction`);
-            a dict for the losses of a ``MultiLoss``.
+            a dict of weights for a ``MultiLoss``.
         scale : float or None
             Weight of the micro-batch by samples, if the step's micro-batches differ in size.
         count : int
@@ -160,10 +160,10 @@ class Gradients:
             True if the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` decides.
         """
         self._weighted = self._weighted or weight is not None
-        if is_sum:  # micro-batches add up without scaling, ranks are averaged
+        if is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
-            return loss  # already the mean over the step's units: scaling would only add rounding errors
+            return loss  # the loss is already the mean over the step's units: scaling would only add rounding errors
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
@@ -196,14 +196,14 @@ class Gradients:
             return torch.stack([weight, torch.full_like(weight, uneven)])
         known = self._known_numbers.get((weight, uneven))
         if known is None:
-            if len(self._known_numbers) > 64:  # limits the memory if weights never repeat
+            if len(self._known_numbers) > 64:  # limits the cache's memory if weights never repeat
                 self._known_numbers.clear()
             known = torch.stack([self._zero() + weight, self._zero() + uneven])
             self._known_numbers[weight, uneven] = known
         return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
-        """Scale each loss of a ``MultiLoss`` by its own weight; one factor for all after backward would not be enough.
+        """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
 
         In a step with only one micro-batch, ranks exchange the weights before backward. In a step of several
         micro-batches, each loss gets separate gradients, which :meth:`complete` adds up.
@@ -223,7 +223,10 @@ class Gradients:
         return _times(losses, units)
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
-        """Run backward of a scaled loss; each part of a ``MultiLoss`` reaches only its own optimizer's parameters."""
+        """Run backward of a scaled loss.
+
+        Each part of a ``MultiLoss`` reaches only the parameters of the part's optimizer.
+        """
         scaler = self._place.scaler
         if isinstance(loss, Tensor):
             scaler.scale(loss).backward()
@@ -240,7 +243,7 @@ class Gradients:
         """Run backward of each loss into separate gradients."""
         several = len(self.optimizers) > 1
         own = losses.assigned_to(self._multi_optimizer) if several else losses
-        # Gradients of earlier micro-batches, whose losses were all means over samples.
+        # These are gradients of earlier micro-batches, whose losses were all means over samples.
         added_up = [(parameter, parameter.grad) for parameter in self.learned]
         for parameter in self.learned:
             parameter.grad = None
@@ -287,7 +290,8 @@ class Gradients:
         if not self._place.collective:
             backward(inputs=own)
             return
-        # The graph has a unit's full parameters in place of the optimizer's shards, so shards can't be its inputs.
+        # The graph contains a unit's full parameters, not the optimizer's shards, so shards can't be ``inputs`` of
+        # backward.
         its = {id(p) for p in own}
         others = [(p, p.grad) for p in self.learned if id(p) not in its]
         for p, _ in others:
@@ -303,14 +307,14 @@ class Gradients:
             output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
         loss, weight = split_loss(output)
         if weight is None and isinstance(loss, MultiLoss) and weights_of_parts(loss, 1):
-            for name in loss:  # the other ranks run a backward for each
+            for name in loss:  # the other ranks run a backward for each loss
                 self._parts.setdefault(name, _Part())
         self.backward(loss * 0.0)
 
     # -- for each step -----------------------------------------------------------------------------------------------
 
     def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
-        """Reduce gradients that backward has not reduced, and divide them by the step's weight if it is not 1.
+        """Reduce gradients that backward has not reduced, and divide all gradients by the step's weight if it is not 1.
 
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
@@ -346,12 +350,12 @@ class Gradients:
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         for parameter in parameters:
             if parameter.grad is not None:
-                own = local_shard(parameter.grad)  # on the CPU under CPUOffloadPolicy
+                own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
                 own.mul_(factor.to(own.device, own.dtype) if isinstance(factor, Tensor) else factor)
         return factor
 
     def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
-        """Return the step's weight over all ranks, per sample, and a number that is 0 if this weight is 1."""
+        """Return the step's weight per sample over all ranks, and a number that is 0 if the weight is 1."""
         carrier = self._carrier
         averages = None if carrier is None else carrier.averaged_numbers()
         if not weighted and (averages is None or not averages.is_cpu):
@@ -364,7 +368,7 @@ class Gradients:
         return averages[0], 1.0  # reading the second number would wait for the device
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
-        """Return a step's loss over all ranks, from this rank's micro-batches; the same bits on every rank."""
+        """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
         if self._joined:
             scaled_losses = [
                 _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
@@ -383,7 +387,7 @@ class Gradients:
         return weight.detach().reshape(()).to(self._zero().dtype) if isinstance(weight, Tensor) else weight
 
     def _zero(self) -> Tensor:
-        device = self._place.device  # created there: a copy from the CPU would wait for the device
+        device = self._place.device  # created on the device: a copy from the CPU would wait for the device
         return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
     def show_and_clip(
@@ -397,7 +401,7 @@ class Gradients:
                 for hook in training.hooks.on_after_gradient_update:
                     hook(i)
         if training.loop.gradient_clip_norm is not None:
-            # torch's function can't stack norms of sharded and unsharded gradients.
+            # torch's function can't stack the norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
             clip(parameters, training.loop.gradient_clip_norm)
 
@@ -426,6 +430,6 @@ def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
 
 
 def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
-    """Return each loss multiplied by its own factor."""
+    """Multiply each loss by its own factor."""
     scaled = {name: loss * _like(loss, factors[name]) for name, loss in losses.items()}
     return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -37,7 +37,7 @@ _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_lo
 def known_objects(loop: TrainLoop[Any]) -> list[object]:
     """Return the objects of a loop that both sides have, in the same order.
 
-    These objects are sent as references, so that a callback that is sent back still refers to the caller's model.
+    They are sent as references. So a callback that is sent back still refers to the caller's model.
     """
     found: dict[int, object] = {}
 
@@ -64,7 +64,7 @@ def loaders_of(loop: TrainLoop[Any]) -> tuple[Any, Any, Any]:
 
 
 def _parts(loop: TrainLoop[Any]) -> dict[str, Any]:
-    """Return the objects reached from optimizers, criterion, callbacks and modules' attributes, by their path."""
+    """Return a dict from path to object for all objects in optimizers, criterion, callbacks and modules' attributes."""
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
         roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
@@ -86,13 +86,14 @@ class CallerSide:
         self._parts = _parts(loop)
         self._callbacks = list(loop.callbacks)
         self.paths = tuple(self._parts)
-        """Paths of the parts, for :class:`RankSide`: both sides number the parts in the same way."""
+        """Paths of the parts, for :class:`RankSide`. Both sides number the parts in the same way."""
 
     def receive(self, data: PackedState) -> Any:
-        """Write a rank's end state into the caller's objects; return the ``result`` sent with it."""
+        """Write a rank's end state into the caller's objects; return the ``result`` that was sent with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state, self._callbacks)
-        # Tensors that share a parameter's memory already have its values; a rank with shards sends its initial values.
+        # Tensors that share a parameter's memory already have the parameter's values. (A rank with shards sends initial
+        # values.)
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
         views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
         put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
@@ -103,10 +104,10 @@ class CallerSide:
 
 
 class RankSide:
-    """The rank's side: remembers the loop's state on arrival, so that only changes are sent back.
+    """The rank's side of a run: remembers the loop's state on arrival, so that only changes are sent back.
 
     One rank of each host ``sends`` its state. The other ranks only call the callbacks' ``__getstate__``, since it may
-    be an exchange of all ranks.
+    be an exchange between all ranks.
     """
 
     def __init__(self, loop: TrainLoop[Any], paths: Iterable[str] = (), *, sends: bool = True) -> None:
@@ -119,8 +120,8 @@ class RankSide:
             return
         found = _parts(loop)
         self.parts = {path: found[path] for path in paths if path in found}
-        """Objects that exist on both sides, by their path."""
-        # A part that is missing here is replaced by an object, so that the others keep their numbers.
+        """Objects that exist on both sides, by path."""
+        # A part that is missing here is replaced by an object, so that the other parts keep their numbers.
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._loaders = loaders_of(loop)  # a hook may replace them
@@ -131,7 +132,7 @@ class RankSide:
         self._arrived = fingerprints(self.parts, self.known)
 
     def end_state(self, result: Any) -> PackedState | None:
-        """Return the loop's current state with its tensors' live memory, and ``result``, for :class:`CallerSide`."""
+        """Return the loop's current state (its tensors are not copied) and ``result``, for :class:`CallerSide`."""
         loop = self._loop
         callbacks = [_callback_state(callback) for callback in self.callbacks]
         if not self._sends:
@@ -200,11 +201,11 @@ def _plain_attributes(loop: TrainLoop[Any]) -> dict[tuple[int, str, str], Any]:
         (root, path, name): value
         for (root, path), module in _modules(loop).items()
         for name, value in kept_attributes(module).items()
-        # Attributes that the module leaves out of its state, or replaces in it, belong to one process.
+        # Attributes that __getstate__ omits or replaces are local to one process.
         if name not in _TORCH_OWN
         and not is_mark_of_sharding(name)
         and module.__dict__.get(name, _MISSING) is value
-        and name not in names_of(module)  # rank 0's columns are not those of the caller
+        and name not in names_of(module)  # rank 0's columns are not the columns of the caller
     }
 
 
@@ -229,7 +230,7 @@ def _receive(loop: TrainLoop[Any], state: dict[str, Any], callbacks: list[Any]) 
 
 
 def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
-    """Write values, and whether they require a gradient, into a loop's parameters and buffers."""
+    """Write values and ``requires_grad`` into a loop's parameters and buffers."""
     tensors = dict(_tensors(loop))
     with torch.no_grad():
         for key, (value, requires_grad) in values.items():
@@ -238,7 +239,7 @@ def _put_tensors(loop: TrainLoop[Any], values: Mapping[tuple[int, str], tuple[to
                 own.copy_(value)
                 if own.requires_grad != requires_grad:
                     own.requires_grad_(requires_grad)
-            elif not requires_grad:  # a buffer that was made or reshaped during the run
+            elif not requires_grad:  # a buffer that was created or reshaped during the run
                 root, path = key
                 owner, _, name = path.rpartition(".")
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
@@ -278,7 +279,7 @@ def _root_modules(loop: TrainLoop[Any]) -> list[nn.Module]:
 
 
 def _tensors(loop: TrainLoop[Any]) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
-    """Yield parameters and buffers (also non-persistent buffers), by root module and name; tied ones only once."""
+    """Yield parameters and buffers (including non-persistent ones) by root module and name; tied ones only once."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             yield (root, name), tensor

@@ -1,4 +1,4 @@
-"""Dummy forward passes of ranks without a batch, for modes in which each forward is an exchange (``fsdp``)."""
+"""Run dummy forward passes on ranks without a batch, for modes in which each forward is an exchange (``fsdp``)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ _TORCH_OWN = frozenset(vars(nn.Module()))
 
 
 class Idle:
-    """A dummy forward pass for a rank that has no batch, with a batch of another rank. It has no side effects.
+    """A dummy forward pass for a rank that has no batch. It runs another rank's batch, and has no side effects.
 
-    It logs nothing, updates neither BatchNorm statistics nor counts in modules' attributes (such as those of
-    torchmetrics), draws no random numbers and carries no state. Its gradients are zero. It uses the batch that another
-    rank runs at the same time, so that all ranks gather the same units. If that batch's loss is infinite or NaN, the
-    gradients of the dummy pass may be NaN.
+    It logs nothing, updates neither BatchNorm statistics nor counts in modules' attributes (such as torchmetrics'
+    counts), draws no random numbers and carries no state. Its gradients are zero. The other rank runs the same batch at
+    the same time, so all ranks gather the same units. If that batch's loss is infinite or NaN, the gradients of the
+    dummy pass may be NaN.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def borrowed_batch(self, batches: list[Any], counts: list[int], i: int) -> Any:
-        """Return another rank's ``i``-th batch if this rank has none and others have; else ``None``. Collective."""
+        """If this rank has no ``i``-th batch, return another rank's; ``None`` if this rank has one or no rank has.
+
+        Collective.
+        """
         if min(counts) > i:
             return None
-        # Rank 0 may have no batch.
+        # Rank 0 may have no batch itself.
         source = next(rank for rank, n in enumerate(counts) if n > i)
         mine = i < len(batches)
         theirs = distributed.broadcast_object(batches[i] if mine else None, source)
@@ -79,7 +82,7 @@ def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 def _copied(value: Any) -> Any:
     if type(value) is Tensor:
-        # fsdp frees the memory of gathered parameters, to which an attribute may refer.
+        # An attribute may refer to gathered parameters, whose memory fsdp frees.
         readable = value.layout == torch.strided and not value.is_meta and value.untyped_storage().nbytes() > 0
         return value.clone() if readable and not value.is_inference() else value
     return value.copy() if type(value) in (list, dict) else value

@@ -18,9 +18,9 @@
         test, on_train_end
         write the state back into the caller's objects
 
-A :class:`TrainLoop` is sent to the ranks. The placed model, hooks and recorders exist only while a rank works. They
-belong to a :class:`~trainloop.train_loop.run.Run` or, in training, to a
-:class:`~trainloop.train_loop.training.Training`, which :func:`~trainloop.train_loop.execute.execute` makes.
+A :class:`TrainLoop` is sent to the ranks. The placed model, hooks and recorders exist only while a rank works. They are
+attributes of a :class:`~trainloop.train_loop.run.Run` or, in training, a
+:class:`~trainloop.train_loop.training.Training`, which :func:`~trainloop.train_loop.execute.execute` creates.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Seed for the order of samples in each epoch, and for the random generators. With the same seed, the global
         batches are the same in every mode and with any number of ranks.
     timeout : float
-        If a rank hangs for this many seconds, the run ends with an error.
+        Seconds after which the run ends with an error if a rank hangs.
     progress_bar : bool
         Show a progress bar, and a table with a row for each epoch.
     gradient_clip_norm : float, optional
@@ -135,7 +135,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     compile : bool, 'step' or dict
         ``True``: compile the model with ``torch.compile``. A dict: the same, with these arguments. ``'step'``: compile
         forward, loss, backward, clipping and the optimizer's step into one graph (only in ``'single'``; if this is not
-        possible, a warning says why and steps are not compiled).
+        possible, a warning gives the reason and steps are not compiled).
     start_method : {'auto', 'forkserver', 'spawn'}
         How ``'ddp'`` and ``'fsdp'`` start their processes: forked from a server that has imported torch once, or as
         fresh interpreters. ``'auto'``: the environment variable ``TRAINLOOP_START_METHOD`` if it is set, otherwise
@@ -208,7 +208,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             gpu_mode, accelerator, devices, cuda_device_idx, check.check_bool(auto_select_gpus, "auto_select_gpus")
         )
         if checkpoint_modules is not None:
-            chosen_modules(model, checkpoint_modules)  # raise an error here rather than in the ranks
+            chosen_modules(model, checkpoint_modules)  # raises an error here rather than in the ranks
         self.options = Options(
             gpu_mode,
             accelerator,
@@ -254,7 +254,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         restart_every_steps: int | None = None,
         **unknown: NoReturn,
     ) -> ModelT:
-        """Train the model. A second call continues where the first one ended.
+        """Train the model. A second call continues where the first call ended.
 
         Parameters
         ----------
@@ -263,8 +263,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             again. With ``resume_from``, it is the length of the whole training, including the part before the
             checkpoint.
         callbacks : list of AbstractCallback, optional
-            Callbacks of this training. Their hooks are called in the order of their ``execution_order``, and for equal
-            values in the order of this list.
+            Callbacks of this training. Hooks are called in the order of the callbacks' ``execution_order``, and for
+            equal values in the order of this list.
         grad_accumulation : int
             Number of batches whose gradients are accumulated for one optimizer step. The last step of an epoch may have
             fewer.
@@ -272,8 +272,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Number of hosts that train together in ``ddp`` or ``fsdp``, and the index of this host. Each host starts its
             own ranks.
         num_gpus : int, optional
-            Number of GPUs to use if the loop was made with ``devices='auto'``, in all modes except ``'single'``; 0
-            trains on the CPU. Ignored if the loop was made with other ``devices``.
+            Number of GPUs to use if the loop was created with ``devices='auto'``, in all modes except ``'single'``; 0
+            trains on the CPU. Ignored if the loop was created with other ``devices``.
         dp_model_args, ddp_model_args, fsdp_model_args : dict, optional
             Additional arguments of :class:`TTDataParallel`, :class:`TTDistributedDataParallel` and
             :class:`TTFullyShardedDataParallel`. Evaluation and prediction after ``fit`` use the same arguments.
@@ -281,16 +281,17 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Pass ``False`` in ``fsdp`` if the model does not fit into the memory of one host. The trained weights are
             then only in the checkpoints of a ``ModelCheckpoint``, and the returned model is unchanged. Training,
             evaluation and prediction raise an error until you resume from a checkpoint. Alternatively, load a
-            checkpoint into a model, and make another loop with that model.
+            checkpoint into a model, and create another loop with that model.
         in_process_data_load : AbstractCallback or list of them, optional
-            Callbacks whose ``on_multiprocess_start`` makes the loaders inside each rank and assigns them to the loop.
+            Callbacks whose ``on_multiprocess_start`` creates the loaders inside each rank and assigns these to the
+            loop.
         backend : str, optional
             Backend of the process group. Default: Gloo on the CPU, NCCL on CUDA.
         init_method : str, optional
             Rendezvous address for runs on several hosts, ``'tcp://ADDRESS:PORT'``. Default: the environment variables
             ``MASTER_ADDR`` and ``MASTER_PORT``.
         on_gpu : bool, optional
-            ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is one.
+            ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is a GPU.
         resume_from : 'last' or path, optional
             Checkpoint to resume from. ``'last'``: the newest valid checkpoint of the ``ModelCheckpoint`` in
             ``callbacks``, or a fresh start if there is no checkpoint yet. If the checkpoint's run has ended (as
@@ -319,7 +320,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         WorkerFailedError
             If a rank fails. The message names the rank and contains its traceback. Your objects are unchanged.
         CheckpointError
-            If there is no checkpoint to resume from, or it belongs to another run.
+            If there is no checkpoint to resume from, or if it doesn't fit the loop.
         KeyboardInterrupt, SystemExit
             After Ctrl-C, or after a SIGTERM or SIGHUP (exit code 143) or SIGUSR1 (138). The model then has the weights
             of the last finished step.
@@ -328,7 +329,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
-                    "fit was called by a callback of the same loop. Make another TrainLoop for the inner training."
+                    "fit was called by a callback of the same loop. Create another TrainLoop for the inner training."
                 )
             length = check.check_length(num_epochs, num_iterations)
             data_callbacks = check.check_callbacks(
@@ -390,7 +391,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:
-        """Return callbacks that a subclass adds; see :mod:`trainloop.train_loop.tracking`."""
+        """Return the callbacks that a subclass adds; see :mod:`trainloop.train_loop.tracking`."""
         return []
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
@@ -408,7 +409,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return self._evaluate(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
-        """Return the mean of ``get_loss_eval`` over a loader, counting each sample once; for a ``MultiLoss``, a dict.
+        """Return the mean of ``get_loss_eval`` over a loader's samples, each counted once; a dict for a ``MultiLoss``.
 
         Outside ``fit``, the evaluation runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
@@ -440,7 +441,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` of ``get_predictions`` over a loader: a row for each sample, in order.
+        """Return ``(y_pred, y_true, metadata)`` for a whole loader, with a row for each sample, in the loader's order.
 
         Outside ``fit``, the prediction runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 
@@ -451,7 +452,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Call ``on_evaluation_begin``, ``on_after_batch_prediction`` and ``on_evaluation_end`` of the callbacks. The
             hooks of the model are always called.
         dataset_info : dict, optional
-            Passed to those hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``,
+            Passed to these hooks, with ``'pass': 'predictions'`` added. Default: ``{'type': 'other'}``. Inside ``fit``,
             values logged in the pass are recorded as ``<type>_<name>``, unless the type is ``'other'``.
         stream : bool
             Return an iterator that yields ``(y_pred, y_true, metadata)`` batch by batch, for predictions that do not
@@ -476,7 +477,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return predict(self, self._run_now, loader, name, *args, **kwargs)
 
     def _run_now(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the work in the current run; if there is no run, start one in the loop's own mode."""
+        """Do the work in the current run; if there is no run, start a run in the loop's own mode."""
         if self.running is not None:
             return work(self.running, *args)
         self._check_has_values("evaluate_*" if work is Run.evaluate else "predict_*")
@@ -498,7 +499,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
-        """On rank 0, return everything that a resumed run needs; on other ranks, ``None``. For callbacks. Collective.
+        """Return everything that a resumed run needs, on rank 0; ``None`` on other ranks. For callbacks. Collective.
 
         In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """
@@ -574,7 +575,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         processes: nothing is started or imported again, and the process group and GPU memory are kept. The ranks end
         when the block ends. Each call sends the ranks what you have changed: the loop, its model, loaders and
         callbacks, the environment, and code in notebook cells. If a call fails, the ranks end, and the next call starts
-        new ones. New ranks are also started if a call needs a different number of ranks or other devices. Calls of
+        new ones. New ranks are started, too, if a call needs a different number of ranks or other devices. Calls of
         other loops in the block use the ranks, too. With several nodes, with ``max_restarts``, or under a launcher,
         ranks end after each call.
 

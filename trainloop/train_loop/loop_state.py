@@ -1,4 +1,4 @@
-"""The attributes of a training loop that callbacks and users read: its progress, its devices, and its logs."""
+"""Define the loop's attributes that callbacks and users read: its progress, its devices, and its logs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["LoopState"]
 
 
 class LoopState:
-    """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, its history, its logs.
+    """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, history and logs.
 
     It outlives each run, and is sent to the ranks and back. :attr:`running` is the current run.
     """
@@ -63,7 +63,7 @@ class LoopState:
         self.last_loss: Tensor | None = None
         """Loss of this process's last batch, on its device; reading it waits for the device."""
         self.process = Rank()
-        """Rank of this process among all that train together."""
+        """Rank of this process among all processes that train together."""
         self.drawn_seed = 0
         """Seed derived from the caller's generator: ranks must agree on an order even if the user gave no seed."""
         self.found_inf: list[Tensor] = []
@@ -73,8 +73,8 @@ class LoopState:
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
         self.timings_of_last_fit = Timings()
         self.wrapper_args: dict[str, Any] = {}
-        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...), also used by evaluation outside of
-        ``fit``."""
+        """Wrapper arguments of the last ``fit`` (``ddp_model_args``, ...). Evaluation outside of ``fit`` uses them,
+        too."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.running: Run | None = None
@@ -115,7 +115,7 @@ class LoopState:
 
     @property
     def is_global_zero(self) -> bool:
-        """True in only one process across all nodes; that process prints and writes files."""
+        """True in only one process across all nodes, which is the process that prints and writes files."""
         return self.process.rank == 0
 
     def is_main_process(self) -> bool:
@@ -208,7 +208,7 @@ class LoopState:
             raise ConfigurationError(f"num_optimizer_steps: {missing}.")
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = self.world_size if self.running is not None else self.run_config.num_ranks
-        # This feed is never read.
+        # This feed only computes the number; it is never read.
         feed = TrainFeed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None
@@ -254,7 +254,7 @@ class LoopState:
         Raises
         ------
         ConfigurationError
-            As in :meth:`.TTModel.log`; also if no run is in progress, because the value would belong to no epoch.
+            As in :meth:`.TTModel.log`; also if no run is in progress, because there would be no epoch for the value.
         """
         run = self.running
         if run is None or run.sink is None:
@@ -266,7 +266,7 @@ class LoopState:
 
     @property
     def history_epoch(self) -> int:
-        """Epoch, counted from 0, that newly logged values belong to; between epochs, the last epoch."""
+        """Index of the epoch, counted from 0, for which new values are logged; between epochs, the last epoch."""
         return self.running.history_epoch if self.running is not None else max(self.epoch - 1, 0)
 
     def insert_metric_result_into_history(self, name: str, value: float) -> None:
@@ -292,11 +292,11 @@ class LoopState:
 
         def __getattr__(self, name: str) -> Any:
             """Raise an error for a missing attribute, with a hint if another library's loop has it."""
-            if hasattr(type(self), name):  # a property raised: show its own error
+            if hasattr(type(self), name):  # a property raised an error: raise that error
                 return object.__getattribute__(self, name)
             kind = type(self).__name__
             raise AttributeError(f"{kind!r} object has no attribute {name!r}{attribute_hint(name)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups, open files and running iterators belong to this process only.
+        # Process groups, open files and running iterators are valid in this process only.
         return {**self.__dict__, "running": None, "found_inf": []}

@@ -1,7 +1,7 @@
 """Check the results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
 
-A loss is separated from its weight here, and rejected if it can't be differentiated;
-:mod:`trainloop.train_loop.gradients` computes its gradients.
+This module separates a loss from its weight, and rejects it if it can't be differentiated.
+:mod:`trainloop.train_loop.gradients` computes the gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def per_sample(loss: Any, size: int) -> Any:
-    """Return the mean, for the history, of a loss that is a sum over ``size`` samples."""
+    """Convert a loss that is a sum over ``size`` samples to a mean, for the history."""
     return loss.detach() / max(size, 1)
 
 
@@ -87,7 +87,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:
-    """After an error of backward, raise an error about ``get_loss`` if its loss can't be differentiated."""
+    """Called after an error of backward: raise an error about ``get_loss`` if its loss can't be differentiated."""
     _check_scalar(loss)
     explain_sharded(error)
     if isinstance(loss, Tensor) and not loss.requires_grad:
@@ -134,13 +134,13 @@ class Yielded(NamedTuple):
     optimizer: int | str | None
     """Name or index of the loss's optimizer; ``None`` if there is only one."""
     loss: Any
-    """A tensor."""
+    """The loss: a 0-d tensor."""
     weight: Any
     """Weight of the loss; ``None`` if ``get_loss`` yielded no weight."""
 
 
 def split_yielded(item: Any) -> Yielded:
-    """Split an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, alone or after its optimizer's name."""
+    """Split an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizer's name."""
     optimizer = None
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
         optimizer, item = item
@@ -168,7 +168,7 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiL
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
         )
-    # Use mean(): a division would look like that of a sum over samples; see trainloop._support.reduction.
+    # Use mean(): a division would look like the division of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
         weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}

@@ -1,4 +1,4 @@
-"""Checked arguments of a loop and of a ``fit``: immutable, and sent to ranks unchanged."""
+"""Store the checked arguments of a loop and of ``fit``; they are immutable, and sent to ranks unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AmpOptions:
         Raises
         ------
         ConfigurationError
-            If neither works on the device.
+            If neither dtype works on the device.
         """
         if self.dtype is None:
             return self
@@ -55,7 +55,7 @@ class AmpOptions:
         return AmpOptions(dtype, self.scaler, self.chosen)
 
     def described(self, device: torch.device) -> str:
-        """Return a short text for a log line, empty for off. Makes no CUDA context in a process that starts ranks."""
+        """Return a short text for a log line, empty for off. Creates no CUDA context in a process that starts ranks."""
         if self.dtype is None:
             return ""
         if not self.chosen and device.type == "cuda":
@@ -97,7 +97,7 @@ class RestartOptions:
     most: int
     """Maximum number of restarts; -1 for no limit."""
     every: int | None = None
-    """Steps between two checkpoints; ``None`` to choose them by the time that a checkpoint takes."""
+    """Steps between two checkpoints; ``None`` to choose the number by the time that a checkpoint takes."""
 
 
 @dataclass(frozen=True)

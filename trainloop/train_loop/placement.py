@@ -1,4 +1,4 @@
-"""The model as one rank runs it: on its device, in its wrapper, with or without mixed precision."""
+"""Prepare the model as one rank runs it: on its device, in its wrapper, with or without mixed precision."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Placement:
     autocast: AbstractContextManager[Any]
     """Context of each forward; can be entered repeatedly."""
     scaler: torch.amp.GradScaler
-    """Gradient scaler; disabled, and then a no-op, unless the dtype is fp16."""
+    """Gradient scaler; disabled, and therefore without effect, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
     """True if BatchNorm normalises over all ranks."""
     wrap: Callable[..., Any] | None = None
-    """Function that makes the wrapper; takes further arguments of its constructor."""
+    """Function that creates the wrapper; takes further arguments of the wrapper's constructor."""
 
     collective: ClassVar[bool] = False
-    """True if each forward is an exchange of all ranks, so that all ranks must run the same number."""
+    """True if each forward is an exchange between all ranks, so that all ranks must run the same number of forwards."""
     scaler_type: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
 
     def wrap_again(self) -> None:
         """In ``ddp``, wrap the model again for the parameters that now require gradients. Collective, between steps."""
         assert self.wrap is not None
-        # DDP reads requires_grad once, in its constructor. The old wrapper is freed first: its hooks on the
-        # parameters would reduce too.
+        # DDP reads requires_grad once, in its constructor. The old wrapper is freed first, since its hooks on the
+        # parameters would reduce gradients, too.
         before, self.wrapper = self.wrapper, self.model
         hooks: Sequence[tuple[Any, Any]] = ()
         if isinstance(before, TTDistributedDataParallel):
@@ -90,12 +90,12 @@ class Placement:
         return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
 
     def share_buffers(self) -> None:
-        """In ``ddp``, send rank 0's buffers to all ranks: before steps without the wrapper, and at the end."""
+        """In ``ddp``, send rank 0's buffers to all ranks. Called before steps without the wrapper, and at the end."""
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
     def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """In ``fsdp``, at the end, gather the sharded tensors that callbacks keep, so that the caller can use them."""
+        """At the end of ``fsdp``, gather the sharded tensors that callbacks keep, so that the caller can use them."""
 
     @property
     def evaluated(self) -> Any:
@@ -108,7 +108,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 @contextmanager
 def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterator[Placement]:
-    """Put a loop's model on its device and into its wrapper; afterwards undo all changes except the device.
+    """Put a loop's model on its device and into its wrapper; afterwards, undo all changes except the device.
 
     Parameters
     ----------
@@ -117,8 +117,8 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     job : FitJob or None
         Options of a training run; None for evaluation only, which needs no wrapper in ``ddp``.
     joined : bool
-        True if a launcher started this rank. In ``fsdp``, every rank then gets the trained values, instead of one per
-        host.
+        True if a launcher started this rank. Then every rank of ``fsdp`` gets the trained values, instead of only one
+        rank per host.
     """
     model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
     optimizers = optimizers_of(loop.optimizer)
@@ -129,17 +129,17 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
     syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
     with ExitStack() as undo:
         if device.type == "cuda":
-            # Needed by code that uses device='cuda' without an index: user code, loaders that pin memory in a thread.
-            # At the end, set_device() would create a context on the GPU that was current before.
+            # This is for code that uses device='cuda' without an index: user code, and loaders that pin memory in a
+            # thread. At the end, set_device() would create a context on the GPU that was current before.
             undo.enter_context(torch.cuda.device(device))
-        if mode != "fsdp":  # in fsdp a device may not have room for the whole model
+        if mode != "fsdp":  # in fsdp, a device may not have room for the full model
             model.to(device)
         # Class weights and the like are buffers.
         if isinstance(criterion, nn.Module):
             criterion.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
-        # The GPU is known only here, and has a context for querying its capabilities.
+        # Only here is the GPU known, with a context in which its capabilities can be queried.
         amp = options.amp.on(device)
         if syncs_batchnorm:
             sync_batchnorm.convert(model)
@@ -147,13 +147,13 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
         if job is not None and options.checkpoint_modules is not None:
             undo.enter_context(recomputing(model, options.checkpoint_modules))
         if options.compile_args is not None:
-            # In place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
+            # Compile in place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
             model.compile(**options.compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement
         wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
         if mode == "fsdp":
-            from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # it imports this module
+            from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # imports this module
 
             kind = ShardedPlacement
             stepped = optimizers if job is not None else []
@@ -217,7 +217,7 @@ def _wrapped(
             return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
         return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
-        # Gradients are views of the reduced buckets: no copy in, no copy out.
+        # Gradients are views of the reduced buckets, so they are copied neither into the buckets nor out of them.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":
             arguments.setdefault("device_ids", [devices[0]])
@@ -228,8 +228,8 @@ def _wrapped(
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
     """Move the optimizer's state to ``device`` (default: each parameter's device).
 
-    Like torch's ``Optimizer.load_state_dict``, leave step counters on the CPU, except for fused and capturable kernels,
-    which read them on the device.
+    Step counters stay on the CPU, as in torch's ``Optimizer.load_state_dict``. Fused and capturable kernels are the
+    exception: they read step counters on the device.
     """
     for group in optimizer.param_groups:
         on_device = group.get("fused") or group.get("capturable")

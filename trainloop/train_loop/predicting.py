@@ -1,4 +1,4 @@
-"""Predictions of a loop, inside a run or outside of one."""
+"""Compute a loop's predictions, inside or outside of a run."""
 
 from __future__ import annotations
 

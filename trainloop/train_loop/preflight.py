@@ -1,4 +1,4 @@
-"""Checks to run before a long job. Within seconds they find problems that would otherwise stop the job after hours.
+"""Find, within seconds, problems that would otherwise stop a long job after hours.
 
 :func:`preflight` does not change the loop that it checks: it works on copies of the model and the optimizer, and
 uses its own random generators.
@@ -37,7 +37,7 @@ from trainloop.train_loop.trial import copies, first_batch, require_training_par
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
 
-# Sums in another order differ in the last bits; a few steps of Adam near zero gradients enlarge these differences.
+# Sums in another order differ in the last bits. A few steps of Adam near zero gradients enlarge these differences.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 _UNITS = ("shard", "reshard_after_forward")
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All findings; prints as a table."""
+    """All findings. ``print`` shows them as a table."""
 
     findings: tuple[Finding, ...]
 
@@ -145,11 +145,11 @@ def preflight(
 
 
 class _Found(Exception):
-    """Raised by a check that fails, with the finding's detail."""
+    """Raised by a check that fails; contains the finding's detail."""
 
 
 def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
-    """List the sharded units, the bytes of one rank's shards, and the bytes of units gathered at the same time."""
+    """Describe the sharded units, the bytes of one rank's shards, and the bytes that are gathered at the same time."""
     ranks = loop.run_config.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
     units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
@@ -195,11 +195,11 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
-    """Compare a batch's loss with those of its halves, to find out if it is their mean or their sum."""
+    """Compare a batch's loss with the losses of its halves, to find out if it is their mean or their sum."""
     cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
     if len(cut) != 2:
         return
-    model.eval()  # BatchNorm makes a sample's loss depend on other samples, dropout makes it random
+    model.eval()  # with BatchNorm, a sample's loss depends on other samples; with dropout, it is random
     try:
         whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
     except Exception:  # the model accepts only batches of one size: nothing to compare
@@ -271,7 +271,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
             rank=rank,
             world_size=ranks,
             seed=loop.seed or 0,
-            exchange_ints=lambda values: [values] * ranks,  # as if all ranks had this rank's values
+            exchange_ints=lambda values: [values] * ranks,  # as if all ranks had the same values as this rank
         )
         for rank in range(ranks)
     ]
@@ -292,7 +292,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
 
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
-    """Return the batches of one process, and of ``ranks``, that make the same steps; 0 if epochs differ in samples."""
+    """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if their samples differ."""
     single, many = (
         TrainFeed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
         for size in (1, ranks)
@@ -317,14 +317,15 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     single = _trained(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
-    if mode == "fsdp":  # only the units: a precision would change results, and replicas may not divide these ranks
+    if mode == "fsdp":  # pass only the units: a precision would change results, and replicas may not divide these ranks
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}
     many = _trained(loop, mode, ranks, steps, 1, **arguments)
     worst, where = 0.0, ""
     for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
-        # Relative to the tensor's largest value: single entries may be anywhere near zero.
+        # The difference is relative to the tensor's largest value, since single entries may be arbitrarily close to
+        # zero.
         scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)
         difference = float((a - b).detach().abs().max()) / scale if a.numel() else 0.0
         if not difference <= worst:

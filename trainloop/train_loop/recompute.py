@@ -25,7 +25,7 @@ def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
     ----------
     model : nn.Module
     choice : type, str, callable or sequence of them, or None
-        Classes; names, with ``*`` for any part (``'encoder.layers.*'``); functions ``(name, module) -> bool``.
+        Classes, names (``*`` stands for any part: ``'encoder.layers.*'``), or functions ``(name, module) -> bool``.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
                 f"{', '.join(list(modules)[:8]) or 'none'}{', ...' if len(modules) > 8 else ''}."
             )
         found.update(matched)
-    # Checkpointing inside a checkpointed module would compute the inner one three times.
+    # Checkpointing inside a checkpointed module would compute the inner module three times.
     outer = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     return list({id(found[name]): found[name] for name in outer}.values())
 
@@ -67,12 +67,13 @@ def _matcher(part: Any) -> Callable[[str, nn.Module], bool]:
 
 @contextmanager
 def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
-    """Make the chosen modules keep only their inputs while gradients are recorded; a context manager."""
+    """In the context, chosen modules keep only their inputs while gradients are recorded."""
     modules = chosen_modules(model, choice)
     classes = [type(module) for module in modules]
     logging = [part for part in model.modules() if isinstance(part, TTModel)]
     for module in modules:
-        # Change the class, like torch's fully_shard: names, hooks, dp's replicas and state_dict are unaffected.
+        # Change the class, like torch's fully_shard, since this does not affect names, hooks, dp's replicas and
+        # state_dict.
         module.__class__ = _recomputed(type(module), logging)
     try:
         yield
@@ -91,7 +92,7 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
         return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Make copies and pickles have the class that the user wrote."""
+        """Ensure that copies and pickles are instances of the user's own class."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return object.__new__, (cls,), state
 
@@ -105,7 +106,7 @@ def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
 
 @contextmanager
 def _hidden_recomputation(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
-    """Hide the repeated computation: it must not log or update BatchNorm's running statistics."""
+    """Keep the repeated computation from logging, and from updating BatchNorm's running statistics."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # dp replica
     sinks = [part.__dict__.pop("_log_sink", None) for part in logging]

@@ -50,22 +50,22 @@ class Replay:
     loss: dict[str, float] = field(default_factory=dict)
     """Losses of the failing batch, by their names in the ``MultiLoss``; a single loss is called ``'loss'``."""
     gradient_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of each parameter's gradient, which includes the step's earlier batches."""
+    """Norm of each parameter's gradient, which includes the gradients of the step's earlier batches."""
     loss_difference: float | None = None
     """Largest difference from the recorded loss; None if no loss was recorded."""
     gradient_difference: float | None = None
-    """Largest difference from a recorded gradient; None if there is no gradient to compare with."""
+    """Largest difference from a recorded gradient; None if no gradient was recorded."""
     module: str | None = None
     """With ``detect='nan'``: the first module whose output has a value that is not finite."""
     function: str | None = None
     """With ``detect='nan'``: the first backward function that got finite gradients and returned one that is not
     finite."""
     line: str | None = None
-    """Line of the forward pass to which :attr:`function` belongs."""
+    """Line of the forward pass whose backward is :attr:`function`."""
     not_finite_before: list[str] = field(default_factory=list)
     """With ``detect='nan'``: names of the weights, buffers and batches that were not finite before the forward."""
     notes: list[str] = field(default_factory=list)
-    """Reasons why the results may differ from those on the rank."""
+    """Reasons why the results may differ from the results on the rank."""
     batch: Any = None
     """The batch that was loaded again if the loader had failed; otherwise None."""
 
@@ -94,7 +94,7 @@ def replay(
 ) -> Replay:
     """Repeat a recorded step in mode ``single``, up to the forward and backward that failed.
 
-    During the replay the model has the recorded weights, buffers and modes, and each forward begins with the recorded
+    During the replay, the model has the recorded weights, buffers and modes, and each forward begins with the recorded
     random states and precision. The line that failed on the rank raises the same error. You can use ``breakpoint()`` or
     ``python -m pdb``, because ``get_loss`` and the functions that it calls are on the stack. Afterwards the loop's own
     weights, optimizers and random states are restored. If a loader failed, the batch is loaded again.
@@ -116,7 +116,7 @@ def replay(
     Exception
         The error of the step.
     CheckpointError
-        If the file is not a record, belongs to another model, or contains a pickled batch and ``trusted`` is False.
+        If the file is not a record, is a record of another model, or contains a pickled batch and ``trusted`` is False.
     ConfigurationError
         For invalid arguments, or if the loop is running.
 
@@ -208,7 +208,7 @@ def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Give the loop the rank's recorded state, in ``single`` on this device; restore everything at the end."""
+    """Load the recorded state into the loop, in mode ``single`` on this device; restore everything at the end."""
     place = record["place"]
     with ExitStack() as undo:
         undo.enter_context(rng.isolated())
@@ -285,13 +285,13 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     for name, module in modules.items():
         module.training = record["training"].get(name, module.training)
     run.gradients = gradients = Gradients(run)
-    gradients.ranks = place["world_size"]  # the loss is scaled by their number
+    gradients.ranks = place["world_size"]  # the loss is scaled by the number of batches
     if run.place.scaler.is_enabled() and record["scaler"]:
         run.place.scaler.load_state_dict(record["scaler"])
     run.watch = watch = _Repeats(record["random"])
     result = Replay(_error_of(record), notes=_notes(record))
     forward_backward: Callable[..., Any] = run.forward_backward
-    if isinstance(run, ClosureTraining):  # its own method only stores the step for the optimizer's closure
+    if isinstance(run, ClosureTraining):  # the class's own method only stores the step for the optimizer's closure
         forward_backward = super(ClosureTraining, run).forward_backward
     show_and_clip, complete = gradients.show_and_clip, gradients.complete
     # No optimizer may step: if get_loss yields its losses, the recorded weights already include the earlier steps.
@@ -386,7 +386,7 @@ def _finding_origin(run: Training, result: Replay) -> Iterator[None]:
         for module in run.loop.model.modules():
             undo.callback(module.register_forward_hook(after_forward).remove)
         vars(run.place.scaler)["scale"] = before_backward
-        # Makes autograd keep the lines of the forward pass.
+        # With this, autograd keeps the lines of the forward pass.
         undo.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
         try:
             yield

@@ -1,4 +1,4 @@
-"""Restarts, in a rank: write checkpoints into the run's private folder, and resume from the newest one."""
+"""Write a rank's checkpoints for restarts into the run's private folder, and resume from the newest one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RestartCheckpoints", "steps_between"]
 
 SHARE_OF_TIME = 0.01
 """Maximum share of time for restart checkpoints, unless the user sets how often they are written."""
-_RUN = "restarts"  # part of the names of unfinished files, so that each start removes files of the previous start
+_RUN = "restarts"  # part of the names of unfinished files, by which each start removes the files of the previous start
 
 
 class RestartCheckpoints:
@@ -48,7 +48,7 @@ class RestartCheckpoints:
         self._order = folder.order()
         self._progress = folder.progress()
         self._row = 1 + run.loop.process.local_rank
-        self._resumes = self._order is not None  # until the first step is done
+        self._resumes = self._order is not None  # True until the first step is done
         self._pause = every or 1
         self._failed = 0  # checkpoints in a row that could not be written
         self._warned = False
@@ -69,7 +69,8 @@ class RestartCheckpoints:
         self._progress[self._row, 0] = step
         if self._resumes:
             self._report()
-        # At an epoch's end, ranks have agreed on whether to end; within an epoch they have not, so they continue.
+        # At an epoch's end, ranks have agreed on whether to end; within an epoch, they have not agreed, so they
+        # continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
             self._save(step)
 
@@ -98,7 +99,8 @@ class RestartCheckpoints:
             )
         self._failed = self._failed + 1 if any(failed) else 0
         if self._every is None:
-            # The rank that arrived last waited for no other: its time is the previous checkpoint's cost for all.
+            # The rank that arrived last did not wait for others, so its time is the previous checkpoint's cost for all
+            # ranks.
             self._pause = steps_between(min(costs), max(pauses) / max(step - self._last_step, 1))
         soon = 2**self._failed - 1 if self._failed else self._pause
         self._last_step, self._next = step, step + min(self._pause, soon)
@@ -106,7 +108,7 @@ class RestartCheckpoints:
         self._cost_s = self._written_at - begin
 
     def _write(self, step: int) -> str | None:
-        """Write a checkpoint; return the reason if this rank failed, or an empty text if only another did. Collective.
+        """Write a checkpoint. On failure, return this rank's reason, or ``''`` if only other ranks failed. Collective.
 
         An error in a user's ``state_dict``, or lack of disk space, does not end the training.
         """
@@ -117,7 +119,7 @@ class RestartCheckpoints:
             state = run_state.whole_state(run, ranks)
         except Exception as raised:
             problem = described(raised)
-        # If all ranks write, a rank that can't would leave the others waiting.
+        # If all ranks write, a rank that can't write would leave the others waiting.
         if self._sharded and any(theirs for (theirs,) in distributed.exchange_ints([int(problem is not None)])):
             return problem or ""
         if state is None:
@@ -135,7 +137,7 @@ class RestartCheckpoints:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume_state(self, job_resume: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the state that this start resumes: after a failure, the newest checkpoint's state."""
+        """Return the state from which this start resumes: after a failure, the state in the newest checkpoint."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
         if self._run.loop.num_nodes > 1:  # the checkpoint is on node 0
@@ -143,7 +145,7 @@ class RestartCheckpoints:
         return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
 
     def begin(self) -> None:
-        """Start training from the loaded state; after a failure call ``on_restart``. Collective."""
+        """Start training from the loaded state; after a failure, call ``on_restart``. Collective."""
         run, loop = self._run, self._run.loop
         self._last_step, self._next = loop.global_step, loop.global_step + self._pause
         self._progress[self._row] = loop.global_step, 1
@@ -161,5 +163,5 @@ def _put(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo)
 
 
 def steps_between(cost: float, step: float) -> int:
-    """Return the number of steps between checkpoints that limits their cost; ``cost`` and ``step`` have one unit."""
+    """Return how many steps between checkpoints limit their cost; ``cost`` and ``step`` have the same unit."""
     return max(1, math.ceil(cost / SHARE_OF_TIME / max(step, 1)))

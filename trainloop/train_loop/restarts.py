@@ -1,4 +1,4 @@
-"""Restarts, in the process that starts the ranks: decide if ranks restart after a failure, and from which checkpoint.
+"""In the process that starts the ranks, decide if ranks restart after a failure, and from which checkpoint.
 
 ::
 
@@ -61,7 +61,7 @@ class RestartOrder(NamedTuple):
     failed_ns: int
     """Time of the failure (monotonic clock)."""
     limit: str
-    """Number of the restart, and the limit, as text."""
+    """Text with the number of the restart and the limit."""
     checkpoint: str
     """Path of the checkpoint to resume from; empty to begin like the first start."""
 
@@ -106,10 +106,10 @@ class RestartFolder:
 
 
 class _SeenFailure(NamedTuple):
-    """A failure and the step at which it occurred, to compare it with the next one."""
+    """A failure and the step at which it occurred, for the comparison with the next failure."""
 
     rank: int
-    """Rank that caused the failure: after a hang, the rank that hangs, not the one that reported it."""
+    """Rank that caused the failure. After a hang, this is the rank that hangs, not the rank that reported the hang."""
     failure: Failure
     step: int
     trains: bool
@@ -125,7 +125,7 @@ class _SeenFailure(NamedTuple):
 
 
 class Supervisor:
-    """Decide about restarts, and own the private folder of the run; a context manager.
+    """Decides about restarts, and owns the private folder of the run; a context manager.
 
     Parameters
     ----------
@@ -160,7 +160,10 @@ class Supervisor:
         scratch.remove(self._scratch)
 
     def error_that_ends_run(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
-        """Return the error that ends the run; ``None`` if the ranks, all of which have ended, will restart."""
+        """Return the error that ends the run; ``None`` if the ranks will restart.
+
+        All ranks have ended before this call.
+        """
         self._record_restart(failure.time_ns)
         first = self._loop.run_config.node_rank * self._ranks
         here = error.rank - first if error.rank - first in range(self._ranks) else 0
@@ -181,9 +184,9 @@ class Supervisor:
         return None
 
     def next_order(self) -> list[Any] | None:
-        """Return the :class:`RestartOrder`, in plain types, for ranks that start after a failure.
+        """Return the :class:`RestartOrder`, as plain types, for ranks that start after a failure.
 
-        ``None`` for the first start, and on all hosts but node 0.
+        ``None`` at the first start, and on every node except node 0.
         """
         if self._last_failure is None or self._loop.run_config.node_rank:
             return None
@@ -216,14 +219,14 @@ class Supervisor:
         for callback in self._loop.callbacks:
             own = getattr(callback, "own_checkpoints", None)
             if own is not None:
-                with contextlib.suppress(Exception):  # a folder that can't be reached: the private ones remain
+                with contextlib.suppress(Exception):  # unreachable folder: the private checkpoints remain
                     found += own(self._runs)
         for one in found:
             if one.info is not None and one.info.stamp >= self._begun_ns:
                 yield one.info.step, one.info.stamp, one.path
 
     def _record_restart(self, failed_ns: int | None) -> None:
-        """Record the last restart, once training was resumed or has failed again before that."""
+        """Record the last restart, once training was resumed, or has failed again before it was resumed."""
         if self._pending is None:
             return
         (restart, begun_ns), self._pending = self._pending, None
@@ -231,7 +234,7 @@ class Supervisor:
         end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not resumed_ns and failed_ns and not self._loop.run_config.node_rank:  # no rank ran long enough to print it
+        if not resumed_ns and failed_ns and not self._loop.run_config.node_rank:  # no rank ran long enough to print
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             print(restart_line(restart, limit), file=sys.stderr, flush=True)
 
@@ -249,12 +252,12 @@ def restart_line(restart: Restart, limit: str) -> str:
 
 
 def _room_in_memory(loop: TrainLoop[Any]) -> int:
-    """Return the bytes of memory that the private folder needs; 0 if the run may not use as much."""
+    """Return how many bytes of memory the private folder needs; 0 if the run may not use that much memory."""
     modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
     held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))
-    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step: as much as Adam's state
+    needed = _ROOM * (weights + (held or 2 * weights))  # before the first step, assume the size of Adam's state
     quota = loop.options.quota
     limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
     return needed if needed <= _SHARE_OF_MEMORY * limit else 0

@@ -1,4 +1,4 @@
-"""Predictions larger than memory: each rank writes its batches to a file, which is read batch by batch, in order."""
+"""Store predictions that don't fit in memory: each rank writes batches to a file, which is read in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BATCHES_CACHED = 64
 
 @contextmanager
 def rows_folder() -> Iterator[Path]:
-    """Make a folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
+    """Create a folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
     path = Path(tempfile.mkdtemp(prefix="trainloop-rows-"))
     try:
         yield path
@@ -117,7 +117,7 @@ class PredictionStream(Iterator[Predictions]):
 
     Each item is ``(y_pred, y_true, metadata)`` of some rows, in the order of the loader. If the loader is not shuffled,
     the items are the batches of ``get_predictions``. If it is shuffled, each item has as many rows as the first batch.
-    An item is read from disk when it is requested. The files are already unlinked and need no removal: their space is
+    An item is read from disk when it is requested. The files are already unlinked and need no removal. Their space is
     freed when you close the stream or drop it (for example with ``break``), or when the process ends.
 
     Parameters
@@ -153,7 +153,7 @@ class PredictionStream(Iterator[Predictions]):
         self._files, self._items = None, iter(())
 
 
-# Functions, not methods: a stream that its own iterator refers to would be freed only by the garbage collector.
+# These are functions, not methods: if its own iterator referred to a stream, only the garbage collector would free it.
 
 
 def _batches(files: RowFiles) -> Iterator[Predictions]:

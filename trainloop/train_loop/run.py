@@ -1,11 +1,12 @@
-"""One rank's running loop: its placed model, hooks, recorders and feeds; it evaluates, predicts and records.
+"""Run a loop on one rank: evaluate, predict and record, with the placed model, hooks, recorders and feeds.
 
 A :class:`Run` exists only while its process works for a loop. Its subclass
 :class:`~trainloop.train_loop.training.Training` trains.
 
-A value logged in a hook belongs to the hook's epoch. Hooks of steps log into the epoch that is being recorded. At its
-end, all ranks exchange their logs. Then the epoch's last hooks are called, one callback after another. The logs of each
-callback are exchanged before the next callback is called, which finds them in the history.
+A value that a hook logs is recorded for the hook's epoch. Hooks of steps log into the epoch that is being recorded. At
+the end of the epoch, all ranks exchange their logs. Then the epoch's last hooks are called, one callback after another.
+The logs of each callback are exchanged before the next callback is called, so the next callback finds them in the
+history.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 
 # Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
 STEPS_BETWEEN_FLUSHES = 128
-# Until they are exchanged, step values occupy memory twice.
+# Until step values are exchanged, they occupy memory twice.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
-# Prefixes of names logged in an evaluation, by the dataset's type; a user's own type is its own prefix.
+# Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
@@ -77,7 +78,7 @@ class Run:
         self.place = place
         self.stop = stop
         self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
-        # Ranks must agree on an order even if the user gave no seed; the caller's RNG is not changed.
+        # Ranks must agree on an order even if the user gave no seed. The caller's RNG is not changed.
         self.seed = loop.seed if loop.seed is not None or not self.parallel else loop.drawn_seed
         self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
         """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
@@ -85,9 +86,9 @@ class Run:
         self.progress = Progress(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
-        """Function that currently receives logs: of the training's recorder, or of an evaluation's recorder."""
+        """Function that currently receives logs: a method of the training's or an evaluation's recorder."""
         self.history_epoch = max(loop.epoch - 1, 0)
-        """Epoch that logs currently belong to; outside of training, the last epoch."""
+        """Epoch for which values are currently logged; outside of training, the last epoch."""
         self.records_evaluations = False
         """True if values of evaluations are written to the history, as in training."""
         self.epoch_steps = 0
@@ -124,7 +125,7 @@ class Run:
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        if id(loader) not in self._eval_feeds:  # kept for the run, with its persistent workers
+        if id(loader) not in self._eval_feeds:  # the feed is kept for the run, with its persistent workers
             self._eval_feeds[id(loader)] = feed = self.feed_of(EvalFeed, loader, name)
             self.undo.callback(feed.close)
             if self.parallel and id(loader) not in self._compared:
@@ -150,7 +151,7 @@ class Run:
             with self.place.autocast:
                 loss = run_through(model.get_loss_eval(batch, criterion, device))
             if self.place.collective and torch.is_grad_enabled():
-                model.reshard_units()  # no backward follows that would do it
+                model.reshard_units()  # no backward follows that would free the parameters
             return loss
 
         with self._evaluation(prefix) as recorder:
@@ -161,7 +162,7 @@ class Run:
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})
-        # A plain loss has the empty name, the losses of a MultiLoss have their own.
+        # A plain loss has the empty name; the losses of a MultiLoss have their own names.
         parts = {part: value for part, value in end.losses.items() if part}
         return parts or end.losses[""]
 
@@ -186,7 +187,7 @@ class Run:
     def predict_into(
         self, folder: Path, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Any:
-        """Write predictions over a loader to files, for :class:`RowFiles`; return the rows' order, on every rank."""
+        """Write predictions over a loader to files, for :class:`RowFiles`; return the order of rows on every rank."""
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
             write_rows(folder, self.loop.rank, batches, get_predictions)
             end()
@@ -213,7 +214,7 @@ class Run:
     def _predicting(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
-        """Yield this rank's feed, its batches, a function that predicts a batch, and one that exchanges logs after."""
+        """Yield this rank's feed, its batches, a function that predicts a batch, and a function that exchanges logs."""
         model, device = self.place.evaluated, self.place.device
         # The model's own hooks are called in any case.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
@@ -226,7 +227,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            check_rows(output)  # checked here, while the batch is known
+            check_rows(output)  # check here, where the batch is known
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
@@ -245,7 +246,7 @@ class Run:
             yield feed, batches, get_predictions, end
 
     def _padded(self, forward: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Iterator[Any]] | None:
-        """If a forward is an exchange, return a function by which all ranks run the same number in an evaluation."""
+        """If a forward is an exchange, return a function by which all ranks run the same number of forwards."""
         if not self.place.collective or not self.parallel:
             return None
         return partial(padded_batches, forward=forward, idle=self.idle)
@@ -258,7 +259,7 @@ class Run:
             return ranks[:1]
         if rows_to == "all" or self.trains or not started_by_launch():
             return ranks
-        return ranks[:: self.loop.process.local_world_size]  # each sends the result to the process that started it
+        return ranks[:: self.loop.process.local_world_size]  # each sends the result to its launching process
 
     def _gathered_at(self, mine: Any, receivers: Sequence[int]) -> list[Any] | None:
         if not self.parallel:
@@ -270,7 +271,7 @@ class Run:
 
     @contextmanager
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Yield a recorder for an evaluation of rank 0's model, and make it the recorder of all logs.
+        """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
 
         The training around the evaluation is not affected: modules' modes and random states are restored.
         """
@@ -292,7 +293,7 @@ class Run:
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Send everything that the model, callbacks and the loop log to this recorder."""
+        """Send all values that the model, the callbacks and the loop log to this recorder."""
         model = self.loop.model
         parts = [module for module in model.modules() if isinstance(module, TTModel)]
         # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
@@ -311,8 +312,8 @@ class Run:
                 part.__dict__["_log_sink"] = sink
 
     def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective; waits for the device."""
-        # A hook on any rank makes all ranks exchange here. Without hooks, an occasional exchange is enough.
+        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+        # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
         if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
@@ -330,7 +331,7 @@ class Run:
     def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
         """Put the logs since the beginning of the epoch (``late``: since the last call) into the history. Collective.
 
-        Return the losses among them.
+        Return the losses among these logs.
         """
         history = self.loop.history
         end = self.recorder.finish_epoch(history.take_own(), late=late)
@@ -370,8 +371,8 @@ class Run:
 
 
 def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """Yield an evaluation's batches; call hooks before and after, whose logs are exchanged with the batches' logs."""
-    recorder.batch_size = 1  # a hook's logs do not belong to a batch
+    """Yield an evaluation's batches; call hooks before and after. Hooks' logs are exchanged with the batches' logs."""
+    recorder.batch_size = 1  # a hook's logs are not logs of a batch
     for hook in hooks.on_evaluation_begin:
         hook(info)
     yield from batches
@@ -382,7 +383,10 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 @contextmanager
 def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
-    """Give all ranks rank 0's buffers in the block; buffers differ between ranks if DDP doesn't broadcast them."""
+    """Inside the block, all ranks use rank 0's buffers.
+
+    (Buffers differ between ranks if DDP doesn't broadcast them.)
+    """
     buffers = list(model.buffers())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:

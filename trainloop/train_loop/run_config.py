@@ -1,4 +1,4 @@
-"""The mode, devices and nodes of a loop's runs, from the arguments of the loop and of ``fit``."""
+"""Determine the mode, devices and nodes of a loop's runs from the arguments of the loop and of ``fit``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RunConfig", "run_config_under_launcher", "check_backend", "check_ren
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Mode, devices and nodes of runs: determined when the loop is made, and again by each ``fit``."""
+    """Mode, devices and nodes of runs; determined when the loop is created, and again by each ``fit``."""
 
     mode: str
     """``'single'``, ``'dp'``, ``'ddp'`` or ``'fsdp'``."""
@@ -63,9 +63,9 @@ def run_config_of(
             raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
         everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
         wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # Chosen by fit, which may run hours after the loop is created: the lease lasts as long as the process.
+        # fit chooses GPUs, possibly hours after the loop is created, because the lease lasts as long as the process.
         found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
-    # A quota can reduce the number of devices; the mode 'auto' depends on those that are left.
+    # A quota can reduce the number of devices; the mode 'auto' depends on the remaining devices.
     devices = devices_under(options.quota, found, options.devices)
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
@@ -108,7 +108,7 @@ def run_config_under_launcher(config: RunConfig, asked: Any, here: Rank) -> RunC
 
 
 def _are_all(asked: Any) -> bool:
-    """Return True if the argument ``devices`` leaves their number open."""
+    """Return True if the argument ``devices`` does not fix the number of devices."""
     return (isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")) or whole_number(asked) == -1
 
 
@@ -125,7 +125,7 @@ def devices_for(
     if on_gpu is not None:
         check_bool(on_gpu, "on_gpu")
     on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
-    # Contradictions first: the intended argument is unknown.
+    # Check contradictions first, since it is unknown which argument was intended.
     if on_gpu is False and num_gpus:
         raise ConfigurationError(
             f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. To use GPUs, leave on_gpu out. To "
@@ -211,7 +211,7 @@ def check_backend(backend: Any, config: RunConfig) -> str | None:
     """Return the process group's backend; raise an error if torch lacks it, or it can't serve the ranks' devices."""
     if backend is None:
         return None
-    # Including backends registered by plugins.
+    # This includes backends that plugins have registered.
     names = [*(name.lower() for name in torch.distributed.Backend.backend_list if name != "undefined")]
     parts = [part.split(":")[-1] for part in backend.lower().split(",")] if isinstance(backend, str) else []
     if not parts or not all(part in names for part in parts):

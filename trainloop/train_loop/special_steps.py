@@ -1,4 +1,4 @@
-"""Two other kinds of steps: for a ``get_loss`` that yields its losses, and for optimizers that need a closure.
+"""Define two other kinds of steps: for a ``get_loss`` that yields its losses, and for optimizers that need a closure.
 
 A ``get_loss`` that yields its losses steps one optimizer after another within a batch::
 
@@ -9,7 +9,7 @@ A ``get_loss`` that yields its losses steps one optimizer after another within a
         yield "generator", fools
 
 With several micro-batches in a step, their generators run side by side: the first loss of every micro-batch, one
-optimizer step for all of them, then the second losses. The step equals the step of one batch with all these samples.
+optimizer step for all first losses, then the second losses. The result equals that of one batch with all these samples.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
     "ClosureTraining",
 ]
 
-# Sent to other ranks instead of an optimizer's index: all generators have ended, this rank has no generator, or its
-# generators yielded losses for different optimizers.
+# Sent to other ranks instead of an optimizer's index if all generators have ended, if this rank has no generator, or if
+# its generators yielded losses for different optimizers.
 _ENDED, _NONE, _DIFFER = -1, -2, -3
 
 
 class AlternatingTraining(Training):
-    """Run backward and an optimizer's step for each loss that micro-batches yield; together they count as one step."""
+    """Run backward and an optimizer's step for each loss that micro-batches yield; all of this counts as one step."""
 
     _sizes: list[int]
 
@@ -66,7 +66,7 @@ class AlternatingTraining(Training):
                 hook()
         # In ddp, the wrapper is not used: DDP's reducer expects one backward per forward.
         batches = step.batches
-        if counts and place.collective:  # every rank must run the same number
+        if counts and place.collective:  # every rank must run the same number of forwards
             borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
             batches = [*batches, *borrowed[len(batches) :]]
         # Nothing runs yet: a generator starts at its first next().
@@ -103,7 +103,7 @@ class AlternatingTraining(Training):
         counts: list[int] | None,
         shown: list[list[Yielded]],
     ) -> int | None:
-        """Run backward of each generator's next loss; return the optimizer's index, None once all generators end."""
+        """Run backward of each generator's next loss; return the optimizer's index, or None once all have ended."""
         sums = self.gradients.sums
         indices: set[int] = set()
         for i, generator in enumerate(generators):
@@ -133,7 +133,7 @@ class AlternatingTraining(Training):
             value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
             shown[i].append(yielded._replace(loss=value))
         self.recorder.batch_size = self._sizes[-1]  # for hooks: the last micro-batch, which this rank may not have
-        # One exchange for all errors: if one rank raised alone, the others would wait for it in the next
+        # Exchange all errors at once: if one rank raised alone, the other ranks would wait for it in the next
         # collective.
         mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
         everyone = {mine}
@@ -166,7 +166,7 @@ class AlternatingTraining(Training):
             raise
 
     def _differentiate(self, index: int, loss: torch.Tensor) -> None:
-        """Compute a loss's gradients, only for the parameters of its own optimizer."""
+        """Compute a loss's gradients for the parameters of the loss's optimizer only."""
         optimizers = self.gradients.optimizers
         backward = self.place.scaler.scale(loss).backward
         if len(optimizers) == 1:
@@ -237,7 +237,7 @@ class ClosureTraining(Training):
             return value
 
         if getattr(optimizer, "needs_closure", False):
-            closure()  # its step needs gradients at the start, and then calls the closure again
+            closure()  # this optimizer's step needs gradients at the start, and then calls the closure again
         optimizer.step(closure)  # type: ignore[arg-type]  # annotated as float; torch calls float() on it
         drop_gradients(optimizer)
         self.count_step()

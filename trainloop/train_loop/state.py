@@ -1,4 +1,4 @@
-"""The state of a training run, for checkpoints: collected from one run, and loaded into another."""
+"""Collect the state of a training run for checkpoints, and load it into another run."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ __all__ = [
 
 
 def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, Any] | None:
-    """Return everything that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on the other ranks.
+    """Return everything that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on other ranks.
 
-    Collective: all ranks call it, between two steps; it exchanges step logs. The tensors are the model's and the
+    Collective: all ranks must call it between two steps. It exchanges step logs. The tensors are the model's and the
     optimizers' own, so copy them if they must not change in the next step.
     """
     state = whole_state(run, states_of_ranks(run))
@@ -80,9 +80,9 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
 
 
 def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-    """Return the state with the per-rank parts; its tensors may be sharded. No exchange.
+    """Return the state with the per-rank parts, without an exchange; its tensors may be sharded.
 
-    ``None`` on ranks that have no part of the state; in ``fsdp``, each rank has its shards.
+    It is ``None`` on ranks that have no part of the state. In ``fsdp``, each rank has its shards.
     """
     if ranks is None and not run.place.collective:
         return None
@@ -138,7 +138,7 @@ def _common_state(run: Training) -> dict[str, Any]:
 
 
 def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
-    """Return each callback's state, under the name by which another run finds it."""
+    """Return each callback's state, under the name by which another run identifies the callback."""
     return [
         {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
         for callback in loop.callbacks
@@ -149,8 +149,8 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.
 
     The state is ``None`` for a fresh start. Under a launcher, rank 0 reads and decides, and sends both results to the
-    other ranks. If each rank read the checkpoint itself, it might do so before rank 0 has written it, or in a folder
-    that only rank 0's host has.
+    other ranks. If each rank read the checkpoint itself, a rank might do so before rank 0 has written the checkpoint,
+    or in a folder that only rank 0's host has.
     """
     if resume_from is None:
         return None, ""
@@ -175,7 +175,7 @@ def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] 
 def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return, on all ranks, the state that rank 0 reads, and the reason if nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
-    # In fsdp the state refers to files, and each rank reads its part of them.
+    # In fsdp, the state refers to files, and each rank reads its part of the files.
     in_files = loop.gpu_mode == "fsdp"
     keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
     answer: dict[str, Any] = {}
@@ -215,7 +215,7 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
             f"resume_from={short(resume_from)}: must be 'last' (the newest checkpoint of the ModelCheckpoint in "
             "callbacks), the path or URL of a checkpoint as str or Path, or None for a fresh start."
         )
-    whole = loop.gpu_mode != "fsdp"  # there each rank reads its part
+    whole = loop.gpu_mode != "fsdp"  # in fsdp, each rank reads its part
     if resume_from == "last":
         keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
         if not keepers:
@@ -232,12 +232,12 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
 
 
 def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Raise an error unless a checkpoint belongs to this loop's model and optimizers.
+    """Raise an error unless a checkpoint fits this loop's model and optimizers.
 
     Raises
     ------
     CheckpointError
-        If it doesn't; the message names the difference.
+        If it doesn't fit; the message names the difference.
     """
     missing = [key for key in ("model", "optimizers", "place", "ranks", "history") if key not in state]
     if missing:
@@ -277,7 +277,7 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
 def described_differences(
     own: Mapping[str, Any], saved: Mapping[str, Any], of: str, left_out: Mapping[str, Any] | None = None
 ) -> str:
-    """Return a text about how names and shapes of a model's tensors differ from saved tensors; empty if they agree."""
+    """Describe how names and shapes of a model's tensors differ from saved tensors; return '' if they agree."""
     wrong = [f"{key} is missing in the {of}" for key in own if key not in saved and key not in (left_out or {})]
     wrong += [f"{key} is not in the model" for key in saved if key not in own]
     for key, value in own.items():
@@ -292,7 +292,7 @@ def described_differences(
 
 
 def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
-    """Raise an error if tensors that the checkpoint leaves out have other values than in the run that wrote it."""
+    """Raise an error if tensors that the checkpoint leaves out have other values than in the checkpoint's run."""
     if not left_out:
         return
 
@@ -333,18 +333,18 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
     mine = ranks[loop.rank if same_ranks else 0]
-    last = mine.get("last_loss")  # older checkpoints lack it
+    last = mine.get("last_loss")  # older checkpoints lack this entry
     loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
     if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
-        # Sums over ranks don't depend on which rank has which part; each new rank gets its own random numbers.
+        # Sums over ranks don't depend on which rank has which part. Each new rank gets different random numbers.
         if loop.rank == 0:
             own, *others = (saved["metrics"] for saved in ranks)
             run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
-    if "generators" in state:  # not in older ones
+    if "generators" in state:  # missing in older checkpoints
         set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
     run.feed.load_state_dict(mine["feed"])
 
@@ -352,7 +352,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
 def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
     """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
     _load_parts(loop, state)
-    # A callback may have replaced the weights by the weights with which training would continue.
+    # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
@@ -369,7 +369,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
 
 
 def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
-    """Load the loop's own parts, whether it is running or not."""
+    """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
         loop.criterion.load_state_dict(state["criterion"])
@@ -403,7 +403,7 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
 
 
 def _about_other_values(run: Training, state: dict[str, Any]) -> str:
-    """Return a line that names the values that differ between the script and a checkpoint; empty if there are none."""
+    """Return a line that names the values that differ between script and checkpoint; empty if none differs."""
     loop, place, found = run.loop, state["place"], []
 
     def note(what: str, used: Any, other: Any, *, of_script: bool) -> None:
@@ -440,11 +440,11 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
 
 
 def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
-    """Load into each callback the saved state with its type and name; if several have these, in order."""
+    """Load each callback's state, found by type and name; equal types and names are matched in order."""
     left = list(saved)
     for callback in callbacks:
         key = (type(callback).__name__, callback.callback_name)
-        # Identified by type and name, since positions change when a callback is added to the list.
+        # States are identified by type and name, since positions change when a callback is added to the list.
         found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
         if found is not None:
             left.remove(found)

@@ -1,4 +1,4 @@
-"""Measure the time of a training run: its steps, and the wait for data."""
+"""Measure the time of a training run's steps, and its wait for data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Timings:
     Examples
     --------
     >>> tl.fit(num_epochs=3)
-    >>> print(tl.timings)  # a table; tl.timings.epochs has one for each epoch
+    >>> print(tl.timings)  # a table; tl.timings.epochs has the timings of each epoch
     >>> tl.timings.samples_per_s, tl.timings.share("data")
     """
 
@@ -89,6 +89,6 @@ class StepClock:
         self.begin_epoch()
 
     def timings(self) -> Timings:
-        """Return the timings of all epochs, including the finished steps of the current one."""
+        """Return the timings of all epochs, including the finished steps of the current epoch."""
         running = [self.read()] if self.steps else []
         return Timings.over([*self.epochs, *running])

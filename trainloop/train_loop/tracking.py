@@ -1,6 +1,6 @@
 """Loops that maintain an experiment's folder. Each is a :class:`TrainLoop` with additional callbacks.
 
-``from trainloop.train_loop import *`` imports these too.
+``from trainloop.train_loop import *`` imports these loops, too.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
     project_name, experiment_name : str
         The folder is ``<local_model_result_folder_path>/<project_name>/<experiment_name>_<time stamp>``.
     local_model_result_folder_path : str or path
-        Folder of all projects; by default the current one. With the extra ``cloud`` also an fsspec URL, such as
+        Folder of all projects; by default the current one. With the extra ``cloud``, it may be an fsspec URL such as
         ``s3://bucket/results``.
     hyperparams : dict, optional
         Hyperparameters, written as JSON beside the results.
     source_dirs : sequence of path
         Folders of source code to copy, in addition to the script itself.
     rm_subopt_local_models : bool or str
-        ``True``: keep only the best checkpoints by ``loss``. A metric's name: keep only the best by this metric.
+        ``True``: keep only the best checkpoints by ``loss``. A metric's name: keep only the best checkpoints by this
+        metric.
     num_best_checkpoints_kept : int
         Number of best checkpoints to keep.
     iteration_save_freq : int

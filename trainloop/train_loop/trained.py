@@ -1,4 +1,4 @@
-"""Check that the same modules and parameters train on all ranks, and that weights stay equal."""
+"""Check that the same modules and parameters train on all ranks, and that the ranks' weights stay equal."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = [
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
-_rendezvous = itertools.count()  # per process, so that keys in one process group are unique
+_rendezvous = itertools.count()  # counts in this process, so that keys in one process group are unique
 
 
 class TrainedParameters:
-    """Parameters that a rank of ``ddp`` trains; detects when some are frozen, unfrozen or added.
+    """Parameters that a rank of ``ddp`` trains; detects when parameters are frozen, unfrozen or added.
 
     DDP averages the gradients of the parameters that required gradients when it was created. If these change, the loop
     wraps the model again. At the start of an epoch, ranks compare their parameters. Within an epoch, each rank checks
@@ -47,7 +47,7 @@ class TrainedParameters:
     Parameters
     ----------
     model, criterion : nn.Module, object
-        A criterion's own parameters are outside of DDP and are reduced here.
+        A criterion's own parameters are outside of DDP; this class averages their gradients.
     timeout_s : float
         Timeout of the run, in seconds.
     """
@@ -58,7 +58,7 @@ class TrainedParameters:
         self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
         if distributed.get_world_size() > 1:
             for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
-                # DDP's constructor does the same with the model.
+                # DDP's constructor does the same with the model's parameters.
                 dist.broadcast(tensor.detach(), 0)
         self.note()
 
@@ -96,7 +96,7 @@ class TrainedParameters:
         Raises
         ------
         ConfigurationError
-            If the other ranks make no change in time, or a different one.
+            If the other ranks make no change in time, or make a different change.
         """
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
@@ -123,7 +123,7 @@ class TrainedParameters:
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average the gradients that DDP doesn't: of the criterion, and of parameters unfrozen in this step."""
+        """Average the gradients that DDP doesn't average: of the criterion, and of parameters unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
@@ -133,12 +133,13 @@ class TrainedParameters:
     def check_same_weights(self, wrapper: Any) -> None:
         """Check that all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
 
-        Skipped with a communication hook of the user, which may let ranks differ for some time (local SGD).
+        The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
+        (local SGD).
 
         Raises
         ------
         ConfigurationError
-            If weights differ; the message names the first parameter that does.
+            If weights differ; the message names the first parameter that differs.
         """
         if not isinstance(wrapper, TTDistributedDataParallel) or comm_hooks_of(wrapper):
             return
@@ -189,7 +190,7 @@ def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
 
 
 def described_names(names: Sequence[str]) -> str:
-    """Return the first five names, and the number of the others."""
+    """Return a string with the first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -197,7 +198,7 @@ def described_names(names: Sequence[str]) -> str:
 
 
 def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """Switch to training mode, except for modules that the user put into ``eval()``; return these.
+    """Switch to training mode, except for modules that the user has put into ``eval()``; return these modules.
 
     Parameters
     ----------
@@ -209,7 +210,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
     Notes
     -----
-    A class with its own ``train()`` decides for itself and for all modules inside it.
+    A class that overrides ``train()`` decides for itself and for all modules inside it.
     """
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
@@ -229,7 +230,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
-    """Return a line that names modules in evaluation mode, in which some libraries return their models."""
+    """Return a line that names the modules in evaluation mode. (Some libraries return their models in this mode.)"""
     found = {id(module) for module in kept}
     names = [name for name, module in model.named_modules() if id(module) in found]
     whole = [name for name in names if name.rpartition(".")[0] not in names]
@@ -274,7 +275,7 @@ def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """Return the parameters' names for each optimizer and group; ``None`` for one that no known module contains."""
+    """Return the parameters' names by optimizer and group; ``None`` for a parameter that no known module contains."""
     names = {id(p): name for p, name in _named_parameters(loop)}
     return [
         [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
@@ -283,7 +284,7 @@ def group_names(loop: Any) -> list[list[list[str | None]]]:
 
 
 def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *, only_look: bool = False) -> list[bool]:
-    """Add the parameters that optimizers got in training; return for each optimizer if its groups then match.
+    """Add the parameters that optimizers got in training; return, for each optimizer, True if its groups then match.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Train a model: epochs and their steps, from top to bottom in order of execution.
+"""Train a model, epoch by epoch and step by step. The code is in the order of execution.
 
 ::
 
@@ -69,7 +69,7 @@ class Watch(Protocol):
         """Called before ``get_loss`` (or its next loss); ``first`` is True at the start of a pass over the step."""
 
     def backward_ended(self, loss: Any) -> None:
-        """Called after the backward of the loss of ``get_loss``; gradients may not be complete yet."""
+        """Called after the backward of the loss that ``get_loss`` returned; gradients may not be complete yet."""
 
 
 class Training(Run):
@@ -89,7 +89,7 @@ class Training(Run):
     step_taken = False
     """True if the optimizer has already stepped when ``backward_ended`` is called, as with a compiled step."""
     losses_stepped = 0
-    """Number of losses of the current step after which their optimizer has stepped."""
+    """Number of losses in the current step for which the optimizer has already stepped."""
 
     def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
@@ -99,7 +99,7 @@ class Training(Run):
         self.epoch_batches = 0
         self.epoch_finished = False
         self.ended = False
-        """True if a callback had ended the training when the checkpoint was written from which this run resumes."""
+        """True if this run resumes from a checkpoint that was written after a callback had ended the training."""
         self.finished = False
         """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
@@ -109,7 +109,7 @@ class Training(Run):
         self.restarts: RestartCheckpoints | None = None
         """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
         self.savers: list[Saver] = []
-        """The callbacks that write checkpoints of steps, on all ranks."""
+        """The callbacks that write checkpoints between steps, on all ranks."""
         self.watch: Watch | None = None
         self.step_in_work: StepBatches | None = None
         """The step's batches, from their arrival until its last hook has run."""
@@ -120,12 +120,12 @@ class Training(Run):
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
-        """Train epoch by epoch; return the reasons why training ended early, 0 if it ended as planned."""
+        """Train epoch by epoch; return the reasons why training ended early, or 0 if it ended as planned."""
         loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
         try:
             with self.listening(self.recorder):
                 self._prepare()
-            with self.listening(self.recorder):  # for each epoch, since hooks may have changed the model
+            with self.listening(self.recorder):  # in each epoch, since hooks may have changed the model
                 ended_by = 0
                 while not (ended_by or self.ended or self.is_done()):
                     last_iteration = self._last_iteration
@@ -149,7 +149,7 @@ class Training(Run):
                         if loop.end_requested:
                             stop.request(EARLY_STOP)
                         ended_by = self._reached_boundary()
-                        # Read a complete epoch to its end, since samplers may draw numbers for the next one there.
+                        # Read a complete epoch to its end, where samplers may draw numbers for the next epoch.
                         done = loop.total_iteration_idx >= last_iteration
                         if ended_by or (done and self.epoch_batches != self.feed.num_batches):
                             break
@@ -193,7 +193,7 @@ class Training(Run):
         self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
-        # Keep the scale that an earlier fit has found; with the initial one, the first steps would be skipped again.
+        # Keep the scale that an earlier fit has found; with the initial scale, the first steps would be skipped again.
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
@@ -213,7 +213,7 @@ class Training(Run):
 
     @property
     def _last_iteration(self) -> float:
-        """Return the iteration after which the training ends; infinite if epochs are counted."""
+        """Return the iteration after which the training ends; infinity if the length is given in epochs."""
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
 
     def is_done(self) -> bool:
@@ -224,12 +224,12 @@ class Training(Run):
         return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
 
     def _finish(self, ended_by: int) -> None:
-        """End the training: test and call last hooks; if a signal ended it, write a checkpoint if one is due."""
+        """End the training: test, and call the last hooks. After a signal, write a checkpoint instead if one is due."""
         loop = self.loop
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._print_end()
-            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch, which an earlier run may have finished
+            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
@@ -254,7 +254,7 @@ class Training(Run):
             print(described_ends(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
-        """Give all ranks the values that only callbacks of rank 0 have after training: a folder, the name of a run."""
+        """Send values that only rank 0's callbacks have after training, such as a run's name, to all ranks."""
         mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
         if not self.parallel or not mine:
             return
@@ -271,7 +271,7 @@ class Training(Run):
             for hook in self.hooks.on_exception:
                 try:
                     hook(exception)
-                except Exception as error:  # must not hide the first error
+                except Exception as error:  # this error must not hide the first one
                     name = getattr(hook, "__qualname__", "on_exception")
                     _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
 
@@ -293,7 +293,7 @@ class Training(Run):
             self.recorder.between_steps(loop.global_step + 1)
             for hook in self.hooks.on_epoch_begin:
                 hook()
-        # After the hook, in which callbacks may freeze and unfreeze parameters, and before the first forward.
+        # This is after the hook, in which callbacks may freeze and unfreeze parameters, and before the first forward.
         self.gradients.follow_at_epoch_begin()
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
@@ -310,7 +310,7 @@ class Training(Run):
         return self._until_last_iteration(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
-        """Warn about parameters that require gradients but are in no optimizer, after hooks may have frozen some."""
+        """Warn about parameters that require gradients but are in no optimizer. (Hooks may have frozen some before.)"""
         names = not_optimized(self.loop.model, self.gradients.optimizers)
         if names:
             _warn(
@@ -347,7 +347,7 @@ class Training(Run):
         loop.message_service.end_of_epoch_trigger()
         if self.progress.enabled:
             self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
-        # Only now: hooks and logs at the end of the epoch belong to that epoch.
+        # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
         loop.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
@@ -364,15 +364,15 @@ class Training(Run):
             )
 
     def _agree_at_epoch_end(self) -> int:
-        """Return the reasons to stop after this epoch: a callback of any rank requests it, or a signal arrived."""
+        """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
         if self.parallel:
             mine = [int(self.loop.end_requested)]
             self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
-        # Signals too, since evaluation may have taken long.
+        # Include signals, since evaluation may have taken long.
         return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
 
     def _reached_boundary(self) -> int:
-        """Return the reasons for which all ranks stop here; if there is none, write a due restart checkpoint."""
+        """Return the reasons for which all ranks stop here; without one, write a restart checkpoint if it is due."""
         reasons = self.stop.reached()
         if self.restarts is not None:
             self.restarts.at_boundary(reasons)
@@ -442,7 +442,7 @@ class Training(Run):
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     def _check_averages(self, weight: Any, count: int) -> None:
-        """Warn, once per fit, if the result of a criterion with class weights or ignored targets is combined."""
+        """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
         loop, self.class_losses.uneven = self.loop, False
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
         if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
@@ -462,9 +462,9 @@ class Training(Run):
         return [count for (count,) in distributed.exchange_ints([len(step.batches)])]
 
     def begin_batch(self, i: int, size: int) -> None:
-        """Begin the ``i``-th micro-batch of a step, with ``size`` samples; 0 on a rank without this micro-batch."""
+        """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch."""
         hooks = self.hooks
-        for hook in hooks.on_batch_end if i else ():  # of the previous micro-batch
+        for hook in hooks.on_batch_end if i else ():  # still from the previous micro-batch
             hook()
         # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
@@ -476,7 +476,7 @@ class Training(Run):
             self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
-        """Step the optimizers and clear gradients; then call the hooks of a step's end."""
+        """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
         gradients = self.gradients
         gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
         gradients.take_steps(gradients.optimizers)

@@ -22,7 +22,7 @@ def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
     Raises
     ------
     ConfigurationError
-        If it has no ``train_loader`` or no ``optimizer``, or is running.
+        If the loop has no ``train_loader`` or no ``optimizer``, or is running.
     """
     if loop.running is not None:
         raise ConfigurationError(f"{who} was called in a callback of a running loop. Call it before fit.")
@@ -32,7 +32,7 @@ def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
 
 
 def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
-    """Return copies of model, optimizer and criterion that belong together; on ``device`` if one is given."""
+    """Return copies of model, optimizer and criterion that refer to each other; on ``device`` if it is given."""
     model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
     model.train()
     if device is not None:
@@ -51,7 +51,7 @@ def first_batch(loader: Any) -> Any:
     Raises
     ------
     ConfigurationError
-        If it has no batches.
+        If the loader has no batches.
     """
     for batch in loader:
         return batch

@@ -1,8 +1,8 @@
 """``compile='step'``: forward, loss, backward, clipping and the optimizer's step as one graph.
 
 Dynamo traces the whole step, with its guards: Python values that ``get_loss`` reads are checked before each step, and
-a change causes a recompilation. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. A
-changing learning rate is a tensor of the graph; schedulers and other code still see a number. Steps that can't be one
+a change causes a recompilation. Inductor compiles it to one C++ function on the CPU, and to one CUDA graph on CUDA. In
+the graph, a changing learning rate is a tensor; schedulers and other code still see a number. Steps that can't be one
 graph run as without ``compile``, after a warning.
 """
 
@@ -33,7 +33,7 @@ class WholeStepTraining(Training):
     """A training run whose steps are one compiled graph if possible.
 
     The graph accepts batches of the first batch's size; a shorter last batch runs without the graph. Gradients stay in
-    the same memory, also between steps.
+    the same memory, even between steps.
     """
 
     backend = "inductor"
@@ -62,7 +62,7 @@ class WholeStepTraining(Training):
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
         recorder.step = loop.global_step + 1
         self.begin_batch(0, size)
-        # Only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
+        # Compile only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
         if self._whole is None:
             self._compile(follows_rates=self._is_scheduled())
         elif self._settings and (now := self._settings_now()) != self._settings:
@@ -121,7 +121,7 @@ class WholeStepTraining(Training):
         return len(step.sizes) == 1 and step.sizes[0] == self._size
 
     def _reason_against(self, step: StepBatches) -> str | None:
-        """Return the reason why steps can't be one graph, as far as it is known before compiling; else ``None``."""
+        """Return the reason why steps can't be one graph, if it is known before compiling; else ``None``."""
         loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             return f"torch {torch.__version__} can't trace a backward pass into a graph (torch 2.13 can)"
@@ -155,7 +155,7 @@ class WholeStepTraining(Training):
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
         steps = super()._begin_epoch()
-        if self._whole is not None and (reason := self._hooked()) is not None:  # hooks may be new
+        if self._whole is not None and (reason := self._hooked()) is not None:  # hooks may have been added
             self._refuse(reason)
         return steps
 
@@ -174,7 +174,7 @@ class WholeStepTraining(Training):
         self.gradients.optimizers[0].zero_grad(set_to_none=True)
 
     def _settings_now(self) -> list[dict[str, Any]]:
-        """Return each group's settings, with the trained parameters in place of ``params``."""
+        """Return each group's settings; ``params`` is replaced by the trained parameters."""
         (optimizer,) = self.gradients.optimizers
         return [{**group, "params": [p.requires_grad for p in group["params"]]} for group in optimizer.param_groups]
 
@@ -184,7 +184,7 @@ class WholeStepTraining(Training):
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
     def _follow(self, now: list[dict[str, Any]]) -> str | None:
-        """Apply settings that changed since the graph was compiled; return the reason if the graph can't follow."""
+        """Apply settings that changed since the graph was compiled; if the graph can't follow, return the reason."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:
             return "parameters were frozen, unfrozen or added, but the graph trains a fixed set of parameters"
@@ -214,7 +214,7 @@ class WholeStepTraining(Training):
         return None
 
     def _with_rates(self, step: StepBatches) -> tuple[Tensor, Any]:
-        """Run the graph's step, which reads tensors in place of learning rates; other code sees numbers."""
+        """Run the graph's step with learning rates as tensors; outside of this call, learning rates are numbers."""
         groups = self.gradients.optimizers[0].param_groups
         numbers = [group["lr"] for group in groups]
         assert self._whole is not None
@@ -228,7 +228,7 @@ class WholeStepTraining(Training):
                 group["lr"] = number
 
     def _run_without_graph(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
-        """Run the current step without the graph; its hooks were already called."""
+        """Run the current step without the graph; the step's hooks were already called."""
         self.loop.total_iteration_idx -= 1  # the step begins again
         self.epoch_batches -= 1
         table = vars(self.hooks)
@@ -288,7 +288,10 @@ class WholeStepTraining(Training):
 
     @contextmanager
     def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Send logs to the recorder; values that the graph logs are among its outputs, and are sent after the step."""
+        """Send logs to the recorder.
+
+        Values that the graph logs are outputs of the graph, and are sent after the step.
+        """
         # One list for the whole run: an evaluation calls this method again, but the graph keeps appending to its list.
         self._logged: list[tuple[Any, ...]] = self.__dict__.get("_logged", [])
         logged, log = self._logged, recorder.log

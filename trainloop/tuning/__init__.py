@@ -1,4 +1,4 @@
-"""Parameter searches and bags of models, under resource quotas that are enforced.
+"""Search parameters and train bags of models, under resource quotas that are enforced.
 
 :func:`tune` is the entry point. ``trainloop.resources.plan`` shows beforehand how many models ``tune`` would run in
 parallel.

@@ -45,7 +45,8 @@ class EstimatorLoop:
     Parameters
     ----------
     estimator : object
-        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``. If it has ``predict_proba(x)``, that is used instead.
+        Object with ``fit(x, y, **fit_args)`` and ``predict(x)``. If it has ``predict_proba(x)``, this method is used
+        instead of ``predict``.
     train, validation : (x, y)
         Arrays or tables; ``validation`` may be None.
     fit : callable, optional
@@ -203,7 +204,7 @@ def as_rows(values: Any) -> Any:
 
 
 def predict_with(model: Any, data: Any) -> Any:
-    """Return the predictions of one trained model, one row for each row of ``data``.
+    """Return the predictions of one trained model, with a row for each row of ``data``.
 
     Parameters
     ----------
@@ -217,11 +218,11 @@ def predict_with(model: Any, data: Any) -> Any:
 
 
 def classes_of(model: Any) -> list[Any] | None:
-    """Return the class of each column of :func:`predict_with`'s result; None if columns are not a target's classes."""
+    """Return the class of each column that :func:`predict_with` returns; None if the columns are not classes."""
     if hasattr(model, "get_predictions") or not hasattr(model, "predict_proba"):
         return None
     classes = getattr(model, "classes_", None)
-    if classes is None or any(np.ndim(label) for label in classes):  # for several targets, it is a list of arrays
+    if classes is None or any(np.ndim(label) for label in classes):  # for several targets, classes_ is a list of arrays
         return None
     return np.asarray(classes).tolist()
 
@@ -260,10 +261,10 @@ def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | No
 
 
 def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:
-    """Return the number of rows in the dataset that ``make_loop`` uses, and their targets if they can be found.
+    """Return the number of rows in the dataset that ``make_loop`` uses, and the rows' targets if these can be found.
 
-    ``make_loop`` is called with a fold of two rows. The ``train_loader`` of its loop must load a ``Subset`` of the
-    dataset with all rows.
+    ``make_loop`` is called with a fold of two rows. The ``train_loader`` of the loop that it returns must load a
+    ``Subset`` of the dataset with all rows.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Folds: the rows that each model of a bag trains on, and the rows that it predicts."""
+"""Make folds: the rows that each model of a bag trains on, and the rows that it predicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """The rows that one model trains on, and the rows held out from it.
+    """The rows that one model trains on, and the rows that are held out from this model.
 
     ``torch.utils.data.Subset(data, fold.train)`` selects the training rows.
     """
@@ -28,8 +28,8 @@ class Fold:
     train: np.ndarray[Any, Any]
     """Numbers of the rows to train on, in ascending order, as int64."""
     validation: np.ndarray[Any, Any]
-    """Numbers of the rows held out, in ascending order. Exactly one fold holds out each row, unless you pass your own
-    folds."""
+    """Numbers of the rows that are held out, in ascending order. Exactly one fold holds out each row, unless you pass
+    your own folds."""
 
     def __repr__(self) -> str:
         return f"Fold({self.index} of {self.num_folds}, train={len(self.train)}, validation={len(self.validation)})"
@@ -81,7 +81,7 @@ def make_folds(
     order = rng.permutation(num_samples)
     if classes is not None:
         # Rows are sorted by class and assigned to the folds in turn. Each class continues at the fold after the last
-        # one of the previous class, so the sizes of folds also differ by at most one.
+        # one of the previous class, so the sizes of folds differ by at most one, too.
         order = order[np.argsort(np.asarray(classes)[order], kind="stable")]
     held_by = np.empty(num_samples, dtype=np.int64)
     held_by[order] = np.arange(num_samples) % num_folds
@@ -109,7 +109,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
     Raises
     ------
     ConfigurationError
-        If ``given`` is neither, or does not fit the data.
+        If ``given`` is neither a splitter nor such a sequence, or does not fit the data.
     """
     if callable(getattr(given, "split", None)):
         known = y if x is None else x
@@ -119,7 +119,7 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
                 "folds=list(splitter.split(x, y, groups))."
             )
         given = given.split(np.zeros(len(known)) if x is None else x, y)
-    if isinstance(given, Iterator):  # as returned by a splitter's split
+    if isinstance(given, Iterator):  # such as the iterator that a splitter's split returns
         given = list(given)
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise ConfigurationError(

@@ -34,7 +34,7 @@ __all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
 def machine_total(total: ResourceQuota | None) -> ResourceQuota:
     machine = available()
     total = (total or ResourceQuota()).filled(ResourceQuota(machine.num_cpus, machine.num_gpus))
-    # The number of GPUs of a search may be a fraction, such as 1.5. It is rounded up for the check.
+    # The number of GPUs of a search may be a fraction, such as 1.5. For the check, this number is rounded up.
     enforce.check_quota(replace(total, num_gpus=math.ceil(exact(total.num_gpus))), machine=machine)
     return total
 
@@ -68,14 +68,15 @@ def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) 
 
 
 class Child:
-    """A process that trains one fold. Processes that it starts are in its process group, and are killed with it.
+    """A process that trains one fold. Processes that the child starts are in its process group, and are killed with it.
 
     Parameters
     ----------
     job : Job
         The fold.
     modules : sequence of str
-        Modules that the fork server imports when it starts. If empty, the process is a fresh interpreter.
+        Modules that the fork server imports when it starts. If ``modules`` is empty, the process is a fresh
+        interpreter.
     """
 
     def __init__(self, job: Job, modules: Sequence[str] = ()) -> None:
@@ -83,7 +84,7 @@ class Child:
         self.served = bool(modules)
         """True if the process is forked from the fork server."""
         self.no_server: processes.NoServerError | None = None
-        """Reason why the process was not forked although ``modules`` is not empty; None if there is no such reason."""
+        """Reason why the process was not forked although ``modules`` is not empty; otherwise None."""
         self.modules = modules
         self._dropped = self._ended = False
         self._started: Future[BaseProcess | None] = Future()
@@ -118,7 +119,10 @@ class Child:
             process.join()
 
     def end(self) -> int | None:
-        """Kill the process and its group. Return the exit code; None if it had not started or its status was lost."""
+        """Kill the process and its group.
+
+        Return the exit code; None if the process had not started, or if its status was lost.
+        """
         self._dropped = True
         if not self._started.done():
             self._started.add_done_callback(lambda _: self.end())
@@ -171,7 +175,7 @@ def _how(exitcode: int) -> str:
 
 
 class LocalBackend:
-    """Start child processes, and return those that have ended.
+    """Start child processes, and return the folds of those that have ended.
 
     Parameters
     ----------
@@ -187,13 +191,14 @@ class LocalBackend:
         self._children.append(Child(job, self._modules))
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If no fold has ended, wait up to ``timeout_s`` seconds for one."""
         deadline = time.monotonic() + timeout_s
         while True:
             over = [child for child in self._children if child.ended()]
             if over or time.monotonic() >= deadline:
                 break
-            # Polls, because Python can't wait for the first of several Popen objects. A fold takes seconds or more.
+            # This polls, because Python can't wait for the first of several Popen objects. A fold takes seconds or
+            # more.
             time.sleep(0.02)
         for child in over:
             self._children.remove(child)

@@ -42,7 +42,7 @@ class RayBackend:
         """Resources of the cluster that the search may use."""
         self._plan: Plan | None = None
         self._running: dict[Any, Job] = {}
-        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and its object reference
+        self._work: tuple[bytes, Any] = b"", None  # the file that all folds share, and the file's object reference
         self._groups: dict[int, Any] = {}  # placement groups, by bag
 
     @classmethod
@@ -107,7 +107,7 @@ class RayBackend:
         self._running[reference] = job
 
     def wait(self, timeout_s: float) -> list[Job]:
-        """Return the folds that have ended. If none has ended, wait up to ``timeout_s`` seconds for one."""
+        """Return the folds that have ended. If no fold has ended, wait up to ``timeout_s`` seconds for one."""
         if not self._running:
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
@@ -209,7 +209,8 @@ def _supervise(job: Job, work: bytes, params: bytes) -> tuple[int | None, dict[s
         with ExitStack() as undo:
             if cpus := affinity():
                 job.cpus = free_cpus(int(job.quota.num_cpus), cpus, undo)
-            # In a child process, because Ray's worker has already imported modules, and must survive a crash.
+            # The fold trains in a child process, because Ray's worker has already imported modules, and must survive a
+            # crash.
             child = Child(job)
             undo.callback(child.end)
             child.wait()

@@ -1,4 +1,4 @@
-"""The result of a search: all trials, the best one, and its models and out-of-fold predictions."""
+"""The result of a search: all trials, and the best trial with its models and out-of-fold predictions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Trial:
     """``done``: all folds finished; ``partial``: some folds failed; ``failed``: all folds failed; ``interrupted``: the
     search ended first."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Traceback of each failed fold, or a description of how its process ended, by fold."""
+    """By fold, the traceback of a failed fold, or a description of how the fold's process ended."""
     cpus: int = 0
     """Number of CPUs that each model of the trial could run on."""
     gpus: float = 0.0
@@ -75,7 +75,7 @@ def best_of(trials: Sequence[Trial], mode: str) -> Trial | None:
 
 
 def short(error: str) -> str:
-    """Return one line of an error: the last line of a traceback, or the line that says how the process ended."""
+    """Return one line of an error: the last line of a traceback, or the line about how the process ended."""
     lines = error.strip().splitlines() or [""]
     return (lines[0] if lines[0].startswith("The fold") else lines[-1])[:300]
 
@@ -129,7 +129,7 @@ class TuneResult:
 
     @property
     def best_score(self) -> float:
-        """Score of the best trial, the mean over its folds."""
+        """Score of the best trial: the mean over the trial's folds."""
         score = self.best_trial.score
         assert score is not None
         return score
@@ -145,7 +145,7 @@ class TuneResult:
         Parameters
         ----------
         trial : Trial
-            One of :attr:`trials`. Any trial but the best requires ``tune(..., keep='all')``.
+            One of :attr:`trials`. For a trial other than the best, this requires ``tune(..., keep='all')``.
         lazy : bool
             If True, read the models' files only when a model is first needed. Until then, the predictor keeps this
             result and its folder alive.
@@ -198,8 +198,8 @@ class TuneResult:
     def out_of_fold_predictions(self) -> Any:
         """The best trial's prediction for each row of the data, from the model that did not train on that row.
 
-        If a fold failed, its rows are NaN, or None if predictions are not floats. With your own folds, this also
-        applies to rows that no fold holds out. If several folds hold out a row, the last fold counts.
+        If a fold failed, its rows are NaN, or None if predictions are not floats. The same applies to rows that no fold
+        of your own ``folds`` holds out. If several folds hold out a row, the last fold counts.
 
         Raises
         ------

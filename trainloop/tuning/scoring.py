@@ -28,7 +28,7 @@ Metric = Callable[[Any, Any], float]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A ``metric(y_true, predictions)`` made by :func:`scorer`. Greater is better."""
+    """A ``metric(y_true, predictions)`` that :func:`scorer` created. Greater is better."""
 
     name: str
     score_model: Callable[[Any, Any, Any], float]
@@ -112,8 +112,8 @@ def ensemble_weights(
     Parameters
     ----------
     predictions : sequence of array
-        For each model, its predictions for the same rows, none of which it was trained on. For the trials of a search
-        with bags: ``[result.predictions_of(trial) for trial in result.trials]``.
+        Predictions of each model for the same rows. No model may have been trained on these rows. For the trials of a
+        search with bags: ``[result.predictions_of(trial) for trial in result.trials]``.
     y_true : array
         Targets of these rows.
     *metrics : callable
@@ -211,5 +211,5 @@ class _Probabilities(ClassifierMixin, _FixedPredictions):
 
 
 def _neg_log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
-    """Return the negative log loss. Unlike scikit-learn's function, it accepts rows that lack a class."""
+    """Return the negative log loss. Unlike scikit-learn's function, this one accepts rows that lack a class."""
     return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())

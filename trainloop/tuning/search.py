@@ -1,4 +1,4 @@
-"""``tune``: run trials and folds under one plan, until all are done or the search is stopped."""
+"""Define ``tune``: run trials and folds under one plan, until all are done or the search is stopped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainloop.tuning.worker import Job
 
 __all__ = ["tune"]
 
-_TRAINING_SHARE = 0.9  # fraction of a model's time for training; the rest is for its predictions and files
+_TRAINING_SHARE = 0.9  # fraction of a model's time for training; the rest of the time is for predictions and files
 
 
 @refuses_unknown
@@ -111,15 +111,15 @@ def tune(
     data : (x, y), optional
         Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional
-        A target for each row of the data, from which the folds are made. Default: ``y`` of ``data``. If there is no
-        ``data`` either, ``make_loop`` is called once with a fold of two rows, in a separate process that trains
+        A target for each row of the data. The folds are made from the targets. Default: ``y`` of ``data``. If there is
+        no ``data`` either, ``make_loop`` is called once with a fold of two rows, in a separate process that trains
         nothing, and the targets are read from the dataset of the ``Subset`` in the loop's ``train_loader``.
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
     progress : bool
         Show how many trials are done, running or failed, and which resources are in use.
     lease_timeout_s : float, optional
-        Seconds to wait for CPUs and GPUs that other runs hold. Default: one day.
+        Seconds to wait for CPUs and GPUs that other runs have leased. Default: one day.
     time_limit_s : float, optional
         After this many seconds, no further fold starts, and running folds are stopped, as with Ctrl-C. A model can call
         :func:`~trainloop.tuning.seconds_left` to end earlier and keep its result.
@@ -174,7 +174,7 @@ def tune(
             total = ray_backend.total
         else:
             total = machine_total(total)
-        # Made before anything is written, so that an impossible plan leaves no folder.
+        # The plan is made before anything is written, so that an impossible plan leaves no folder behind.
         division = plan(
             total,
             num_trials=num_trials,
@@ -265,7 +265,7 @@ def _name_of(metric: str | Callable[..., float]) -> str:
 class _Search:
     """A running search: its trials, and a slot for each model that the plan allows to run at once.
 
-    If a trial needs fewer slots, folds of the next trial use the others.
+    If a trial needs fewer slots than there are, folds of the next trial use the rest.
     """
 
     store: Storage
@@ -292,7 +292,7 @@ class _Search:
     def set_folds(self, num_bag_folds: int, targets: Any, users_folds: list[Fold] | None) -> None:
         """Set the bag's folds, and write the file that all children read.
 
-        The folds are the user's, or are read from the storage, or are made from the targets.
+        The user has passed the folds, or they are read from the storage, or they are made from the targets.
         """
         self.folds = users_folds
         if num_bag_folds > 1 and users_folds is None:
@@ -303,7 +303,7 @@ class _Search:
                 length, targets = self._describe(targets)
                 self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
-        # Written once for all children, because the data may be large. Each job only names the file.
+        # The file is written once for all children, because the data may be large. Each job only names the file.
         write(self.store.folder / "work.pkl", {**self.work, "folds": self.folds}, "tune")
 
     def _describe(self, targets: Any) -> tuple[int, Any]:
@@ -371,7 +371,7 @@ class _Search:
             self.interrupted = True
         if self.interrupted:
             for job in self.backend.close():
-                if self.store.result(job.trial, job.fold) is not None:  # it has finished in the meantime
+                if self.store.result(job.trial, job.fold) is not None:  # the fold has finished in the meantime
                     self._record(job)
             for running in self.begun:
                 running.interrupt(why)
@@ -487,14 +487,14 @@ class Running:
     waiting: list[int] = field(default_factory=list)
     """Folds that have not started yet."""
     training: dict[int, int] = field(default_factory=dict)
-    """Folds that are training, and the slot of each."""
+    """Folds that are training, and the slot of each fold."""
 
     @property
     def over(self) -> bool:
         return not self.waiting and not self.training
 
     def add(self, fold: int, result: dict[str, Any]) -> None:
-        """Add the result of a fold that finished, now or in an earlier run."""
+        """Add the result of a fold that finished now or in an earlier run."""
         trial = self.trial
         trial.scores[fold] = result["score"]
         trial.seconds += result["seconds"]
@@ -520,7 +520,7 @@ class Running:
 
 
 class View:
-    """Display of trials, folds and used resources: one line that is redrawn, or in a log one line per ended trial."""
+    """Display of trials, folds and used resources: one line that is redrawn or, in a log, one line per ended trial."""
 
     def __init__(self, division: Plan, mode: str, progress: bool) -> None:
         self._plan = division
@@ -558,7 +558,7 @@ class View:
             self._bar.write(text, file=sys.stderr)
 
     def line(self, begun: list[Running]) -> str:
-        """Return a text with the current state, in one line."""
+        """Return the current state as one line of text."""
         now = [running for running in begun if running.training]
         models = sum(len(running.training) for running in now)
         quota = self._plan.per_model

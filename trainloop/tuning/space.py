@@ -1,7 +1,7 @@
-"""Search spaces and searchers: random, grid, and Optuna's samplers.
+"""Define search spaces and searchers: random, grid, and Optuna's samplers.
 
-The parameters of a trial depend only on the seed and the trial's number (for Optuna also on earlier scores), not on
-the backend or on the order in which trials end.
+The parameters of a trial depend only on the seed and the trial's number (with Optuna, on earlier scores, too). They do
+not depend on the backend or on the order in which trials end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainloop.errors import ConfigurationError
 
 __all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
-_ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search never tries one twice
+_ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search tries no setting twice
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Searcher(Protocol):
         ...
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
-        """Receive the score of a trial; None if it failed. A resumed search also reports its earlier trials."""
+        """Receive the score of a trial; None if the trial failed. A resumed search reports its earlier trials, too."""
         ...
 
 
@@ -158,7 +158,7 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
     Raises
     ------
     ConfigurationError
-        If there is no such searcher, it can't search this space, or Optuna is not installed.
+        If there is no such searcher, if the searcher can't search this space, or if Optuna is not installed.
     """
     dimensions = parse_space(space)
     if searcher in ("random", "grid"):
@@ -174,7 +174,7 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
 
 
 class _Listed:
-    """Propose the settings of a grid, in order or shuffled. In a space that can't be listed, sample at random."""
+    """Propose the settings of a grid, in order or shuffled. If the space can't be listed, sample at random."""
 
     def __init__(self, dimensions: dict[str, Dimension], seed: int, *, in_order: bool) -> None:
         self._dimensions = dimensions
@@ -212,7 +212,10 @@ class _Listed:
 
 
 class _Optuna:
-    """Propose parameters from Optuna, and report scores to it. A choice is sampled by index, for values of any type."""
+    """Propose parameters from Optuna, and report scores to it.
+
+    A choice is sampled by index, so its values may have any type.
+    """
 
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
         self._optuna = optuna = import_extra("optuna", "searcher='optuna'", "optuna")
@@ -251,7 +254,7 @@ class _Optuna:
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:
         failed = score is None or math.isnan(score)
         state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
-        if number not in self._open:  # a trial of an earlier run
+        if number not in self._open:  # the trial is from an earlier run
             chosen = {}
             for name, value in params.items():
                 dimension = self._dimensions[name]

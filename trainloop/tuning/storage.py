@@ -2,7 +2,7 @@
 
 ::
 
-    search.json                     identity of the search; to resume it, a call must have the same identity
+    search.json                     identity of the search; a call that resumes the search must have the same one
     folds.pkl                       the folds, if bagging is used
     trial-0003/params.pkl, .json    the trial's parameters, exact and readable
     trial-0003/fold-1/log.txt       the child's output
@@ -122,7 +122,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Return True if the file's group is the user's private group: it has the user's name and no other members."""
+    """Return True if the file's group is the user's private group, with the user's name and no other members."""
     assert grp is not None
     assert pwd is not None
     try:
@@ -248,7 +248,7 @@ class Storage:
         self._lock.release()
 
     def _checked(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """Write and return the identity of a new search, or check and return that of the stored search.
+        """Write and return the identity of a new search, or check and return the identity of the stored search.
 
         The returned identity contains the seed.
         """
@@ -265,8 +265,8 @@ class Storage:
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
                 raise ConfigurationError(
-                    f"storage={str(self.folder)!r} holds a search with {name}={begun.get(name)!r}, but this call has "
-                    f"{name}={value!r}. Pass the same arguments to resume it, or another folder for a new search."
+                    f"storage={str(self.folder)!r} contains a search with {name}={begun.get(name)!r}, but this call "
+                    f"has {name}={value!r}. Pass the same arguments to resume it, or another folder for a new search."
                 )
         return begun
 
@@ -289,7 +289,7 @@ class Storage:
         write(folder / "params.pkl", dict(params))
 
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
-        """Return the result of a fold, without predictions and model; None if the fold has not finished."""
+        """Return a fold's result without predictions and model; None if the fold has not finished."""
         path = self.fold_folder(number, fold) / "result.pkl"
         return read(path, trusted=self.trusted) if path.exists() else None
 
@@ -302,7 +302,7 @@ class Storage:
     def clean_fold(self, number: int, fold: int) -> Path:
         """Create and return an empty folder for a fold."""
         folder = self.fold_folder(number, fold)
-        # Remove files that a killed process left there.
+        # Remove files that a killed process left in the folder.
         shutil.rmtree(folder, ignore_errors=True)
         make_folder(folder)
         return folder

@@ -1,4 +1,4 @@
-"""The main function of a process that trains one fold.
+"""Train one fold: the main function of a fold's process.
 
 The process binds itself to its CPUs, ends when its parent ends, and writes its result into the fold's folder. Nothing
 in this module runs in the process that called ``tune``.
@@ -162,7 +162,7 @@ def _train(job: Job, folder: Path) -> None:
             "cpu_seconds": _cpu_seconds() - used,
             "facts": dict(getattr(outcome.model, "facts", None) or {}),
         }
-        # Written last, because a fold with this file is finished.
+        # This file is written last, because a fold with this file counts as finished.
         write(folder / "result.pkl", result)
 
 

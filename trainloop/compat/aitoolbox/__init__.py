@@ -17,5 +17,5 @@ from trainloop.compat.aitoolbox.modules import install
 
 __all__ = ["install"]
 
-# Importing this package is its only interface. Ranks of ddp import it with the loop that they receive.
+# Importing this package is its only interface. Ranks of ddp import the package with the loop that they receive.
 install()

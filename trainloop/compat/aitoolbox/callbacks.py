@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks for stopping, functions, gradients and metrics, and the base of those with an experiment."""
+"""AIToolbox's callbacks for stopping, functions, gradients and metrics, and the base of its experiment callbacks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AbstractExperimentCallback(CompatCallback):
     """Base class of callbacks that write into an experiment's folder, and optionally into a cloud.
 
     Missing values are taken from a tracking loop by :meth:`try_infer_experiment_details`. Subclasses have these
-    arguments, from ``project_name`` on, after their own arguments. They can be passed in this order or by name.
+    arguments, from ``project_name`` on, after their own arguments. All can be passed in this order or by name.
     """
 
     callback_name: str
@@ -57,12 +57,12 @@ class AbstractExperimentCallback(CompatCallback):
             self.local_model_result_folder_path = os.path.expanduser(self.local_model_result_folder_path)
 
     def try_infer_experiment_details(self, infer_cloud_details: bool = False) -> None:
-        """Take missing values from the loop, and the cloud's details only if none of them was given.
+        """Take missing values from the loop; take the cloud's details only if none of these was given.
 
         Raises
         ------
         AttributeError
-            If the loop does not have a missing value either.
+            If a value is missing in the loop, too.
         """
         missing = [name for name in _EXPERIMENT if getattr(self, name) is None]
         if infer_cloud_details and all(getattr(self, name) is None for name in _CLOUD):
@@ -76,7 +76,7 @@ class AbstractExperimentCallback(CompatCallback):
             setattr(self, name, getattr(self.train_loop_obj, name))
 
     def experiment_folder(self) -> str:
-        """Return the experiment's folder. Create it if it is missing."""
+        """Return the experiment's folder; create the folder if it is missing."""
         return ExperimentFolder.create_base_folder(*self.experiment_names, str(self.local_model_result_folder_path))
 
     def results_folder(self) -> str:
@@ -199,7 +199,7 @@ class AllPredictionsSame(core.AllPredictionsSame):
 
 
 class FunctionOnTrainLoop(core.FunctionOnTrainLoop):
-    """Call a function with the loop at chosen hooks. If no hook is chosen, do nothing."""
+    """Call a function with the loop at chosen hooks; do nothing if no hook is chosen."""
 
     may_do_nothing = True
 
@@ -304,7 +304,8 @@ class DistributedSamplerSetEpoch(CompatCallback):
 class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
     """Evaluate a result package on the training or validation set after epochs, and at the end of training.
 
-    The history has the results as ``train_<metric>`` and ``val_<metric>``; at the end, as ``train_end_val_<metric>``.
+    The history has the results as ``train_<metric>`` and ``val_<metric>``; the results at the end of training are
+    ``train_end_val_<metric>``.
     """
 
     train_loop_obj: Any

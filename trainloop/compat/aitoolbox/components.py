@@ -42,7 +42,10 @@ class CallbacksHandler:
         cache_callbacks: bool = False,
         print_callbacks: bool = False,
     ) -> None:
-        """Add callbacks to the loop. With ``cache_callbacks``, add them at the next call without it, or in ``fit``."""
+        """Add callbacks to the loop.
+
+        With ``cache_callbacks``, they are added only by the next call without it, or by ``fit``.
+        """
         new = list(callbacks or ())
         for callback in new:
             if not isinstance(callback, AbstractCallback):
@@ -178,7 +181,7 @@ class MessageService(core.MessageService):
 
 
 class ModelPredictionStore:
-    """A store of results and the training iteration of each. Results of an earlier iteration count as missing.
+    """A store of results with the training iteration of each result. Results of an earlier iteration count as missing.
 
     It has ``insert_x(result, iteration_idx, force_prediction=False)``, ``get_x(iteration_idx)`` and
     ``has_x(iteration_idx)`` for each ``x`` of ``train``, ``val`` and ``test``, with ``_predictions`` or ``_loss``.
@@ -194,7 +197,10 @@ class ModelPredictionStore:
         self.prediction_store: dict[str, Any] = {"iteration_idx": -1}
 
     def insert(self, name: str, data: Any, iteration_idx: int, force_prediction: bool = False) -> None:
-        """Store a result. Unless forced, raise an error if this iteration already has the result."""
+        """Store a result.
+
+        If this iteration already has the result, raise an error unless ``force_prediction`` is True.
+        """
         self.auto_purge(iteration_idx)
         if self.has(name, iteration_idx) and not force_prediction:
             raise ConfigurationError(
@@ -226,7 +232,7 @@ class ModelPredictionStore:
         return lambda *args, **kwargs: function(f"{part}_{_KINDS[kind]}", *args, **kwargs)
 
 
-# Kinds of results, by their names in method names; the values are their names in the store.
+# Kinds of results: keys are parts of method names, values are names in the store.
 _KINDS = {"predictions": "pred", "loss": "loss"}
 
 
@@ -237,7 +243,7 @@ def append_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
 
 
 def append_concat_predictions(y_batch: Any, predictions: list[Any]) -> list[Any]:
-    """Append the batch's predictions. If they are a list, append its items."""
+    """Append the batch's predictions; if they are a list, append the items of the list."""
     if isinstance(y_batch, list):
         predictions += y_batch
     else:

@@ -1,4 +1,4 @@
-"""AIToolbox's callbacks that save an experiment or load its model, its tracking loops, and its predictor."""
+"""AIToolbox's tracking loops, its predictor, and its callbacks that save an experiment or load a saved model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Saves(AbstractExperimentCallback):
             self.save_hyperparams()
 
     def save_hyperparams(self) -> None:
-        """Write hyperparameters and source, if they have not been written."""
+        """Write hyperparameters and source, unless they have already been written."""
         if self._hyperparams_already_saved:
             return
         self._hyperparams_already_saved = True
@@ -125,7 +125,7 @@ class ModelCheckpoint(_Saves):
 
 
 class ModelIterationCheckpoint(ModelCheckpoint):
-    """Also save the model every ``save_frequency`` batches, with ``_ITER<total_iteration_idx>`` in the file's name."""
+    """Save the model every ``save_frequency`` batches, too, with ``_ITER<total_iteration_idx>`` in the file's name."""
 
     def __init__(self, save_frequency: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -156,7 +156,7 @@ class ModelTrainEndSave(_Saves):
     ) -> None:
         experiment = project_name, experiment_name, local_model_result_folder_path
         cloud = cloud_save_mode, bucket_name, cloud_dir_prefix
-        # Runs on all ranks, because they predict together. The main process writes.
+        # The callback runs on all ranks, because all ranks predict together. Only the main process writes files.
         super().__init__("Model save at the end of training", *experiment, *cloud, 101)
         self.hyperparams = hyperparams
         packages = [package for package in (val_result_package, test_result_package) if package is not None]
@@ -173,7 +173,7 @@ class ModelTrainEndSave(_Saves):
 
     def on_train_loop_registration(self) -> None:
         for package in (self.val_result_package, self.test_result_package):
-            if package is not None:  # not by truth value: len() needs results, which it does not have yet
+            if package is not None:  # bool() would call len(), which needs results
                 package.set_experiment_dir_path_for_additional_results(
                     *self.experiment_names, self.local_model_result_folder_path
                 )
@@ -421,7 +421,7 @@ class TrainLoopCheckpointEndSave(TrainLoopCheckpoint, TrainLoopEndSave):
 
 
 class PyTorchModelPredictor:
-    """A model and the loader that it is evaluated on. Predictions are cached."""
+    """A model, and the loader on which the model is evaluated. Predictions are cached."""
 
     def __init__(self, model: Any, data_loader: Any, callbacks: Sequence[Any] | None = None) -> None:
         self.model = model
@@ -461,19 +461,19 @@ class PyTorchModelPredictor:
         saver.save_experiment_results(package, history, *names, save_true_pred_labels=save_true_pred_labels)
 
     def evaluate_result_package(self, result_package: Any, return_result_package: bool = True) -> Any:
-        """Evaluate the package, and return it or its results."""
+        """Evaluate the package; return the package or its results."""
         y_pred, y_true, metadata = self.model_predict()
         result_package.prepare_result_package(y_true, y_pred, hyperparameters={}, additional_results=metadata)
         return result_package if return_result_package else result_package.get_results()
 
     def evaluate_metric(self, metric_class: Any, return_metric: bool = True) -> Any:
-        """Compute a metric, and return it, or a dict with its name and result."""
+        """Compute a metric; return the metric, or a dict with its name and result."""
         y_pred, y_true, _ = self.model_predict()
         metric = metric_class(y_true, y_pred)
         return metric if return_metric else metric.get_metric_dict()
 
     def evaluate_metric_list(self, metrics_class_list: Sequence[Any], return_metric_list: bool = True) -> Any:
-        """Compute several metrics, and return them, or a dict with their names and results."""
+        """Compute several metrics; return the metrics, or a dict with their names and results."""
         metrics = [self.evaluate_metric(metric) for metric in metrics_class_list]
         if return_metric_list:
             return metrics

@@ -1,4 +1,4 @@
-"""AIToolbox's training history, a dict of lists of any values; plots and tables of it; and plots of gradients."""
+"""AIToolbox's training history, a dict of lists of any values, with plots, tables, and plots of gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StrictCheck:
     strict_content_check: bool
 
     def warn_about_result_data_problem(self, msg: str) -> None:
-        """Print the message, or raise an error with it if the check is strict."""
+        """Print the message; if the check is strict, raise an error with this message instead."""
         if self.strict_content_check:
             raise ConfigurationError(msg)
         print(msg)
@@ -48,7 +48,7 @@ class TrainingHistory(StrictCheck, Mapping[str, list[Any]]):
     __setitem__ = insert_single_result_into_history
 
     def get_train_history(self) -> dict[str, list[Any]]:
-        """Return the dict itself."""
+        """Return the dict itself, not a copy."""
         return self.train_history
 
     def get_train_history_dict(self, flatten_dict: bool = False) -> dict[str, list[Any]]:
@@ -122,7 +122,7 @@ def _flat(results: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _save_figures(figures: Iterable[tuple[str, Any]], folder: str, name: str, file_format: str) -> list[list[str]]:
-    """Write each figure to ``folder/name/<figure>.png``, or all to ``folder/name.pdf``.
+    """Write each figure to ``folder/name/<figure>.png``, or all figures to ``folder/name.pdf``.
 
     Return ``[path in folder, path]`` for each file.
     """

@@ -1,4 +1,4 @@
-"""AIToolbox's ``TrainLoop``, based on trainloop's own: its arguments, attributes, history and epoch numbers."""
+"""AIToolbox's ``TrainLoop``, with AIToolbox's arguments, attributes, history and epoch numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TrainLoop(core.TrainLoop):
     ) -> None:
         if isinstance(model, nn.DataParallel):  # a script may wrap the model itself
             model, gpu_mode = model.module, "dp" if gpu_mode == "single" else gpu_mode
-        # For tensors, AIToolbox's default functions do the same as trainloop's own, which also join other values.
+        # For tensors, AIToolbox's default functions do the same as trainloop's own, which can join other values, too.
         if collate_batch_pred_fn is not append_predictions:
             options["collate_batch_pred_fn"] = collate_batch_pred_fn
         if pred_transform_fn is not torch_cat_transf:
@@ -143,7 +143,7 @@ class TrainLoop(core.TrainLoop):
             super().register_callback(callback)
 
     def place_criterion(self) -> None:
-        """Move the criterion to the device, even if it is not a module but has ``to``."""
+        """Move the criterion to the device, even if it is another object that has ``to``."""
         if not isinstance(self.criterion, nn.Module) and callable(getattr(self.criterion, "to", None)):
             self.criterion = self.criterion.to(self.device)
 
@@ -226,7 +226,7 @@ class TrainLoop(core.TrainLoop):
                 super().insert_metric_result_into_history(metric_name, float(value))
 
     def parse_loss(self, loss_record: list[Any]) -> Any:
-        """Return the mean over batches, separately for each of several losses."""
+        """Return the mean of the loss over batches; if there are several losses, return a separate mean for each."""
         if isinstance(loss_record[0], Mapping):
             names = sorted(loss_record[0])
             return MultiLoss({n: torch.stack([loss[n] for loss in loss_record]).double().mean() for n in names})
@@ -241,7 +241,10 @@ class TrainLoop(core.TrainLoop):
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def evaluate_loss_on_train_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
-        """Return the mean loss as a tensor or :class:`MultiLoss`. It is cached until the next step, unless forced."""
+        """Return the mean loss as a tensor or :class:`MultiLoss`.
+
+        The result is cached until the next step, unless forced.
+        """
         return self._loss_of("train", super().evaluate_loss_on_train_set, force_prediction, float_dict_format)
 
     def evaluate_loss_on_validation_set(self, force_prediction: bool = False, float_dict_format: bool = False) -> Any:
@@ -304,7 +307,7 @@ class TrainLoop(core.TrainLoop):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # may be large; ranks predict again
+        state["prediction_store"] = ModelPredictionStore(auto_purge=True)  # the store may be large; ranks predict again
         return state
 
 
@@ -314,7 +317,7 @@ class _Scaler:
     def __init__(self, loop: TrainLoop) -> None:
         self._loop = loop
 
-    @property  # type: ignore[misc]  # object's own is settable
+    @property  # type: ignore[misc]  # object's __class__ is settable
     def __class__(self) -> type:  # for isinstance()
         return torch.cuda.amp.GradScaler
 
@@ -328,9 +331,9 @@ class _Scaler:
 
 
 class _Bookkeeping(AbstractCallback):
-    """AIToolbox's evaluations, history and counters, before all other callbacks.
+    """Runs AIToolbox's evaluations, history and counters before all other callbacks.
 
-    It is a callback, so that its state returns from the ranks of ``ddp``.
+    This is a callback, so that its state is sent back from the ranks of ``ddp``.
     """
 
     train_loop_obj: Any  # AIToolbox's loop, with more attributes
@@ -395,7 +398,7 @@ class _Bookkeeping(AbstractCallback):
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         if self.epochs_run:
-            loop.epoch -= 1  # number of the last epoch instead of the next one
+            loop.epoch -= 1  # the number of the last epoch, not of the next one
         if loop.auto_eval is not False and loop.test_loader is not None:
             self._insert("train_end_test_loss", loop.evaluate_loss_on_test_set())
 
@@ -407,7 +410,7 @@ class _Bookkeeping(AbstractCallback):
 
 
 class _EndOfBatch(AbstractCallback):
-    """AIToolbox's work between two batches, after all other callbacks."""
+    """Does AIToolbox's work between two batches, after all other callbacks."""
 
     def __init__(self, book: _Bookkeeping) -> None:
         super().__init__("AIToolbox's end of a batch", execution_order=_LAST)

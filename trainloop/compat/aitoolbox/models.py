@@ -26,7 +26,7 @@ class TTBasicMultiGPUModel(TTBasicModel):
 
 
 class MultiGPUModelWrap(TTBasicMultiGPUModel):
-    """A wrapper that makes a plain module a :class:`TTBasicMultiGPUModel`."""
+    """A wrapper that turns a plain module into a :class:`TTBasicMultiGPUModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class MultiGPUModelWrap(TTBasicMultiGPUModel):
         self.model = model
 
     def forward(self, *input_data: Any, targets: Any = None, criterion: Any = None) -> Any:
-        """Return the predictions, or their loss if ``criterion`` is passed."""
+        """Return the predictions, or the loss if ``criterion`` is passed."""
         predictions = self.model(*input_data)
         return predictions if criterion is None else criterion(predictions, targets)
 

@@ -1,4 +1,4 @@
-"""The modules of AIToolbox and the names in them, and an import finder that creates ``aitoolbox`` from this package."""
+"""List the modules of AIToolbox with their names, and create ``aitoolbox`` from this package by an import finder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainloop.compat.aitoolbox import (
 from trainloop.errors import ConfigurationError
 from trainloop.schedulers import warmup
 
-# Modules in which names are looked up: first this package's, then trainloop's own. A name means the same class in all
-# modules of AIToolbox.
+# Modules in which names are looked up: first the modules of this package, then trainloop's own. A name means the same
+# class in all modules of AIToolbox.
 _OWN = models, optim, components, history, results, saving, callbacks, reports, loop, experiments
 _HOMES = ChainMap(*map(vars, (*_OWN, basic, warmup)))
 

@@ -46,7 +46,7 @@ def _each(name: str) -> Any:
 
 
 class MultiLoss(core.MultiLoss):
-    """Named losses, each of which belongs to one optimizer.
+    """Named losses, each of which is for one optimizer.
 
     Parameters
     ----------
@@ -118,10 +118,10 @@ class MultiLoss(core.MultiLoss):
 
 
 class MultiTraining(Training):
-    """Training in which one optimizer after the other does backward, step and ``zero_grad``, counted as one step."""
+    """Training that runs backward, step and ``zero_grad`` for one optimizer after the other, as a single step."""
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
-        """Do the backward passes of a step, and the optimizers' steps in its last micro-batch."""
+        """Run the backward passes of a step and, in the step's last micro-batch, the optimizers' steps."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
@@ -219,8 +219,8 @@ class MultiOptimizer(core.MultiOptimizer):
 def _of_inner(name: str) -> Any:
     """Return a property of :class:`OwnOptimizer` that reads an attribute of the wrapped object.
 
-    If the object contains exactly one torch optimizer, the property reads that optimizer's attribute instead. It is
-    looked up at each access, because loading a state replaces it.
+    If the object contains exactly one torch optimizer, the property reads that optimizer's attribute instead. The
+    attribute is looked up at each access, because loading a state replaces it.
     """
 
     def get(self: OwnOptimizer) -> Any:
@@ -235,14 +235,14 @@ def _of_inner(name: str) -> Any:
 class OwnOptimizer(torch.optim.Optimizer):
     """A torch optimizer that wraps an object with ``step()`` and ``zero_grad()``, such as a wrapper that sets the rate.
 
-    It forwards calls and attribute access to the object. Its groups and its state are those of the object, or of the
-    only torch optimizer in the object.
+    It forwards calls and attribute access to the object. Groups and state are read from the object, or from the only
+    torch optimizer in the object.
 
     Parameters
     ----------
     inner : object
     parameters : iterable of Tensor
-        Parameters that the object updates. Used if neither the object nor a torch optimizer in it has groups.
+        Parameters that the object updates. Used if neither the object nor a torch optimizer inside it has groups.
     """
 
     def __init__(self, inner: Any, parameters: Iterable[Tensor] = ()) -> None:
@@ -345,7 +345,10 @@ class MultiStepLRScheduler(GeneralLRSchedulerCallback):
 
 
 class ReduceLROnPlateauScheduler(GeneralLRSchedulerCallback):
-    """Lower rates when the validation loss stops falling. Of several losses, use the mean or ``main_multi_loss``."""
+    """Lower rates when the validation loss stops falling.
+
+    With several losses, use their mean or ``main_multi_loss``.
+    """
 
     def __init__(self, main_multi_loss: str | None = None, **kwargs: Any) -> None:
         super().__init__(lr_scheduler.ReduceLROnPlateau, monitor="val_loss", **kwargs)

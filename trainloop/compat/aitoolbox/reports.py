@@ -124,9 +124,9 @@ class ModelTrainHistoryFileWriter(ModelTrainHistoryBaseCB):
 
 
 class GradDistributionPlot(_Reports):
-    """Plot a histogram of each layer's gradients after each epoch, into ``results/grad_distribution``.
+    """After each epoch, plot a histogram of each layer's gradients into ``results/grad_distribution``.
 
-    The gradients are those of the epoch's last step, which stay in memory until then.
+    The gradients of the epoch's last step are plotted, and stay in memory until then.
     """
 
     formats = ("png", "pdf")
@@ -356,7 +356,7 @@ class WandBTracking(AbstractExperimentCallback):
         if self.is_project and not self.source_dirs and hasattr(loop, "source_dirs"):
             self.source_dirs = [loop.hyperparams["experiment_file_path"], *loop.source_dirs]
 
-    def on_train_begin(self) -> None:  # in the rank that sends, not where the callback is registered
+    def on_train_begin(self) -> None:  # in the rank that sends the values, not where the callback is registered
         wandb = _wandb()
         if not self.wandb_pre_initialized:
             folder = self.experiment_folder() if self.is_project else self.log_dir
@@ -430,7 +430,7 @@ class LogUpload(AbstractExperimentCallback):
 
 @dataclass(eq=False, repr=False)
 class EmailNotification(CompatCallback):
-    """Send the last results by email after each epoch and at the end of training, with Amazon SES."""
+    """Email the last results through Amazon SES after each epoch and at the end of training."""
 
     sender_name: str
     sender_email: str

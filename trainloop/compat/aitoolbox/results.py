@@ -202,7 +202,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         self.additional_results_dump_paths: list[list[str]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__  # includes targets and predictions, which MultipleResultPackageWrapper needs
+        return self.__dict__  # these include targets and predictions, which MultipleResultPackageWrapper needs
 
     def get_results(self) -> Any:
         """Return the results by metric."""
@@ -235,7 +235,7 @@ class AbstractResultPackage(StrictCheck, core.AbstractResultPackage):
         """Set the folder for additional files. Packages that write files override this method."""
 
     def qa_check_hyperparameters_dict(self) -> None:
-        """Print a message about missing hyperparameters, or raise an error if the check is strict."""
+        """Print a message about missing hyperparameters; if the check is strict, raise an error instead."""
         if self.hyperparameters is None:
             self.warn_about_result_data_problem("Warning: Hyperparameters missing")
         for name in ("bash_script_path", "experiment_file_path"):
@@ -383,7 +383,7 @@ class MultipleResultPackageWrapper(AbstractResultPackage):
 
 
 class GeneralResultPackage(AbstractResultPackage):
-    """A package of any metrics: classes of :class:`AbstractBaseMetric`, called with targets and predictions."""
+    """A package of any metrics: subclasses of :class:`AbstractBaseMetric`, called with targets and predictions."""
 
     def __init__(self, metrics_list: Sequence[Any], strict_content_check: bool = False, **kwargs: Any) -> None:
         super().__init__("GeneralResultPackage", strict_content_check, **kwargs)
@@ -444,7 +444,7 @@ class TorchMetricsPackage(AbstractResultPackage):
         return {f"{name}_PTLMetrics": value for name, value in result.items()}
 
     def metric_compute(self) -> Any:
-        """Return the metric's value over all values that it has received."""
+        """Return the metric's value over all predictions that it has received."""
         return self.metric.compute()
 
     def metric_reset(self) -> None:
@@ -468,7 +468,7 @@ class HFEvaluateResultPackage(AbstractResultPackage):
 
 
 def prepare_package(package: Any, hyperparameters: dict[str, Any], predict: Any, evaluate_loss: Any) -> None:
-    """Compute a package's results from predictions, and from the loss if the package needs it."""
+    """Compute a package's results from predictions and, if the package needs it, the loss."""
     y_pred, y_true, metadata = predict()
     if package.requires_loss:
         metadata = {**metadata, "loss": evaluate_loss(float_dict_format=True)}

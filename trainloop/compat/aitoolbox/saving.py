@@ -1,4 +1,4 @@
-"""AIToolbox's files of an experiment, on a disk and in a cloud: models, optimizers, schedulers, results, settings.
+"""Write and read AIToolbox's files of an experiment, on a disk and in a cloud: models, optimizers, results, settings.
 
 The folder ``<folder>/<project>/<experiment>_<time stamp>/`` has ``model/``, ``checkpoint_model/`` and ``results/``.
 """
@@ -161,7 +161,10 @@ class PyTorchLocalModelSaver(AbstractLocalModelSaver):
 
 
 class LocalSubOptimalModelRemover:
-    """Remove all but the best models by a metric of the history. For a loss, lower is better; otherwise higher is."""
+    """Keep only the best models by a metric of the history.
+
+    For a loss, lower is better; otherwise, higher is better.
+    """
 
     def __init__(self, metric_name: str, num_best_kept: int = 2) -> None:
         self.metric_name = metric_name
@@ -174,7 +177,7 @@ class LocalSubOptimalModelRemover:
         self.model_save_history: list[tuple[list[str], float]] = []
 
     def decide_if_remove_suboptimal_model(self, history: Any, new_model_dump_paths: list[str]) -> None:
-        """Remove the worst model if there are too many. Called after a model was saved."""
+        """Remove the worst model if there are too many models. Called after a model was saved."""
         paths = new_model_dump_paths
         if not self.is_default_metric:
             paths, self.non_default_metric_buffer = self.non_default_metric_buffer or [], new_model_dump_paths
@@ -196,7 +199,7 @@ class LocalSubOptimalModelRemover:
 
 
 class PyTorchLocalModelLoader(AbstractLocalModelLoader):
-    """Read the files that :class:`PyTorchLocalModelSaver` wrote, here or in AIToolbox, and load them into objects.
+    """Read the files that :class:`PyTorchLocalModelSaver` (or AIToolbox) wrote, and load their contents into objects.
 
     Files are read with ``weights_only=True``, which allows only tensors and plain types, and runs no code.
     """
@@ -324,7 +327,7 @@ class BaseLocalResultsSaver:
 
     def save_file(self, result_dict: Any, file_name_w_type: str, file_local_path_w_type: str) -> tuple[str, str]:
         """Write a file, and return ``(file name, path)`` with the format's extension."""
-        if self.file_format not in _ENDINGS:  # it may have been set after construction
+        if self.file_format not in _ENDINGS:  # the format may have been set after construction
             raise ConfigurationError(f"file_format={self.file_format!r}: must be one of {', '.join(_ENDINGS)}.")
         ending, as_json = _ENDINGS[self.file_format], self.file_format == "json"
         content = json.dumps(result_dict, sort_keys=True, indent=4).encode() if as_json else pickle.dumps(result_dict)
@@ -333,7 +336,7 @@ class BaseLocalResultsSaver:
 
 
 class LocalResultsSaver(AbstractLocalResultsSaver, BaseLocalResultsSaver):
-    """Write a result package, hyperparameters, the history, and plots of it."""
+    """Write a result package, hyperparameters, and the history with its plots."""
 
     def save_experiment_results(
         self,
@@ -478,7 +481,7 @@ def bucket_of(cloud_save_mode: str | None, bucket_name: str | None, cloud_dir_pr
 
 
 class BaseResultsSaver(Bucket):
-    """Upload files into ``results/`` of an experiment."""
+    """Upload files into the folder ``results/`` of an experiment."""
 
     def create_experiment_cloud_storage_folder_structure(
         self, project_name: str, experiment_name: str, experiment_timestamp: str
@@ -534,7 +537,7 @@ class GoogleStorageResultsSaver(S3ResultsSaver):
 
 
 class BaseModelSaver(Bucket):
-    """Upload files into ``model/`` or ``checkpoint_model/`` of an experiment."""
+    """Upload files into the folder ``model/`` or ``checkpoint_model/`` of an experiment."""
 
     def __init__(
         self, bucket_name: str = "model-result", cloud_dir_prefix: str = "", checkpoint_model: bool = False
