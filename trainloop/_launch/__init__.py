@@ -226,7 +226,7 @@ class _Starts:
                     if not are_up:
                         self._served = _start(ranks, self._work.environment, self._method, self._served)
                         if self._first:
-                            received.raise_if_any()  # again, since the server's imports may take long
+                            received.raise_if_any()  # check again: the server's imports may have taken a long time
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
                         ranks.give(*self._work)
@@ -408,7 +408,7 @@ class KeptRanks:
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks after their work has succeeded; ``undo`` then runs when they end."""
         ending = undo.pop_all()
-        if ranks is not self._ranks:  # otherwise ``undo`` contains only the call of close()
+        if ranks is not self._ranks:  # otherwise ``undo`` contains only the call to close()
             self._ranks, self._terms, self._undo = ranks, terms, ending
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class _Entries:
         return entry
 
     def refuse(self, node: int, facts: dict[str, Any]) -> None:
-        """Leave a note that this host could not join with these arguments, for node 0 to print."""
+        """Record, for node 0 to print, that this host could not join with these arguments."""
         self._store.set(f"refused/{node}", json.dumps(facts))
 
     def refused(self, node: int) -> dict[str, Any] | None:

@@ -339,8 +339,9 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
 def _leave(exitcode: int) -> None:
     """Join threads, run exit handlers and end this process, without finalizing the interpreter.
 
-    Native threads may still be running, for instance of a process group. A thread that requests the GIL of a finalizing
-    interpreter is ended in the middle of C++ code, which can abort the process although all work is done.
+    Native threads, such as those of a process group, may still be running. A thread that requests the GIL of an
+    interpreter that is finalizing is ended in the middle of C++ code, which can abort the process although all work is
+    done.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads
     _kill_stuck_daemons()

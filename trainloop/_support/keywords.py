@@ -270,7 +270,7 @@ def keywords_of(kind: type) -> list[str]:
 
 
 def refuses_unknown(function: Function) -> Function:
-    """Decorate a function to reject unknown keywords with a hint, before it is called."""
+    """Decorate a function so that an unknown keyword raises an error with a hint, before the function runs."""
     own = [name for name in inspect.signature(function).parameters if name != "self"]
     shown = function.__qualname__.removesuffix(".__init__")
 

@@ -66,7 +66,7 @@ class BatchPlan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of all ranks in a full global batch."""
+        """Number of samples in a full global batch, over all ranks."""
         return self.batch_size * self.world_size
 
     @property

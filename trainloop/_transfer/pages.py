@@ -75,7 +75,7 @@ def close_file(fd: int) -> None:
 
 
 def path_of(fd: int) -> str:
-    """Return the path of a file of this process's :func:`anonymous_file`; Windows only."""
+    """Return the path of a file that :func:`anonymous_file` created in this process; Windows only."""
     return _paths[fd]
 
 

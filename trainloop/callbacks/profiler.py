@@ -247,7 +247,7 @@ class ThroughputMonitor(AbstractCallback):
         if self._counter is not None:
             self.flops_per_step = float(self._counter.get_total_flops())
             self._stop_counting()
-            self._begin_window(now)  # the time so far includes the counting of FLOPs
+            self._begin_window(now)  # the time so far includes the time spent counting FLOPs
         else:
             self._log(now)
             self._windows += 1

@@ -159,7 +159,7 @@ class EvalFeed:
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
     """Return the source for a loader of any kind, split by whole batches."""
-    # A different stream of random numbers from training's, so that evaluation does not affect training.
+    # Evaluation has its own random numbers, so that it does not affect training.
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):

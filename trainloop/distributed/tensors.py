@@ -55,7 +55,7 @@ def _as_tensor(value: Any, path: str) -> Tensor:
         if value.layout is not torch.strided:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
-    if isinstance(value, float):  # float64 represents a Python float exactly; the default dtype would round it
+    if isinstance(value, float):  # exactly as float64; the conversion to the default dtype would round it
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
@@ -334,7 +334,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         path = next(paths_in_order)
         result, dtype = reduced[path], _result_dtype(agreed[path].dtype, reduce)
         if isinstance(item, (bool, int, float, complex)):
-            # Read it in the dtype of the sum: the default dtype would round it.
+            # Read it in the sum's dtype: converting it to the default dtype would round it.
             return bool(result) if dtype == torch.bool else result.item()
         return result.to(tensors[path].device, dtype, copy=True)
 

@@ -127,7 +127,7 @@ class TTDataParallel(Transparent, DataParallel):
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
-        # Parameters may have been moved since construction; the error of the first kernel would not name a tensor.
+        # Parameters may have been moved since construction; an error from the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
             cut = parts.scatter((args, kwargs), len(devices), self.dim)

@@ -38,7 +38,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 class Limit(NamedTuple):
-    """One limit of a resource, and its source."""
+    """One limit on a resource, and where the limit comes from."""
 
     value: int
     """Number of CPUs, GPUs or bytes."""

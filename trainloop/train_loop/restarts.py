@@ -252,7 +252,7 @@ def restart_line(restart: Restart, limit: str) -> str:
 
 
 def _room_in_memory(loop: TrainLoop[Any]) -> int:
-    """Return how many bytes of memory the private folder needs; 0 if the run may not use that much memory."""
+    """Return how many bytes of memory the private folder needs; 0 if the run is not allowed that much memory."""
     modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]

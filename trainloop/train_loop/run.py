@@ -216,7 +216,7 @@ class Run:
     ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
         """Yield this rank's feed, its batches, a function that predicts a batch, and a function that exchanges logs."""
         model, device = self.place.evaluated, self.place.device
-        # The model's own hooks are called in any case.
+        # The model's own hooks are always called.
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 

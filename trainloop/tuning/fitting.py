@@ -249,7 +249,8 @@ def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> li
 def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
     """Combine the predictions of several models: return the mean of floats, or the most frequent class.
 
-    In a tie, the lowest class is returned. ``classes`` has the result of :func:`classes_of` for each model.
+    In a tie, the class with the lowest label is returned. ``classes`` has the result of :func:`classes_of` for each
+    model.
     """
     rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc":
