@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing.util
 import os
 from typing import Any
 
@@ -131,6 +132,8 @@ class Breaks(Rows):
 @pytest.mark.parametrize("where", ["get_loss", "the dataset"])
 def test_workers_end_with_a_call_that_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even while the error's traceback refers to them, and before the folder of their sockets is removed."""
+    if where == "the dataset":
+        multiprocessing.util.get_temp_dir()  # a program may have used this before
     loop = loop_of((Breaks if where == "the dataset" else Rows)(rows()), persistent_workers=False)
     if where == "get_loss":
         monkeypatch.setattr(Net, "get_loss", lambda self, batch_data, criterion, device: 1 / 0)

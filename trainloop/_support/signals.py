@@ -382,11 +382,11 @@ class WorkerInit:
         self.users = users
         self._temporary = temporary
         self._mark = _mark
-        self.iterators: WeakSet[Any] = WeakSet()
-        """Iterators over the loader that have workers."""
+        self.iterators: WeakSet[Any] | None = WeakSet()
+        """Iterators over the loader that have workers; ``None`` in another process than the one that iterates."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "iterators": WeakSet()}  # they belong to the process that iterates
+        return {**self.__dict__, "iterators": None}
 
     def __call__(self, worker_id: int) -> None:
         global _mark
@@ -412,8 +412,9 @@ def started(loader: Any) -> Iterator[Any]:
         return iter(loader)
     with signals_blocked(_numbers()):  # workers inherit that
         iterator = iter(loader)
-    with contextlib.suppress(TypeError):  # a class of the user's may have no weak references
-        init.iterators.add(iterator)
+    if init.iterators is not None:
+        with contextlib.suppress(TypeError):  # a class of the user's may have no weak references
+            init.iterators.add(iterator)
     return iterator
 
 

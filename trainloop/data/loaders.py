@@ -116,7 +116,7 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
         finally:
             loader.worker_init_fn = users
             # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
-            for iterator in tuple(init.iterators) if temporary is not None else ():
+            for iterator in () if loader.persistent_workers else tuple(init.iterators or ()):
                 end_workers_of(iterator)
 
 
