@@ -163,3 +163,9 @@ def test_a_lazy_predictor_reads_its_models_once_and_takes_them_along(tmp_path: P
     assert not read
     assert pickle.loads(pickle.dumps(bag)).predict(rows()[0]).tolist() == bag.predict(rows()[0]).tolist()
     assert len(bag) == len(read) == 1
+
+
+def test_saved_predictors_find_the_function_of_their_metric() -> None:
+    """A pickle of a predictor names it: with another name, predictors that earlier versions saved can't be loaded."""
+    saved = b"ctrainloop.tuning.scoring\n_log_loss\n."
+    assert pickle.loads(saved) is scorer("neg_log_loss").score_model

@@ -85,7 +85,7 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
         own_name: str = getattr(metric, "__name__", type(metric).__name__)
         return Scorer(name or own_name, make_scorer(metric))
     if metric == "neg_log_loss":
-        return Scorer(name or metric, _neg_log_loss)
+        return Scorer(name or metric, _log_loss)
     try:
         return Scorer(name or metric, get_scorer(metric))
     except ValueError as error:
@@ -210,6 +210,7 @@ class _Probabilities(ClassifierMixin, _FixedPredictions):
         return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
 
 
-def _neg_log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
+# Saved predictors refer to this function by its name.
+def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
     """Return the negative log loss. Unlike scikit-learn's function, this one accepts rows that lack a class."""
     return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())
