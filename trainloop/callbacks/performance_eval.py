@@ -92,8 +92,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
-        if self.on_val_data and loop.train_loader is not None:  # without one, the loop can't train
-            require_loader(loop, "validation_loader", "ModelPerformanceEvaluation(on_val_data=True)")
+        self.check_loaders()
         self._latest = None
         if hasattr(self.result_package, "hyperparameters") and self.args:
             self.result_package.hyperparameters = self.args
@@ -101,6 +100,11 @@ class ModelPerformanceEvaluation(AbstractCallback):
         names = ("project_name", "experiment_name", "experiment_timestamp", "local_model_result_folder_path")
         if self.if_available_output_to_project_dir and set_folder and all(hasattr(loop, name) for name in names):
             set_folder(*(getattr(loop, name) for name in names))
+
+    def check_loaders(self) -> None:
+        """Raise an error if the loop lacks a loader that the evaluation needs."""
+        if self.on_val_data:
+            require_loader(self.train_loop_obj, "validation_loader", "ModelPerformanceEvaluation(on_val_data=True)")
 
     def on_epoch_end(self) -> None:
         if self.on_each_epoch and self.train_loop_obj.epoch % (self.eval_frequency or 1) == 0:

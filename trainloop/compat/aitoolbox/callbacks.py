@@ -328,6 +328,11 @@ class ModelPerformanceEvaluation(core_performance.ModelPerformanceEvaluation):
         if on_train_data:
             self.train_result_package = copy.deepcopy(result_package)
 
+    def check_loaders(self) -> None:
+        """Check the loaders only in a loop that can train: AIToolbox accepts the callback in any loop."""
+        if self.train_loop_obj.train_loader is not None:
+            super().check_loaders()
+
     def on_train_loop_registration(self) -> None:
         super().on_train_loop_registration()
         for package in self._torch_packages():
