@@ -228,6 +228,10 @@ def refuse(
         raise UnknownArgumentError("\n".join(messages))
 
 
+def _arguments_of(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
 def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, Callable[..., Any]]) -> None:
     """Raise an error for unknown keywords, with hints for the right names.
 
@@ -245,7 +249,7 @@ def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, C
     UnknownArgumentError
         If there are unknown names.
     """
-    names = {key: [p for p in inspect.signature(f).parameters if p != "self"] for key, f in functions.items()}
+    names = {key: _arguments_of(f) for key, f in functions.items()}
     refuse(functions[function].__qualname__, unknown, names.pop(function), names)
 
 
@@ -271,7 +275,7 @@ def keywords_of(kind: type) -> list[str]:
 
 def refuses_unknown(function: Function) -> Function:
     """Decorate a function so that an unknown keyword raises an error with a hint, before the function runs."""
-    own = [name for name in inspect.signature(function).parameters if name != "self"]
+    own = _arguments_of(function)
     shown = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)

@@ -103,6 +103,11 @@ def generator_states(loaders: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
 def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, torch.Tensor]]) -> None:
     """Set the states of loaders' generators. A generator without a saved state is not changed."""
     for loader, saved in zip(loaders, states, strict=True):
-        for name, generator in generators_of(loader).items():
-            if name in saved:
-                generator.set_state(saved[name])
+        set_states(generators_of(loader), saved)
+
+
+def set_states(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
+    """Set the states of generators by name. A generator without a saved state is not changed."""
+    for name, generator in generators.items():
+        if name in states:
+            generator.set_state(states[name])

@@ -17,7 +17,7 @@ from trainloop.data.batches import on_device
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.loader_copies import end_workers, isolated_base_seed, persistent_workers
-from trainloop.data.orders import generators_of
+from trainloop.data.orders import generators_of, set_states
 from trainloop.data.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
 from trainloop.data.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.tensors import TensorRows
@@ -300,9 +300,7 @@ class TrainFeed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; generators that no longer exist are ignored."""
-        for name, generator in self._generators.items():
-            if name in state["generators"]:
-                generator.set_state(state["generators"][name])
+        set_states(self._generators, state["generators"])
         if self._draws_globally:
             self._global_rng = state["global"]
         # Older checkpoints contain the workers' random states here.
