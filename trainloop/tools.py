@@ -35,7 +35,7 @@ from trainloop.optim import MultiLoss, MultiOptimizer, optimizers_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import run_through, split_loss
+from trainloop.train_loop.losses import loss_of
 from trainloop.train_loop.trained import not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts, trial_of
 
@@ -527,11 +527,12 @@ def _counted(
     is_input = isinstance(batch, Tensor)
     with _shapes_of(model) as shapes, counter, _saved_bytes(model) as activations:
         with precision:
-            output = model(batch) if is_input else run_through(model.get_loss(batch, criterion, device))
+            samples = count_samples(batch) or 0
+            output = model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), samples)
         counts: Mapping[str, Any] = {key: sum(by.values()) for key, by in counter.get_flop_counts().items()}
         forward, step = counter.get_total_flops(), None
         if not is_input:
-            loss = split_loss(output)[0]
+            loss, _ = output
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
                 # Called inside the counter's block, so that the backward pass is counted, too.
@@ -544,7 +545,7 @@ def _counted(
             p.grad = torch.zeros_like(p)
     return Summary(
         layers=tuple(_layers(model, shapes, counts, forward, depth)),
-        samples=count_samples(batch) or 0,
+        samples=samples,
         forward_flops=forward,
         step_flops=step,
         weight_bytes=_bytes([*model.parameters(), *model.buffers()]),

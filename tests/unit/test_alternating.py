@@ -248,7 +248,8 @@ def test_what_else_can_not_be() -> None:
         loop_of(unnamed, loader, optimizer, nn.CrossEntropyLoss()).fit(num_epochs=1)
 
 
-def test_each_loss_has_its_own_weight_in_the_history() -> None:
+@pytest.mark.parametrize("explicit", [False, True], ids=["class weights", "(loss, weight)"])
+def test_each_loss_has_its_own_weight_in_the_history(explicit: bool) -> None:
     """A mean over class weights and a mean over samples; the rates are 0, so that each epoch has the same losses."""
     weights = torch.tensor([1.0, 3.0, 0.5])
 
@@ -259,16 +260,19 @@ def test_each_loss_has_its_own_weight_in_the_history() -> None:
 
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
             x, y = batch_data
-            yield "a", criterion(self.a(x), y)
+            loss = criterion(self.a(x), y)
+            yield "a", (loss * 1.0, weights[y].sum()) if explicit else loss
             yield "b", self.b(x).square().mean()
 
     model = Weighted()
     optimizer = MultiOptimizer({name: optim.SGD(getattr(model, name).parameters(), lr=0.0) for name in "ab"})
     data = make_data(15)
-    loop = loop_of(model, DataLoader(data, batch_size=10), optimizer, nn.CrossEntropyLoss(weight=weights))
+    loader = DataLoader(data, batch_size=10)
+    loop = loop_of(model, loader, optimizer, nn.CrossEntropyLoss(weight=weights), validation_loader=loader)
     loop.fit(num_epochs=1)
     x, y = data.tensors
     expected = {"a": nn.functional.cross_entropy(model.a(x), y, weights), "b": model.b(x).square().mean()}
-    for name, value in expected.items():
-        assert loop.history[f"loss_{name}"] == [pytest.approx(value.item(), rel=1e-6)]
-    assert loop.history["loss"] == [pytest.approx(sum(value.item() for value in expected.values()), rel=1e-6)]
+    for kind in ("loss", "val_loss"):
+        for name, value in expected.items():
+            assert loop.history[f"{kind}_{name}"] == [pytest.approx(value.item(), rel=1e-6)]
+        assert loop.history[kind] == [pytest.approx(sum(value.item() for value in expected.values()), rel=1e-6)]

@@ -29,7 +29,7 @@ def batches_of(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[in
 
 def losses_of(values: Sequence[Any], sizes: Sequence[int], recorder: Recorder | None = None) -> dict[str, float]:
     recorder = recorder or Recorder(on_step=False)
-    return mean_loss(batches_of(values, sizes), lambda value: value, recorder, "validation_loader").losses
+    return mean_loss(batches_of(values, sizes), split_loss, recorder, "validation_loader").losses
 
 
 def test_loss_is_the_mean_over_samples() -> None:

@@ -18,7 +18,7 @@ from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.nested import map_parts, map_together
 from trainloop._support.reduction import SumRule, divisor_of, functional_losses
 from trainloop.errors import ConfigurationError
-from trainloop.train_loop.losses import per_sample, split_loss, weights_of_parts
+from trainloop.train_loop.losses import per_sample, weights_of_parts
 
 __all__ = [
     "Predictions",
@@ -55,7 +55,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def mean_loss(
     batches: Iterator[tuple[int, Any, int]],
-    get_loss: Callable[[Any], Any],
+    get_loss: Callable[[Any], tuple[Any, Any]],
     recorder: Recorder,
     name: str,
     sums: SumRule | None = None,
@@ -69,7 +69,7 @@ def mean_loss(
     batches : iterator of (batch_index, batch, size)
         This rank's batches.
     get_loss : callable
-        ``get_loss(batch)`` -> loss, ``(loss, weight)`` or MultiLoss.
+        ``get_loss(batch)`` -> ``(loss, weight)``, as :func:`~trainloop.train_loop.losses.loss_of` returns them.
     recorder : Recorder
         An empty recorder; it is empty again afterwards.
     name : str
@@ -89,7 +89,7 @@ def mean_loss(
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
         functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
         with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)), functions:
-            loss, weight = split_loss(get_loss(batch))
+            loss, weight = get_loss(batch)
         if summed is None:
             assert sums is not None
             summed = sums(loss)

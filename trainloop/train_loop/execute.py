@@ -29,7 +29,7 @@ from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.handover import CallerSide, RankSide, loaders_of
-from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, run_through
+from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, loss_of
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
 from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
@@ -266,7 +266,7 @@ def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
     with untouched(loop), evaluating(loop.model):
         batch = next(iter(loader))
         with nullcontext() if loop.seed is None else rng.isolated(_seed_of_run(loop, loop.seed)):
-            run_through(loop.model.get_loss(batch, loop.criterion, loop.model.device))
+            loss_of(loop.model.get_loss(batch, loop.criterion, loop.model.device), 1)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ __all__ = [
     "explain_backward",
     "explain_no_criterion",
     "joined_losses",
+    "loss_of",
     "per_sample",
-    "run_through",
     "split_loss",
     "split_yielded",
     "weights_of_parts",
@@ -156,7 +156,7 @@ def split_yielded(item: Any) -> Yielded:
 def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiLoss, Any]:
     """Return the losses that one batch of ``size`` samples yielded, averaged for each optimizer, and their weight.
 
-    If losses for several optimizers have different weights, the weight is a dict with one for each optimizer.
+    The weight is ``None`` if no loss has one, and a dict if there are losses for several optimizers.
     """
     groups: dict[int | str | None, list[Tensor]] = {}
     weights: dict[int | str | None, Any] = {}
@@ -172,21 +172,23 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiL
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
         weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}
-        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight_of if weights else size
+        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight_of if weights else None
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
             f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
             "name or index before each loss, as in `yield 'generator', loss`, or before none."
         )
-    return means[None], weights.get(None, size)
+    return means[None], weights.get(None)
 
 
-def run_through(output: Any) -> Any:
-    """Return the loss of ``get_loss``; run a generator to its end, and join its losses into one loss."""
+def loss_of(output: Any, size: int) -> tuple[Any, Any]:
+    """Return the loss and the weight of a batch of ``size`` samples; run a ``get_loss`` that yields to its end.
+
+    The weight is ``None`` if there is none, and a dict if losses for several optimizers were yielded with weights.
+    """
     if not isinstance(output, Generator):
-        return output
+        return split_loss(output)
     losses = [split_yielded(item) for item in output]
-    loss, _ = joined_losses(losses, 1)
-    weight = next((weight for *_, weight in losses if weight is not None), None)
-    return loss if weight is None else (loss, weight)
+    weighted = [item._replace(weight=divisor_of(item.loss)) if item.weight is None else item for item in losses]
+    return joined_losses(weighted, size)

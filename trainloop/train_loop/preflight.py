@@ -31,7 +31,7 @@ from trainloop.train_loop.argument_types import GpuMode
 from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.execute import sent_parts
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import run_through, split_loss, split_yielded
+from trainloop.train_loop.losses import loss_of, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 
@@ -191,7 +191,8 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
     rule = sum_rule(model, criterion)
     if weight is None:
         _check_reduction(model, batch, criterion, declared_sum=rule is not None and rule(loss))
-    return f"loss {value:.4g}" + ("" if weight is None else f", weight {float(weight):g}")
+    weights = weight.values() if isinstance(weight, Mapping) else [] if weight is None else [weight]
+    return ", ".join([f"loss {value:.4g}", *(f"weight {float(w):g}" for w in weights)])
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
@@ -222,7 +223,7 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
 
 
 def _loss_of(model: Any, batch: Any, criterion: Any) -> tuple[Any, Any]:
-    return split_loss(run_through(model.get_loss(batch, criterion, torch.device("cpu"))))
+    return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), batch_length(batch) or 1)
 
 
 def _number(loss: Any) -> float:

@@ -38,7 +38,7 @@ from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, padded_batches
-from trainloop.train_loop.losses import run_through
+from trainloop.train_loop.losses import loss_of
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
 
@@ -149,7 +149,7 @@ class Run:
 
         def get_loss(batch: Any) -> Any:
             with self.place.autocast:
-                loss = run_through(model.get_loss_eval(batch, criterion, device))
+                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
             return loss

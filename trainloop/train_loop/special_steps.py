@@ -86,7 +86,8 @@ class AlternatingTraining(Training):
             found_inf += loop.found_inf
         loop.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
-            loop.last_loss = recorder.add_loss(*joined_losses(losses, size))
+            loss, weight = joined_losses(losses, size)
+            loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
 
     def step(self) -> None:
         """Finish the step; the optimizers have already stepped, each after its loss."""
