@@ -44,7 +44,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help demo test test-long test-slow-part test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
+.PHONY: help ci-environment demo test test-long test-slow-part test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -61,6 +61,15 @@ $(eval $(call install,lint))
 $(eval $(call install,docs))
 $(eval $(call install,bench))
 
+# All that CI needs, in one call of pip: each call builds the package again.
+EXTRAS_OF_CI := test docs examples lint test-ecosystem-part
+comma := ,
+space := $() $()
+ci-environment: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo "installing tt-trainloop[$(subst $(space),$(comma),$(EXTRAS_OF_CI))] into $(VENV) ..."
+	@$(PIP) -e ".[$(subst $(space),$(comma),$(EXTRAS_OF_CI))]"
+	@touch $(EXTRAS_OF_CI:%=$(VENV)/%.stamp)
+
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/ddp_training.py $(ARGS)
 
@@ -68,7 +77,7 @@ test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
 
 # Its tests mostly wait, for processes that hang or end.
-test-long: WORKERS = 4
+test-long: WORKERS = 3
 test-long: $(VENV)/test.stamp
 	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(call with_mark,long) $(ARGS)
 
