@@ -208,6 +208,26 @@ def test_the_newest_is_the_one_written_last_whatever_its_step(tmp_path: Path) ->
     assert load_newest_with_warnings(tmp_path) == (9, [])
 
 
+def test_a_damaged_newest_of_a_second_run_is_noticed(tmp_path: Path) -> None:
+    """The first run's names are higher, as it trained for longer."""
+    write_some(tmp_path)
+    info = CheckpointInfo(epoch=0, step=5, run="second", stamp=4)
+    path = tmp_path / checkpoint.checkpoint_name(info)
+    checkpoint.save(path, make_state(9), info)
+    checkpoint.mark_newest(checkpoint.folder(tmp_path), path.name)
+    os.truncate(path, 100)
+    epoch, messages = load_newest_with_warnings(tmp_path)
+    assert epoch == 3
+    assert len(messages) == 1
+    assert "step=00000005.pt is not a complete checkpoint" in messages[0]
+
+
+def test_a_folder_with_another_state_pt_is_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "state.pt", make_state())
+    with pytest.raises(CheckpointError, match=r"state\.pt is not the state of a sharded checkpoint"):
+        checkpoint.load(tmp_path)
+
+
 def test_load_takes_a_folder_for_its_newest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is a folder without a checkpoint. Pass a checkpoint's path"):
         checkpoint.load(tmp_path)

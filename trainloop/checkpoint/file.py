@@ -255,6 +255,10 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         text = os.path.abspath(os.path.expanduser(text))
         if os.path.exists(os.path.join(text, sharded.STATE)):
             state = load(os.path.join(text, sharded.STATE))
+            if not isinstance(state.get("shards"), dict):
+                raise CheckpointError(
+                    f"{text}/{sharded.STATE} is not the state of a sharded checkpoint. Pass its path."
+                )
             sharded.verify_files(text, state)
             state = sharded.stored_tensors(state, text)
             return sharded.whole_of(state) if whole else state
@@ -395,8 +399,9 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        # Compared by name, because the stamp of a damaged checkpoint is unknown.
-        newer = [c.problem for c in listed if c.info is None and c.name > candidate.name]
+        # Compared by name, because the stamp of a damaged checkpoint is unknown. Names of another run may be higher.
+        newest = _newest_name(where)
+        newer = [c.problem for c in listed if c.info is None and (c.name > candidate.name or c.name == newest)]
         missing = _missing_newest(where, [c.name for c in listed])
         _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")
         return candidate.path, state
@@ -410,14 +415,18 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
     return None
 
 
-def _missing_newest(where: Folder, present: list[str]) -> list[str]:
+def _newest_name(where: Folder) -> str:
+    """Return the name that :func:`mark_newest` has recorded; empty if there is none."""
     try:
         name = where.read_text(_NEWEST).strip()
     except (OSError, UnicodeDecodeError):
-        return []
-    if name in present or not _NAME.fullmatch(name):
-        return []
-    return [f"{where.path(name)}, the newest checkpoint written, is missing."]
+        return ""
+    return name if _NAME.fullmatch(name) else ""
+
+
+def _missing_newest(where: Folder, present: list[str]) -> list[str]:
+    name = _newest_name(where)
+    return [f"{where.path(name)}, the newest checkpoint written, is missing."] if name not in ["", *present] else []
 
 
 def _warn_of(problems: list[str], instead: str) -> None:
