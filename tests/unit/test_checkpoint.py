@@ -222,6 +222,14 @@ def test_a_damaged_newest_of_a_second_run_is_noticed(tmp_path: Path) -> None:
     assert "step=00000005.pt is not a complete checkpoint" in messages[0]
 
 
+def test_links_that_lead_nowhere_do_not_hide_checkpoints(tmp_path: Path) -> None:
+    write_some(tmp_path)
+    (tmp_path / "checkpoint-epoch=0001-step=00000001.pt").symlink_to(
+        tmp_path / "checkpoint-epoch=0001-step=00000001.pt"
+    )
+    assert load_newest_with_warnings(tmp_path) == (3, [])
+
+
 def test_a_folder_with_another_state_pt_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "state.pt", make_state())
     with pytest.raises(CheckpointError, match=r"state\.pt is not the state of a sharded checkpoint"):

@@ -90,19 +90,16 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the folder's complete files, sorted; empty if the folder does not exist."""
-        return [n for n, kind in self._entries().items() if kind == "file" and not n.endswith(_TEMPORARY)]
+        return [n for n, kind in self.entries().items() if kind == "file" and not n.endswith(_TEMPORARY)]
 
     def folders(self) -> list[str]:
         """Return the names of the folders in this one, sorted; empty if this folder does not exist."""
-        return [name for name, kind in self._entries().items() if kind == "directory"]
+        return [name for name, kind in self.entries().items() if kind == "directory"]
 
-    def _entries(self) -> dict[str, str]:
+    def entries(self) -> dict[str, str]:
         """Return each entry's kind (``file``, ``directory``, ...) by name, sorted; empty if the folder is missing."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
-            return {
-                entry.name: "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
-                for entry in sorted(entries, key=lambda entry: entry.name)
-            }
+            return {entry.name: _kind_of(entry) for entry in sorted(entries, key=lambda entry: entry.name)}
         return {}
 
     def open(self, name: str) -> BinaryIO:
@@ -148,7 +145,7 @@ class Folder:
 
     def remove_unfinished(self, writer: str) -> None:
         """Delete unfinished files of a killed ``writer``, and no other files."""
-        for name, kind in self._entries().items():
+        for name, kind in self.entries().items():
             if not _is_temporary_of(writer, name):
                 continue
             if kind == "directory":
@@ -163,7 +160,7 @@ class Folder:
         mark = re.compile(rf"\..+\.{_kernel()}[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
         names: list[str] = []
         with contextlib.suppress(OSError):  # the folder can't be listed
-            names = [name for name, kind in self._entries().items() if kind == "file" and mark.fullmatch(name)]
+            names = [name for name, kind in self.entries().items() if kind == "file" and mark.fullmatch(name)]
         for name in names:
             with contextlib.suppress(OSError):
                 file = os.open(self.path(name), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
@@ -198,6 +195,12 @@ class Folder:
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             sync_directory(str(new.parent))
+
+
+def _kind_of(entry: os.DirEntry[str]) -> str:
+    with contextlib.suppress(OSError):  # a link that leads back to itself, or to a disk that does not respond
+        return "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
+    return "other"
 
 
 def why_not_writable(location: str) -> str:
@@ -289,7 +292,7 @@ class _RemoteFolder(Folder):
             raise ConfigurationError(f"{self.location!r}: fsspec can't open this URL ({error}).") from error
         return system, path.rstrip("/")
 
-    def _entries(self) -> dict[str, str]:
+    def entries(self) -> dict[str, str]:
         system, path = self._connect()
         # A cached listing would not show recent changes by other processes.
         system.invalidate_cache(path)
