@@ -160,6 +160,52 @@ def test_others_files_are_neither_deleted_nor_replaced(tmp_path: Path) -> None:
     assert set(after) - set(before) == {"checkpoint-epoch=0003-step=00000015.pt"}
 
 
+def test_a_folder_replaces_another_only_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the step's checkpoint is written again at the end of the epoch, and the user has put a file into it."""
+
+    class Sharded(StandIn):
+        gpu_mode, timeout = "fsdp", 5.0
+
+        def checkpoint_state(self, keep_shards: bool = False) -> dict[str, Any]:
+            return super().checkpoint_state()
+
+    def fails(*paths: Any) -> None:
+        raise OSError(errno.EIO, "no")
+
+    keeper = ModelCheckpoint(tmp_path, keep=1, every_n_steps=5)
+    loop = Sharded(keeper)
+    keeper.on_train_begin()
+    for _ in range(5):
+        loop.step()
+    assert keeper.last_path is not None
+    (note := Path(keeper.last_path) / "notes.txt").write_text("mine")
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.warns(RuntimeWarning, match="could not be written"):
+        keeper.on_epoch_end()
+    monkeypatch.undo()
+    assert written(tmp_path) == [(0, 5, "steps")]
+    keeper.on_epoch_end()
+    assert written(tmp_path) == [(0, 5, "epoch")]
+    assert note.read_text() == "mine"
+
+
+def test_weights_that_are_left_of_another_run_stay(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    weights = tmp_path / "checkpoint-epoch=0001-step=00000005.safetensors"
+    weights.write_text("mine")
+    StandIn(ModelCheckpoint(tmp_path, safetensors=True)).run(1)
+    assert weights.read_text() == "mine"
+    assert (tmp_path / "checkpoint-epoch=0001-step=00000005_2.safetensors").exists()
+
+
+def test_a_broken_link_is_not_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "checkpoint-epoch=0001-step=00000005.pt"
+    link.symlink_to(tmp_path / "gone")
+    StandIn(ModelCheckpoint(tmp_path)).run(1)
+    assert link.is_symlink()
+    assert steps(tmp_path) == [5]
+
+
 def test_a_name_in_use_by_another_run_gets_a_version(tmp_path: Path) -> None:
     StandIn(ModelCheckpoint(tmp_path)).run(1)
     second, third = ModelCheckpoint(tmp_path), ModelCheckpoint(tmp_path)

@@ -84,18 +84,20 @@ class RunCheckpoints:
         # Clocks can be set back, and may be too coarse to distinguish two checkpoints.
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
-        # The final checkpoint replaces the last epoch's checkpoint, unless that one has a metric: the weights may have
-        # changed since, and the metric would not fit.
-        is_end = info.reason == "end"
-        replaceable = [file.name for file in files if not is_end or file.info is None or file.info.value is None]
-        name = self._free_name(info, replaceable, in_folder=in_folder)
+        # A checkpoint replaces the one of the same step. But the final checkpoint does not replace one with a metric:
+        # the weights may have changed since, and the metric would not fit.
+        place = (info.epoch, info.step)
+        replaced = [f for f in files if f.info is not None and (f.info.epoch, f.info.step) == place]
+        if info.reason == "end":
+            replaced = [f for f in replaced if f.info is not None and f.info.value is None]
+        # A folder can't be replaced in one operation, so the new one gets another name.
+        name = self._free_name(info, [] if in_folder else [f.name for f in replaced], in_folder=in_folder)
         put(name, info)
         checkpoint.mark_newest(self.folder, name, run=self.run)
-        files = [file for file in files if file.name != name]
-        files.append(Checkpoint(self.folder.path(name), name, info))
-        kept = _kept(files, keep, self._metric)
+        written = Checkpoint(self.folder.path(name), name, info)
+        kept = _kept([*(f for f in files if f not in replaced), written], keep, self._metric)
         for file in files:
-            if file not in kept:
+            if file not in kept and file.name != name:
                 self._remove(file)
         self._files = kept
 
@@ -125,10 +127,11 @@ class RunCheckpoints:
 
     def _free_name(self, info: CheckpointInfo, replaceable: Sequence[str], *, in_folder: bool) -> str:
         """Return the first name for the checkpoint that is unused or in ``replaceable``."""
-        taken = {*self.folder.names(), *self.folder.folders()}.difference(replaceable)
+        # The weights beside a checkpoint may be all that is left of another run.
+        taken = set(self.folder.entries()).difference(replaceable, map(weights_name, replaceable))
         name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
         version = 1
-        while name_of(version) in taken:
+        while not taken.isdisjoint((name_of(version), weights_name(name_of(version)))):
             version += 1
         return name_of(version)
 

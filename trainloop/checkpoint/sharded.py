@@ -195,11 +195,9 @@ def new_folder(where: str, name: str, run: str) -> str:
 
 
 def publish(temporary: str, path: str) -> None:
-    """Rename a complete folder to its final name, and replace an existing one."""
+    """Rename a complete folder to its final name, which must be unused."""
     # The content must be on the disk before the rename.
     sync_directory(temporary)
-    if os.path.isdir(path):
-        remove_folder(path)
     os.rename(temporary, path)
     sync_directory(os.path.dirname(path))
 
