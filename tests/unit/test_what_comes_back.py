@@ -6,10 +6,14 @@ The rank is this process: what it gets is a copy by the same way as in ``fit``, 
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,6 +251,69 @@ def test_objects_that_a_model_shares_with_its_caller_stay_shared() -> None:
     assert config.sizes is sizes
     assert sizes == [3]
     assert config.best == {"model": loop.model, "rate": 0.5}  # type: ignore[attr-defined]
+
+
+class Pair:
+    """Its state is not a dictionary."""
+
+    def __init__(self) -> None:
+        self.one = self.two = 0
+
+    def __getstate__(self) -> tuple[int, int]:
+        return self.one, self.two
+
+    def __setstate__(self, state: tuple[int, int]) -> None:
+        self.one, self.two = state
+
+
+class Slots:
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items = 0
+
+
+class SlotsAndMore(Slots):
+    pass
+
+
+def draw_all(generator: Any) -> Any:
+    return torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+
+def set_in(name: str) -> Callable[[Any], None]:
+    return lambda obj: setattr(obj, name, 5)
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (lambda: Counter("aab"), lambda counts: counts.update("ab")),
+        (lambda: OrderedDict(a=1, b=2), lambda order: order.move_to_end("a")),
+        (lambda: {1, 2}, lambda numbers: numbers.add(3)),
+        (lambda: bytearray(b"a"), lambda text: text.extend(b"b")),
+        (lambda: np.arange(6.0), lambda array: array.__iadd__(1)),
+        (lambda: np.arange(6000.0)[::2], lambda array: array.__iadd__(1)),
+        (lambda: np.array(["a", None]), lambda array: array.__setitem__(1, "b")),
+        (lambda: torch.Generator().manual_seed(1), draw_all),
+        (lambda: random.Random(1), draw_all),
+        (lambda: np.random.default_rng(1), draw_all),
+        (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
+        (Pair, set_in("two")),
+        (Slots, set_in("items")),
+        (SlotsAndMore, set_in("items")),
+    ],
+    ids="counter order set bytes array strided objects torch python numpy legacy pair slots slots-and-more".split(),
+)
+def test_an_object_that_model_and_callback_share_stays_the_callers_own(make: Any, change: Any) -> None:
+    loop = loop_of(OPTIMIZERS["AdamW"])
+    shared, expected = make(), make()
+    loop.model.shared = loop.callbacks[0].shared = shared  # type: ignore[attr-defined]
+    change(expected)
+    through_a_rank(loop, lambda loop: change(loop.model.shared))
+    assert loop.model.shared is shared
+    assert loop.callbacks[0].shared is shared  # type: ignore[attr-defined]
+    assert pickle.dumps(shared) == pickle.dumps(expected)
 
 
 def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:

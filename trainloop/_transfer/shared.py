@@ -1,8 +1,9 @@
 """Write changes of objects from one process into their copies in another.
 
-Both sides walk the same objects from the same roots: modules, tensors, optimizers, lists, dictionaries and instances,
-at any depth. A part that both have keeps its identity: its contents are written into the same object that was sent, so
-that after ``fit`` an averaged model or an optimizer's state is in the owner's original object.
+Both sides walk the same objects from the same roots: modules, tensors, arrays, random generators, optimizers, lists,
+sets, dictionaries and instances, at any depth. A part that both have keeps its identity: its contents are written into
+the same object that was sent, so that after ``fit`` an averaged model or an optimizer's state is in the owner's
+original object.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop._support.user_line import warn
 from trainloop._transfer.pickling import Fingerprint
-from trainloop._transfer.torch_objects import kept_attributes, optimizer_state
+from trainloop._transfer.torch_objects import kept_attributes, kept_state, optimizer_state, own_attributes, slot_names
 
 __all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 
@@ -30,8 +31,10 @@ _LONG = 1000  # items; a longer list is treated as data, and is sent as a whole
 _MISSING = object()
 # Attributes of every nn.Module that torch maintains; the dictionaries of parts are walked.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_DATA = (np.ndarray, np.generic, torch.dtype, torch.device, torch.Generator, DataLoader, Dataset, Sampler)
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_DATA = (np.generic, torch.dtype, torch.device, DataLoader, Dataset, Sampler)
+_WHOLE = (np.ndarray, torch.Generator, np.random.Generator)
+_ITEMS = (list, deque, set, bytearray)
 
 _OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects contain no user data
 
@@ -56,7 +59,10 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         if id(obj) in seen or isinstance(obj, (*_LEAVES, *_DATA)):
             continue
         seen.add(id(obj))
-        if type(obj).__module__.startswith(_OTHERS):
+        if isinstance(obj, _WHOLE):
+            if _contents(obj) is not None:
+                found[path] = obj
+        elif type(obj).__module__.startswith(_OTHERS):
             if isinstance(obj, nn.Module):  # a wrapper by torch.compile: its only child is the original module
                 queue.extend((f"{path}.{i}", part) for i, part in enumerate(obj.children()))
         elif isinstance(obj, torch.Tensor):
@@ -88,21 +94,32 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-def _contents(obj: Any) -> dict[Any, Any] | list[Any] | None:
-    """Return the contents of an object, which may be overwritten; ``None`` for a value without contents."""
-    if isinstance(obj, (list, deque)):
+def _contents(obj: Any) -> Any:
+    """Return the contents of an object, which may be overwritten; ``None`` for a value without contents.
+
+    They are a dictionary of items or attributes, a list of items, or a tuple with the object's whole state.
+    """
+    if isinstance(obj, _ITEMS):
         return list(obj) if len(obj) <= _LONG else None
     if isinstance(obj, dict):
         return dict(obj) if len(obj) <= _LONG or any(isinstance(key, torch.Tensor) for key in obj) else None
+    if isinstance(obj, np.ndarray):
+        return (obj.view(),) if type(obj) is np.ndarray else None  # a view, since the array itself is a reference
+    if isinstance(obj, torch.Generator):
+        return None if obj is torch.default_generator else (obj.get_state(),)
+    if isinstance(obj, np.random.Generator):
+        return (obj.bit_generator.state,)
     if isinstance(obj, Optimizer):
         return {name: v for name, v in optimizer_state(obj, hooks=False).items() if vars(obj).get(name, _MISSING) is v}
-    attributes = getattr(obj, "__dict__", None)
-    if not isinstance(attributes, dict):
+    if (state := kept_state(obj)) is None:
         return None
+    attributes, kept = own_attributes(obj), kept_attributes(obj)
+    if hasattr(type(obj), "__setstate__") and not (attributes and kept):
+        return (state,)
     torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()
     return {
         name: value
-        for name, value in kept_attributes(obj).items()
+        for name, value in kept.items()
         # Attributes that __getstate__ omits or replaces are local to one process.
         if name not in torch_own and attributes.get(name, _MISSING) is value
     }
@@ -157,20 +174,42 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
         obj = parts[path]
         if isinstance(obj, torch.Tensor):
             _put_tensor(obj, *contents)
-        elif isinstance(obj, (list, deque)):
+        elif isinstance(obj, _ITEMS):
             obj.clear()
-            obj.extend(contents)
+            obj.update(contents) if isinstance(obj, set) else obj.extend(contents)
         elif isinstance(obj, dict):
-            for key in [key for key in obj if key not in contents]:
-                del obj[key]
-            obj.update(contents)
+            obj.clear()  # the order of the keys may have changed
+            for key, value in contents.items():  # Counter.update would add
+                obj[key] = value
+        elif isinstance(contents, tuple):
+            _put_state(obj, *contents)
         else:
-            for name in [name for name in _contents(obj) or () if name not in contents]:
-                vars(obj).pop(name, None)  # deleted on the other side
-            vars(obj).update(contents)
+            _put_attributes(obj, contents)
     for obj in parts.values():
         if isinstance(obj, Optimizer):
             _state_to_parameters(obj)
+
+
+def _put_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    slots = slot_names(type(obj))
+    for name in [name for name in _contents(obj) or () if name not in attributes]:  # deleted on the other side
+        object.__delattr__(obj, name) if name in slots else vars(obj).pop(name, None)
+    for name, value in attributes.items():
+        if name in slots:
+            object.__setattr__(obj, name, value)  # of frozen dataclasses, too
+        else:
+            vars(obj)[name] = value
+
+
+def _put_state(own: Any, state: Any) -> None:
+    if isinstance(own, torch.Generator):
+        own.set_state(state)
+    elif isinstance(own, np.random.Generator):
+        own.bit_generator.state = state
+    elif not isinstance(own, np.ndarray):
+        own.__setstate__(state)
+    elif own.flags.writeable and own.shape == state.shape and own.dtype == state.dtype:
+        own[...] = state
 
 
 def _put_tensor(own: torch.Tensor, value: torch.Tensor, requires_grad: bool) -> None:

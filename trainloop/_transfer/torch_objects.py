@@ -27,6 +27,9 @@ __all__ = [
     "reduce_compiled_function",
     "reducer_for",
     "kept_attributes",
+    "kept_state",
+    "own_attributes",
+    "slot_names",
     "unparametrized_class",
 ]
 
@@ -242,20 +245,41 @@ def kept_attributes(obj: object) -> dict[str, Any]:
     """Return the attributes that pickling an object keeps, according to its ``__getstate__``.
 
     Attributes that ``__getstate__`` leaves out (weak references, locks, files) are missing. Attributes that it replaces
-    have the new value: an attribute is sent unchanged if ``kept_attributes(obj)[name] is obj.__dict__[name]``. Empty if
-    the state is not a dictionary, or if pickling is refused.
+    have the new value: an attribute is sent unchanged if ``kept_attributes(obj)[name] is own_attributes(obj)[name]``.
+    Empty if the state is not a dictionary, or if pickling is refused.
     """
+    state = kept_state(obj)
+    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and attributes in slots
+        state = (
+            {**(state[0] or {}), **state[1]} if all(isinstance(part, (dict, type(None))) for part in state) else None
+        )
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def kept_state(obj: object) -> Any:
+    """Return the state that an object's ``__getstate__`` returns; ``None`` if it has no state, or if this raises."""
     kind = unparametrized_class(type(obj))
     get_state = getattr(kind, "__getstate__", None)
     if get_state is None or get_state is getattr(object, "__getstate__", None):
-        return dict(getattr(obj, "__dict__", {}))
+        return own_attributes(obj) or ({} if hasattr(obj, "__dict__") else None)
     try:
-        state = get_state(obj)
+        return get_state(obj)
     except Exception:  # whatever a user's __getstate__ raises: pickling itself will report it
-        return {}
-    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and attributes in slots
-        state = state[0]
-    return dict(state) if isinstance(state, dict) else {}
+        return None
+
+
+def own_attributes(obj: object) -> dict[str, Any]:
+    """Return the attributes in an object's ``__dict__`` and in its slots."""
+    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
+    return {**slots, **getattr(obj, "__dict__", {})}
+
+
+def slot_names(kind: type) -> list[str]:
+    """Return the names of a class's slots; empty if the class has a ``__reduce__`` of its own, as paths have."""
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return []
+    with_slots = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for own in with_slots for name, v in own.items() if isinstance(v, types.MemberDescriptorType)]
 
 
 def unparametrized_class(kind: type) -> type:
