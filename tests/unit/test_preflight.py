@@ -68,6 +68,29 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
 
 
 @pytest.mark.usefixtures("starts_processes")
+def test_generators_of_the_loader_stay_as_they_were_and_give_both_modes_one_order() -> None:
+    model = Net()
+    loop = loop_of(model)
+    loop.train_loader = DataLoader(make_data(), 4, shuffle=True, generator=torch.Generator().manual_seed(5))
+    before = loop.train_loader.generator.get_state()
+    report = loop.preflight(steps=2)
+    assert report.ok, report
+    assert torch.equal(loop.train_loader.generator.get_state(), before)
+
+
+def test_sparse_gradients_are_checked() -> None:
+    class Words(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(4, 8, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.words(x[:, 0].long().clamp(0, 3)))
+
+    assert "all 7 trainable parameters" in preflight._gradients(loop_of(Words()))
+
+
+@pytest.mark.usefixtures("starts_processes")
 def test_what_it_finds() -> None:
     loop = loop_of(Unused())
     loop.train_loader.dataset.note = (i for i in range(3))

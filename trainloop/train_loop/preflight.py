@@ -29,7 +29,7 @@ from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.argument_types import GpuMode
 from trainloop.train_loop.arguments import check_wrapper_args
-from trainloop.train_loop.execute import sent_parts
+from trainloop.train_loop.execute import sent_parts, untouched
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import loss_of, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
@@ -130,7 +130,7 @@ def preflight(
     for name, run in checks.items():
         began, traceback = time.perf_counter(), ""
         try:
-            with rng.isolated(loop.seed or 0):
+            with untouched(loop), rng.isolated(loop.seed or 0):
                 ok, detail = True, run()
         except _Found as found:
             ok, detail = False, str(found)
@@ -234,7 +234,12 @@ def _gradients(loop: TrainLoop[Any]) -> str:
     model, optimizer = _after_backward(loop)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     without = [name for name, p in trainable.items() if p.grad is None]
-    not_finite = [n for n, p in trainable.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    grads = {
+        n: p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+        for n, p in trainable.items()
+        if p.grad is not None
+    }
+    not_finite = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
     unstepped = not_optimized(model, optimizers_of(optimizer))
     lines = []
     if without:
@@ -370,7 +375,8 @@ def _trained(
         # A hanging rank must be found in seconds.
         timeout=min(loop.timeout, 120.0),
     )
-    return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, **arguments)
+    with untouched(loop):  # both modes read the same order, also from generators of the loader
+        return trial.fit(num_iterations=iterations, grad_accumulation=accumulation, **arguments)
 
 
 def _stay(module: nn.Module) -> Callable[..., nn.Module]:
