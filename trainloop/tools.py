@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,6 +34,7 @@ from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.history import html_table
 from trainloop.optim import MultiLoss, MultiOptimizer, optimizers_of
 from trainloop.resources.quota import format_bytes
+from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import loss_of
@@ -525,6 +527,9 @@ def _counted(
     precision = nullcontext() if amp.dtype is None else torch.autocast(device.type, amp.dtype)
     counter = FlopCounterMode(display=False)
     is_input = isinstance(batch, Tensor)
+    if any(map(is_lazy, model.parameters())):
+        with torch.no_grad(), evaluating(model), precision:
+            model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), 1)
     with _shapes_of(model) as shapes, counter, _saved_bytes(model) as activations:
         with precision:
             samples = count_samples(batch) or 0
@@ -554,12 +559,12 @@ def _counted(
         activation_bytes=activations(),
         batch_bytes=_bytes(_tensors(batch)),
         # Counted for the loop's own optimizer, because the copy has only the parameters of the model's copy.
-        not_optimized=0 if loop.optimizer is None else _not_optimized(loop),
+        not_optimized=0 if loop.optimizer is None else _not_optimized(loop, model),
     )
 
 
-def _not_optimized(loop: TrainLoop[Any]) -> int:
-    named = dict(loop.model.named_parameters())
+def _not_optimized(loop: TrainLoop[Any], model: nn.Module) -> int:
+    named = dict(model.named_parameters())  # of the copy, whose lazy parameters have shapes
     return sum(named[name].numel() for name in not_optimized(loop.model, optimizers_of(loop.optimizer)))
 
 
@@ -643,8 +648,9 @@ def _optimizer_bytes(optimizer: Any) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value; for a sparse tensor, its indices and values."""
     if isinstance(value, Tensor):
-        return [value]
+        return [value.coalesce().indices(), value.coalesce().values()] if value.is_sparse else [value]
     return [tensor for part in parts_of(value) or () for tensor in _tensors(part)]
 
 

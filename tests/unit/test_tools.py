@@ -174,6 +174,49 @@ def test_summary_counts_what_there_is() -> None:
     assert len(make_loop(model).summary(depth=1).layers) == 3
 
 
+class KeepsOutput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class OfLazyLayers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.LazyLinear(3)
+
+
+class SparseEmbedding(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.embedding(x[:, 0].long().clamp(0, 3))
+
+
+@pytest.mark.parametrize("kind", [KeepsOutput, OfLazyLayers, SparseEmbedding, Net])
+def test_tools_take_what_training_takes(kind: type[Net]) -> None:
+    """Outputs that the model keeps, lazy and sparse layers; and an optimizer whose copy lacks attributes."""
+    model = kind()
+    optimizer = optim.LBFGS(model.parameters()) if kind is Net else optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    loop = make_loop(model, optimizer=optimizer)
+    if kind is KeepsOutput:
+        loop.fit(num_epochs=1)
+    found = loop.summary()
+    trained = {Net: 8 * 3 + 3, SparseEmbedding: 8 * 3 + 3 + 4 * 3}.get(kind, 8 * 3 + 3)
+    assert found.layers[0].parameters == trained
+    assert found.optimizer_bytes == 0 if kind is Net else found.optimizer_bytes > 0
+    assert len(loop.find_lr(steps=10).losses) == 10
+
+
+def test_the_first_batch_leaves_no_workers_behind() -> None:
+    loop = make_loop()
+    loop.train_loader = DataLoader(make_data(), 16, num_workers=1, persistent_workers=True)
+    loop.summary()
+    assert loop.train_loader._iterator is None
+
+
 def test_summary_says_what_was_not_counted() -> None:
     class Recurrent(Net):
         def __init__(self) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from trainloop._transfer.shared import shared_parts
+from trainloop._transfer.torch_objects import optimizer_state
+from trainloop.data.loader_copies import copy_loader
 from trainloop.errors import ConfigurationError
 from trainloop.optim import optimizers_of
 from trainloop.train_loop.loop import TrainLoop
@@ -33,7 +37,14 @@ def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
 
 def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
     """Return copies of model, optimizer and criterion that refer to each other; on ``device`` if it is given."""
-    model, optimizer, criterion = copy.deepcopy((loop.model, loop.optimizer, loop.criterion))
+    own = (loop.model, loop.optimizer, loop.criterion)
+    parts = shared_parts({str(i): part for i, part in enumerate(own)}, {}).values()
+    # torch refuses to copy tensors that an operation has computed, such as outputs that a model keeps.
+    copied: dict[int, Any] = {id(t): t.detach().clone() for t in parts if isinstance(t, Tensor) and not t.is_leaf}
+    model, optimizer, criterion = copy.deepcopy(own, copied)
+    for single, source in zip(optimizers_of(optimizer), optimizers_of(loop.optimizer), strict=True):
+        missing = optimizer_state(source, hooks=False).keys() - vars(single)  # torch copies only three attributes
+        vars(single).update({name: copy.deepcopy(vars(source)[name], copied) for name in missing})
     model.train()
     if device is not None:
         model.to(device)
@@ -53,9 +64,12 @@ def first_batch(loader: Any) -> Any:
     ConfigurationError
         If the loader has no batches.
     """
-    for batch in loader:
+    for batch in copy_loader(loader) if isinstance(loader, DataLoader) else loader:  # its workers don't stay
         return batch
-    raise ConfigurationError("train_loader has no batches: its dataset is empty. Give it data.")
+    raise ConfigurationError(
+        "train_loader has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. Give it "
+        "data."
+    )
 
 
 def trial_of(loop: TrainLoop[Any], train_loader: Any = None) -> TrainLoop[Any]:
