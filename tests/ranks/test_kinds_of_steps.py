@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 import reference
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDistributedDataParallel
 
@@ -161,6 +161,43 @@ def test_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
             "Make the sequence of losses depend only on values that are the same for all batches"
             in facts["disagreeing"]
         )
+
+
+class TwoHeads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        x, y = batch_data
+        found = self(x)
+        return MultiLoss({"body": criterion(found, y), "head": criterion(self.head(found.detach()), y)})
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["accumulation", "optimizers"])
+def test_one_rank_equals_one_process(several: bool) -> None:
+    """Each part of the loss has a backward of its own, which DDP does not expect, even on a single rank."""
+
+    def trained(mode: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = TwoHeads().double()
+        parts = [model.layers, model.head] if several else [model]
+        optimizers = [optim.Adam(part.parameters(), lr=0.02) for part in parts]
+        several_named = dict(zip(("body", "head"), optimizers))
+        loop = TrainLoop(
+            model,
+            DataLoader(classes(24), batch_size=4),
+            optimizer=MultiOptimizer(several_named) if several else optimizers[0],
+            criterion=nn.CrossEntropyLoss(),
+            gpu_mode=mode,
+            accelerator="cpu",
+            devices=1,
+            seed=0,
+            progress_bar=False,
+        )
+        return loop.fit(num_epochs=2, grad_accumulation=1 if several else 2)
+
+    assert reference.largest_difference(trained("ddp"), trained("single")) < 1e-12
 
 
 class StopsAt(AbstractCallback):

@@ -85,7 +85,7 @@ class Gradients:
         self._joined: dict[str, _Part] = {}
         self.optimizers = optimizers_of(loop.optimizer)
         # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
-        self._always_later = self.ranks > 1 and len(self.optimizers) > 1
+        self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
         self._shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
         self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
         self._take_parameters()
@@ -213,7 +213,7 @@ class Gradients:
             own = torch.stack([self._zero() + weight for weight in weights.values()])
             factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
             return _times(losses, dict(zip(weights, factors)))
-        if not self.ragged and self.ranks > 1 and not self._place.collective:
+        if not self.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
             self._always_later = self.reduced_later = True
         units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
