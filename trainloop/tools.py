@@ -168,9 +168,14 @@ def find_lr(
     # Random states and loaders are restored, so that a later fit is not affected.
     with untouched(loop):
         trial = trial_of(loop)
-        trial.fit(num_iterations=steps, callbacks=[sweep])
+        trial.fit(num_iterations=steps, callbacks=[sweep], **_wrapper_args(loop))
     losses = trial.history.steps("loss")
     return LearningRates(tuple(rates[: len(losses)]), tuple(losses), trial.early_stop)
+
+
+def _wrapper_args(loop: TrainLoop[Any]) -> dict[str, Any]:
+    """Return the arguments of the wrapper that the last ``fit`` got, as an argument of ``fit``."""
+    return {f"{loop.gpu_mode}_model_args": loop.wrapper_args} if loop.wrapper_args else {}
 
 
 class _Sweep(AbstractCallback):
@@ -279,7 +284,8 @@ def find_batch_size(
     """
     require_training_parts(loop, "find_batch_size")
     loader = loop.train_loader
-    if not isinstance(loader, DataLoader) or not (is_stream(loader) or plain_batches(loader)) or not loader.batch_size:
+    cuts_batches = is_stream(loader) or plain_batches(loader) is not None
+    if not isinstance(loader, DataLoader) or not cuts_batches or not loader.batch_size:
         raise ConfigurationError(
             f"find_batch_size: train_loader is a {type(loader).__name__} without a batch_size, "
             "so there is no size to change. Pass DataLoader(dataset, batch_size=...)."
@@ -316,11 +322,13 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
     loader: Any = loop.train_loader
     batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
     trial = trial_of(loop, copy_loader(loader, batch_size=size, batch_sampler=batches))
+    arguments = _wrapper_args(loop)
     if loop.run_config.devices[0].type == "cpu" and loop.gpu_mode == "single":
         trial.options = replace(trial.options, gpu_mode="ddp", accelerator="cpu", devices=1)
+        arguments = {"ddp_model_args": {"find_unused_parameters": True}}
     try:
         # A small dataset is repeated, because only the batch size matters.
-        trial.fit(num_iterations=steps, callbacks=[clock])
+        trial.fit(num_iterations=steps, callbacks=[clock], **arguments)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
         if not _is_about_memory(error):
             raise

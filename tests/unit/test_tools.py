@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from conftest import make_data
 from small_loop import Net, make_loop
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
 from trainloop.tools import LearningRates
 
@@ -202,12 +202,28 @@ def test_tools_take_what_training_takes(kind: type[Net]) -> None:
     optimizer = optim.LBFGS(model.parameters()) if kind is Net else optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loop = make_loop(model, optimizer=optimizer)
     if kind is KeepsOutput:
-        loop.fit(num_epochs=1)
+        loop.model(torch.zeros(2, 8))
     found = loop.summary()
     trained = {Net: 8 * 3 + 3, SparseEmbedding: 8 * 3 + 3 + 4 * 3}.get(kind, 8 * 3 + 3)
     assert found.layers[0].parameters == trained
     assert found.optimizer_bytes == 0 if kind is Net else found.optimizer_bytes > 0
     assert len(loop.find_lr(steps=10).losses) == 10
+
+
+@pytest.mark.usefixtures("starts_processes")
+def test_find_batch_size_takes_several_optimizers_and_a_batch_larger_than_the_data() -> None:
+    class TwoParts(Deep):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+            x, y = batch_data
+            hidden = self.body(x)
+            return MultiLoss({"body": hidden.square().mean(), "head": criterion(self.head(hidden.detach()), y)})
+
+    model = TwoParts()
+    parts = {"body": model.body, "head": model.head}
+    optimizers = {name: optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
+    loop = make_loop(model, optimizer=MultiOptimizer(optimizers))
+    loop.train_loader = DataLoader(make_data(), 1000, drop_last=True)
+    assert loop.find_batch_size(steps=2).suggestion == len(make_data())
 
 
 def test_the_first_batch_leaves_no_workers_behind() -> None:
