@@ -339,6 +339,16 @@ def test_a_replica_has_its_part_and_its_own_module() -> None:
         assert (note["grad"], note["inference"], note["autocast"], note["context"]) == (True, False, None, "default")
 
 
+def test_a_batch_that_can_not_be_cut_is_passed_on() -> None:
+    class OfSample(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            return super().get_loss(batch_of(batch_data.i, 7), criterion, device)
+
+    model, criterion = OfSample(), nn.CrossEntropyLoss()
+    loss = TTDataParallel(model, devices=2).get_loss(Sample(3), criterion, CPU)
+    assert torch.equal(loss, model.get_loss(Sample(3), criterion, CPU))
+
+
 def test_a_replica_has_the_callers_modes() -> None:
     CONTEXT.set("mine")
     for note in spied(no_grad=torch.no_grad(), autocast=torch.autocast("cpu", torch.float16)):

@@ -130,8 +130,13 @@ class TTDataParallel(Transparent, DataParallel):
         # Parameters may have been moved since construction; an error from the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
-            cut = parts.scatter((args, kwargs), len(devices), self.dim)
-            sizes = parts.chunk_sizes(parts.batch_length((args, kwargs), self.dim) or 0, len(devices))
+            # A dict, since a tuple of arguments without tensors would be a list of samples.
+            given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+            cut = [
+                ([part[i] for i in range(len(args))], {name: part[name] for name in kwargs})
+                for part in parts.scatter(given, len(devices), self.dim)
+            ]
+            sizes = parts.chunk_sizes(parts.batch_length(given, self.dim) or 0, len(devices))
             devices = devices[: len(cut)]
             inputs = _on_devices(cut, devices)
             # There are too few samples to split, so no replica is created.
