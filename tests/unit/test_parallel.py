@@ -191,6 +191,17 @@ def test_torch_sees_its_own_attributes_where_the_model_has_them_too(wrap: Callab
     assert furthest(gradients(model), gradients(reference)) < 1e-5
 
 
+def test_a_wrapper_of_a_wrapper_reaches_the_model(group: None) -> None:
+    model = Net()
+    model.device_ids = "of the model"
+    outer = TTDataParallel(TTDistributedDataParallel(model), devices=1)
+    assert outer.device_ids == "of the model"
+    outer.calls = 3
+    assert model.calls == 3
+    del outer.calls
+    assert not hasattr(model, "calls")
+
+
 def test_what_the_model_lacks_is_torchs(group: None) -> None:
     ddp = TTDistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True)
     assert (ddp.device, ddp.dim, ddp.gradient_as_bucket_view, ddp.device_ids) == (CPU, 0, True, None)

@@ -179,4 +179,5 @@ def _static(cls: type, name: str) -> object:
 
 def _asked_by_torch(asking: dict[str, Any]) -> bool:
     name = asking.get("__name__", "")
-    return name.startswith(("torch.", "trainloop.parallel."))
+    # This module asks for the user: the model may be another wrapper.
+    return name.startswith(("torch.", "trainloop.parallel.")) and name != __name__
