@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import mmap
 import os
@@ -373,6 +374,46 @@ def test_closures_lambdas_and_local_classes() -> None:
     there = there_and_back(Local())
     assert there.f(2) == 6
     assert there_and_back(Colour.RED) is Colour.RED
+
+
+def test_cached_and_generic_functions_of_main_are_sent() -> None:
+    code = """
+import functools
+
+@functools.cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+@functools.singledispatch
+def kind(value):
+    return "other"
+
+@kind.register
+def _(value: int):
+    return "int"
+
+class Model:
+    @functools.lru_cache(maxsize=3)
+    def twice(self, n):
+        return 2 * n
+
+    @functools.cached_property
+    def five(self):
+        return 5
+"""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(code, scope)
+    assert (scope["kind"](1), scope["Model"]().five) == ("int", 5)
+    fib, kind, model = there_and_back((scope["fib"], scope["kind"], scope["Model"]()))
+    assert (fib(30), kind(1), kind("1"), model.twice(4), model.five) == (832040, "int", "other", 8, 5)
+    assert fib is not scope["fib"]
+    assert type(model).twice.cache_parameters() == {"maxsize": 3, "typed": False}
+    assert there_and_back(cached_in_a_module) is cached_in_a_module
+
+
+@functools.cache
+def cached_in_a_module() -> int:
+    return 1
 
 
 def test_definitions_of_main_are_found_by_name_there() -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.machinery
 import io
 import mmap
+import operator
 import os
 import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -125,6 +128,16 @@ class Pickler(cloudpickle.Pickler):
                 return reduce_compiled_function(obj, context)
         return reduced
 
+    def _reduce_cached(self, function: Any) -> Any:
+        """Return the reduction of a function with ``functools.cache``, which functools itself sends by name."""
+        self._note_definition(function)
+        name = function.__module__
+        if name != "__main__" and name not in cloudpickle.list_registry_pickle_by_value():
+            with contextlib.suppress(AttributeError):
+                if operator.attrgetter(function.__qualname__)(sys.modules.get(name)) is function:
+                    return NotImplemented
+        return _cached, (function.__wrapped__, function.cache_parameters())
+
     def _note_definition(self, obj: Any) -> None:
         """Record definitions of ``__main__``; let a module that a new process can't import be sent by value."""
         name = getattr(obj, "__module__", None)
@@ -219,6 +232,21 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     return lambda pickler, obj: theirs(obj)
 
 
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached_property(pickler: Pickler, found: functools.cached_property[Any]) -> Any:
+    """Leave out the lock that it has before Python 3.12."""
+    if type(found) is not functools.cached_property:
+        return NotImplemented
+    return functools.cached_property, (found.func,), {k: v for k, v in vars(found).items() if k != "lock"}
+
+
+def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, Any]) -> Any:
+    return type(mapping), (), None, None, iter(list(mapping.items()))
+
+
 def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
@@ -279,11 +307,14 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     ((type, types.FunctionType), lambda pickler, obj: pickler._reduce_definition(obj)),
     (torch.UntypedStorage, lambda pickler, obj: pickler._reduce_storage(obj)),
     (torch.storage.TypedStorage, _reduce_typed_storage),
+    (type(functools.cache(len)), lambda pickler, obj: pickler._reduce_cached(obj)),
     (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
     (memoryview, _reduce_memoryview),
     (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
     ((torch.Stream, torch.Event), _refuse),  # their handles are valid in one process only
     (DataLoader, _without_iterator),
+    (functools.cached_property, _reduce_cached_property),
+    (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
 ]
 
 
