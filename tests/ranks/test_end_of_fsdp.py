@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
 
 WIDTH = 1024
 
@@ -146,3 +148,40 @@ def test_what_comes_back_is_there_once_beside_the_callers_own(tmp_path: Path) ->
             del before
     assert all(first is second for first, second in zip(state[0].values(), state[1].values(), strict=True))
     assert float(state[1]["step"]) == 4
+
+
+class Counts(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("Counts")
+        self.counts = Counter("aab")
+        self.nested = [self.counts, {"inside": self.counts}]
+
+    def on_epoch_end(self) -> None:
+        self.counts["c"] += 1
+
+
+def test_what_callbacks_keep_without_shards_stays_the_same() -> None:
+    class Small(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    model, counts = Small(), Counts()
+    inside = counts.nested[1]
+    TrainLoop(
+        model,
+        DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 2)), batch_size=2),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=1,
+        progress_bar=False,
+    ).fit(num_epochs=1, callbacks=[counts])
+    assert counts.counts == Counter("aabc")
+    assert counts.nested == [counts.counts, inside]
+    assert counts.nested[1] is inside
+    assert inside["inside"] is counts.counts  # type: ignore[index, call-overload]

@@ -99,11 +99,19 @@ def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> No
     for callback in callbacks:
         for name, value in list(vars(callback).items()):
             if isinstance(value, dict):
-                value.update({key: map_tensors(item, function) for key, item in value.items()})
+                for key, item in list(value.items()):  # Counter.update would add
+                    value[key] = _map_shards(item, function)
             elif type(value) is list:
-                value[:] = map_tensors(value, function)
+                value[:] = [_map_shards(item, function) for item in value]
             elif is_sharded(value):
                 setattr(callback, name, function(value))
+
+
+def _map_shards(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Map the tensors in a value; return the same object if none of them is sharded."""
+    tensors: list[Tensor] = []
+    map_tensors(value, tensors.append)
+    return map_tensors(value, function) if any(map(is_sharded, tensors)) else value
 
 
 @contextmanager
