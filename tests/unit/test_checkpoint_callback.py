@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,15 @@ def test_others_files_are_neither_deleted_nor_replaced(tmp_path: Path) -> None:
     assert set(after) - set(before) == {"checkpoint-epoch=0003-step=00000015.pt"}
 
 
+class Sharded(StandIn):
+    gpu_mode, timeout = "fsdp", 5.0
+
+    def checkpoint_state(self, keep_shards: bool = False) -> dict[str, Any]:
+        return super().checkpoint_state()
+
+
 def test_a_folder_replaces_another_only_once_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the step's checkpoint is written again at the end of the epoch, and the user has put a file into it."""
-
-    class Sharded(StandIn):
-        gpu_mode, timeout = "fsdp", 5.0
-
-        def checkpoint_state(self, keep_shards: bool = False) -> dict[str, Any]:
-            return super().checkpoint_state()
 
     def fails(*paths: Any) -> None:
         raise OSError(errno.EIO, "no")
@@ -187,6 +189,19 @@ def test_a_folder_replaces_another_only_once_it_is_complete(tmp_path: Path, monk
     keeper.on_epoch_end()
     assert written(tmp_path) == [(0, 5, "epoch")]
     assert note.read_text() == "mine"
+
+
+def test_a_folder_that_somebody_has_deleted_does_not_stop_the_others(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=2, every_n_epochs=None, every_n_steps=1)
+    loop = Sharded(keeper)
+    keeper.on_train_begin()
+    for _ in range(2):
+        loop.step()
+    shutil.rmtree(tmp_path)
+    for _ in range(3):
+        loop.step()
+    assert steps(tmp_path) == [4, 5]
+    assert str(keeper.last_path).endswith("step=00000005")
 
 
 def test_weights_that_are_left_of_another_run_stay(tmp_path: Path) -> None:

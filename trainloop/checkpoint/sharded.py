@@ -203,9 +203,10 @@ def publish(temporary: str, path: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Delete a checkpoint's files. Other files are left alone."""
+    """Delete a checkpoint's files, if they still exist. Other files are left alone."""
+    names = os.listdir(path) if os.path.isdir(path) else []
     # state.pt is deleted first: without it, the rest is not a checkpoint.
-    for name in sorted(os.listdir(path), key=lambda name: name != STATE):
+    for name in sorted(names, key=lambda name: name != STATE):
         if name in (STATE, ".metadata") or _SHARD_FILE.fullmatch(name):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(path, name))
