@@ -107,7 +107,7 @@ def test_labels_of_rows_may_repeat_and_names_of_columns_be_numbers() -> None:
             r"columns with the same name: 'number'",
         ),
         (lambda f: f[["class", "constant", "key"]], r"no column is left.*'constant': all its values are the same"),
-        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), r"column 'lists' has values that are not scalars"),
+        (lambda f: f.assign(lists=[[i] for i in range(len(f))]), "column 'lists' of train_data has values that are n"),
         (lambda f: f.to_numpy(), r"train_data is a ndarray, but must be a pandas DataFrame"),
         (lambda f: "nowhere.csv", r"train_data='nowhere.csv' can't be read"),
         (lambda f: f[f["class"] == "yes"].head(1), r"has only one value"),

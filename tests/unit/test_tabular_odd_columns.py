@@ -50,6 +50,8 @@ ODD: dict[str, tuple[Any, str]] = {
     "of two types": (pd.Series([i if i % 2 else f"t{i % 4}" for i in range(N)], dtype=object), "category"),
     "dates and a word": (pd.Series([DAYS[i] if i % 3 else "unknown" for i in range(N)], dtype=object), "category"),
     "bytes": (pd.Series([b"a", b"b"] * (N // 2), dtype=object), "category"),
+    "bytes that are no text": (pd.Series([b"\xff", b"b"] * (N // 2), dtype=object), "category"),
+    "half a character": (pd.Series(["\ud800", "b"] * (N // 2), dtype=object), "category"),
     "time zone": (pd.Series(DAYS.tz_localize("Asia/Tokyo")), "date"),
     "several time zones": (
         pd.Series([day.tz_localize(["UTC", "Asia/Tokyo"][i % 2]) for i, day in enumerate(DAYS)], dtype=object),
@@ -163,3 +165,45 @@ def test_a_class_with_one_row_is_learnt_and_not_validated_on() -> None:
     chances = np.full((len(validation), 3), 1 / 3)
     assert find_metric("log_loss", "multiclass")(y[validation], chances) == pytest.approx(-np.log(3))
     assert find_metric("accuracy", "multiclass")(y[validation], np.eye(3)[y[validation]]) == 1.0
+
+
+def test_ints_larger_than_any_float_are_missing_like_infinity() -> None:
+    frame = pd.DataFrame({"x": pd.Series([10**400, -(10**400), 3, None] * 15, dtype=object)})
+    columns = Columns.learn(frame)
+    assert columns.kinds["x"] == "number"
+    assert columns.clean(frame)["x"][:4].tolist() == pytest.approx([np.nan, np.nan, 3, np.nan], nan_ok=True)
+    values = pd.Series([10**400 + i for i in range(60)], dtype=object)
+    with pytest.raises(ConfigurationError, match="label 'y' has values that are not finite numbers"):
+        Target.learn("y", values, None)
+    assert Target.learn("y", values % 3 + 10**400, None).problem == "multiclass"
+
+
+@pytest.mark.parametrize(
+    "values, dtype",
+    [([True, None], "boolean"), ([True, False], "category"), ([1, 2], "timedelta64[s]"), (["soon", "later"], object)],
+)
+def test_values_that_are_no_dates_are_missing_at_prediction(values: list[Any], dtype: str) -> None:
+    frame = pd.DataFrame({"when": pd.Series(values, dtype=dtype)})
+    assert Columns({"when": "date"}, {}).clean(frame).isna().all(axis=None)
+
+
+@pytest.mark.parametrize("value", [[1], {}, np.zeros(2)])
+def test_values_that_are_not_scalars_are_named_at_prediction_and_as_labels(value: object) -> None:
+    values = pd.Series([value] * 4, name="c")
+    with pytest.raises(ConfigurationError, match="column 'c' of data has values that are not scalars"):
+        Columns({"c": "category"}, {}).clean(values.to_frame())
+    with pytest.raises(ConfigurationError, match="column 'c' of train_data has values that are not scalars"):
+        Target.learn("c", values, None)
+    with pytest.raises(ConfigurationError, match="column 'c' of data has values that are not scalars"):
+        Target("c", "binary", (0, 1)).encode(values)
+
+
+@pytest.mark.parametrize("value", ["many", np.inf, pd.Timestamp("2024-01-01"), pd.Timedelta("1h")])
+def test_labels_that_are_no_numbers_are_named_when_a_regression_is_scored(value: object) -> None:
+    target = Target("y", "regression", ())
+    assert target.encode(pd.Series(["1.5", 2, Decimal(3)], dtype=object)).tolist() == [1.5, 2.0, 3.0]
+    with pytest.raises(ConfigurationError, match=r"label 'y' has the value .*, which is not a finite number"):
+        target.encode(pd.Series([1.0, value], dtype=object))
+    if not isinstance(value, str):
+        with pytest.raises(ConfigurationError, match="label 'y' has the value "):
+            target.encode(pd.Series([value]))

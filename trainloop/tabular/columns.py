@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -15,7 +17,7 @@ from pandas.api import types
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Columns", "Kind", "Rows", "read_table"]
+__all__ = ["Columns", "Kind", "Rows", "floats", "read_table", "scalars"]
 
 Kind = Literal["number", "boolean", "category", "date", "text", "picture"]
 Rows = np.ndarray[Any, Any]
@@ -70,20 +72,12 @@ class Columns:
 
     @classmethod
     def learn(cls, frame: pd.DataFrame) -> Columns:
-        """Find the kinds of a table's columns.
-
-        Raise ConfigurationError if no column is usable, or if a column contains lists, arrays or mappings.
-        """
+        """Find the kinds of a table's columns. Raise ConfigurationError if no column is usable."""
         kinds: dict[str, Kind] = {}
         dropped: dict[str, str] = {}
         for name, series in frame.items():
-            try:
+            with scalars(name, "train_data"):
                 distinct = series.nunique(dropna=False)
-            except TypeError as error:
-                raise ConfigurationError(
-                    f"column {name!r} has values that are not scalars ({error}). Use one value per cell: split the "
-                    "column into several, or drop it."
-                ) from error
             if distinct <= 1:
                 dropped[name] = f"all its values are {'missing' if series.isna().all() else 'the same'}"
             elif _identifies_rows(name, series, kind := _kind_of(series), distinct):
@@ -123,12 +117,24 @@ class Columns:
             elif kind == "date":
                 cleaned.update(_dates(series))
             else:
-                cleaned[name] = _texts(series)
+                cleaned[name] = _texts(series, what)
         return pd.DataFrame(cleaned, index=frame.index)
 
     def __str__(self) -> str:
         lines = [f"{kind:<9} {_listed(names)}" for kind in get_args(Kind) if (names := self.only([kind]).kinds)]
         return "\n".join(lines + [f"dropped   {name!r}: {why}" for name, why in self.dropped.items()])
+
+
+@contextmanager
+def scalars(name: object, what: str) -> Iterator[None]:
+    """Raise ConfigurationError if the distinct values of a column are not found, because it has lists or mappings."""
+    try:
+        yield
+    except TypeError as error:
+        raise ConfigurationError(
+            f"column {str(name)!r} of {what} has values that are not scalars ({error}). Use one value per cell: split "
+            "the column into several, or drop it."
+        ) from error
 
 
 def _listed(names: Iterable[object], most: int = 12) -> str:
@@ -146,7 +152,7 @@ def _kind_of(series: pd.Series) -> Kind:
         present = present.sample(_SAMPLE, random_state=0)
     if known := _BY_TYPE.get(types.infer_dtype(present)):
         return known
-    texts = present.astype(str)
+    texts = pd.Series([_text(value) for value in present])
 
     def share(pattern: str) -> float:
         return float(np.mean([re.search(pattern, text) is not None for text in texts]))
@@ -172,19 +178,27 @@ def _identifies_rows(name: str, series: pd.Series, kind: Kind, distinct: int) ->
 # -- cleaning --------------------------------------------------------------------------------------------------------
 
 
-def _numbers(series: pd.Series, what: str) -> Rows:
+def floats(series: pd.Series) -> Rows:
+    """Return the values as floats. Values that are not numbers are NaN."""
     if not types.is_numeric_dtype(series.dtype):
         series = series.astype(object)
+    try:
+        return pd.to_numeric(series, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    except OverflowError:  # an int is larger than all floats
+        largest = sys.float_info.max
+        return floats(series.map(lambda value: np.inf if isinstance(value, int) and abs(value) > largest else value))
+
+
+def _numbers(series: pd.Series, what: str) -> Rows:
     if types.infer_dtype(series, skipna=True).startswith("timedelta"):
-        series = pd.to_timedelta(series).dt.total_seconds()
-    values = pd.to_numeric(series, errors="coerce")
-    invalid = values.isna() & series.notna()
+        series = pd.to_timedelta(series.astype(object)).dt.total_seconds()
+    numbers = floats(series)
+    invalid = np.isnan(numbers) & series.notna()
     if invalid.any():
         raise ConfigurationError(
             f"column {str(series.name)!r} of {what} has {series[invalid].iloc[0]!r}, but had numbers in training. "
             "Use numbers, or None for missing values."
         )
-    numbers = values.to_numpy(dtype=float, na_value=np.nan)
     return np.where(np.isfinite(numbers), numbers.clip(-_LARGEST, _LARGEST), np.nan)
 
 
@@ -192,13 +206,14 @@ def _as_dates(series: pd.Series) -> pd.Series:
     series = series.reset_index(drop=True)  # labels may repeat
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
-    if isinstance(series.dtype, pd.ArrowDtype):  # pandas can't do the next steps with Arrow types
+    # pandas can't do the next steps with Arrow types, and returns no dates with a time zone for booleans and durations.
+    if series.dtype.kind != "M" or isinstance(series.dtype, pd.ArrowDtype):
         series = series.astype(object)
     with warnings.catch_warnings():  # pandas warns if it parses values one by one
         warnings.simplefilter("ignore")
         dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
         failed = dates.isna() & series.notna()
-        if failed.any() and series.dtype.kind not in "mM":  # values that are not in the format of the first row
+        if failed.any() and series.dtype.kind != "M":  # values that are not in the format of the first row
             dates[failed] = pd.to_datetime(series[failed], errors="coerce", utc=True, format="mixed")
     return dates
 
@@ -215,11 +230,17 @@ def _dates(series: pd.Series) -> dict[str, Rows]:
     return {name: np.asarray(value, dtype=float) for name, value in zip(_parts_of(series.name), values)}
 
 
-def _texts(series: pd.Series) -> Rows:
-    """Return the values as strings.
+def _text(value: Any) -> str:
+    """Return a value as a string that can be encoded.
 
     3 and 3.0 become the same string: pandas reads ints as floats if a value is missing.
     """
-    codes, values = pd.factorize(series)
-    names = [str(int(v)) if isinstance(v, (float, np.floating)) and v % 1 == 0 else str(v) for v in values]
+    whole = isinstance(value, (float, np.floating)) and value % 1 == 0
+    return str(int(value) if whole else value).encode(errors="replace").decode()
+
+
+def _texts(series: pd.Series, what: str) -> Rows:
+    with scalars(series.name, what):
+        codes, values = pd.factorize(series)
+    names = [_text(value) for value in values]
     return np.array([*names, ""], dtype=object)[codes]  # a missing value has the code -1

@@ -11,7 +11,7 @@ import pandas as pd
 from pandas.api import types
 
 from trainloop.errors import ConfigurationError
-from trainloop.tabular.columns import Columns, Rows, read_table
+from trainloop.tabular.columns import Columns, Rows, floats, read_table, scalars
 from trainloop.tuning.folds import make_folds
 from trainloop.tuning.scoring import Scorer, scorer
 
@@ -50,12 +50,13 @@ class Target:
     @classmethod
     def learn(cls, label: str, values: pd.Series, problem: Problem | None) -> Target:
         """Infer the problem type, or check that the values fit the given type. No value may be missing."""
-        classes, wrong = pd.Index(values.unique()).tolist(), None
+        with scalars(label, "train_data"):
+            classes, wrong = pd.Index(values.unique()).tolist(), None
         if len(classes) < 2:
             wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two values"
         problem = problem or _infer(values, len(classes))
         if problem == "regression":
-            if not np.isfinite(pd.to_numeric(values.astype(object), errors="coerce").astype(float)).all():
+            if not np.isfinite(floats(values)).all():
                 wrong = "has values that are not finite numbers. Drop these rows, or use problem_type='multiclass'"
             classes = classes if wrong else []
         elif problem == "binary" and len(classes) > 2:
@@ -75,12 +76,20 @@ class Target:
     def encode(self, values: pd.Series) -> Rows:
         """Return each value's index in ``classes``; for a regression, return the values as floats.
 
-        Raise ConfigurationError for an unknown class.
+        Raise ConfigurationError for an unknown class, or for a value that is not a finite number.
         """
         if self.problem == "regression":
-            return np.asarray(values, dtype=float)
+            numbers = floats(values)
+            if not (finite := np.isfinite(numbers)).all():
+                raise ConfigurationError(
+                    f"label {self.label!r} has the value {values[~finite].iloc[0]!r}, which is not a finite number. "
+                    "Leave such rows out."
+                )
+            return numbers
         indices = {value: index for index, value in enumerate(self.classes)}
-        if unknown := [value for value in pd.Index(values.unique()).tolist() if value not in indices]:
+        with scalars(self.label, "data"):
+            found = pd.Index(values.unique()).tolist()
+        if unknown := [value for value in found if value not in indices]:
             raise ConfigurationError(
                 f"label {self.label!r} has the value {unknown[0]!r}, which was not a class in training "
                 f"({self.classes!r:.200}). Leave such rows out."
@@ -100,7 +109,7 @@ def _infer(values: pd.Series, num_classes: int) -> Problem:
     if types.infer_dtype(values) not in ("integer", "floating", "mixed-integer-float", "decimal"):
         return "multiclass"
     often = 0.05 if len(values) > _MANY_ROWS else 0.1
-    numbers = np.asarray(values, dtype=float)
+    numbers = floats(values)
     whole = (np.trunc(numbers) == numbers).all()
     return "multiclass" if whole and num_classes <= often * len(values) else "regression"
 
