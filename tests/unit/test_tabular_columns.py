@@ -26,6 +26,7 @@ from trainloop.tabular.columns import Columns, read_table
 from trainloop.tabular.models import Given, GradientBoosting
 from trainloop.tabular.specs import parse_hyperparameters
 from trainloop.tabular.targets import Target, find_metric
+from trainloop.tuning import Trial
 from trainloop.tuning.scoring import ensemble_weights
 
 # -- columns ---------------------------------------------------------------------------------------------------------
@@ -208,6 +209,8 @@ def test_few_rows_are_scored_without_a_word() -> None:
     assert find_metric("accuracy", "multiclass")(truth, chances) == 0.5
     assert find_metric("balanced_accuracy", "multiclass")(truth, chances) == 0.5
     assert np.isnan(find_metric("roc_auc", "multiclass")(truth, chances))
+    two_of_three = find_metric("roc_auc", "multiclass")(np.array([0, 0, 2]), np.array([*chances, [0.1, 0.3, 0.6]]))
+    assert two_of_three == 1.0
     assert np.isnan(find_metric("r2", "regression")(np.array([1.0]), np.array([2.0])))
 
 
@@ -455,6 +458,33 @@ def test_the_documented_gpu_that_is_not_there_is_one_warning(
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert [(asked["total"].num_gpus, asked["per_model"].num_gpus) for _, asked in asked_of_tune] == [(0, 0)]
+
+
+def test_a_bag_is_scored_on_all_rows_together_as_the_ensemble_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over folds differs from it, and is NaN if the metric is undefined for the rows of a fold."""
+    frame, chances = mixed(), np.random.default_rng(0).dirichlet(np.ones(2), 120)
+    frame["class"] = np.where(np.arange(120) == 7, "rare", "other")
+    facts: dict[int, Any] = {fold: {"notes": [], "used_gpu": False} for fold in range(2)}
+
+    def trained(make: Any, space: dict[str, Any], **asked: Any) -> Any:
+        trial = Trial(0, {"the model": space["the model"][0]}, [0.5, float("nan")], 1.0, "done", facts=facts)
+        return SimpleNamespace(
+            trials=[trial],
+            interrupted=False,
+            predictions_of=lambda trial: chances,
+            predictor_of=lambda trial, lazy: None,
+        )
+
+    monkeypatch.setattr(predictor_module, "tune", trained)
+    predictor = TabularPredictor("class", eval_metric="roc_auc")
+    predictor.fit(frame, num_bag_folds=2, hyperparameters={"LR": {}}, verbosity=0)
+    expected = sk.roc_auc_score(frame["class"] == "rare", chances[:, 1])
+    assert predictor.leaderboard()["score_val"].tolist() == pytest.approx([expected] * 2)
+    with pytest.raises(ConfigurationError, match=r"its score \(r2\) is not a number. The validation rows may lack"):
+        chances[:] = np.nan
+        TabularPredictor("count", eval_metric="r2", problem_type="regression").fit(
+            frame, num_bag_folds=2, hyperparameters={"LR": {}}, verbosity=0
+        )
 
 
 def test_no_model_begins_once_the_time_is_over(asked_of_tune: list[tuple[str, dict[str, Any]]]) -> None:

@@ -49,10 +49,9 @@ class Ensemble:
 
         ``rows`` has each model's predictions for rows that it did not train on.
         """
-        truth = task.y if task.held_out is None else task.y[task.held_out[1]]
         second = find_metric("log_loss" if task.target.classes else "rmse", task.target.problem)
-        weights = ensemble_weights(rows, truth, task.metric, second, time_limit_s=time_limit_s)
-        score = task.metric(truth, np.tensordot(weights, rows, axes=1))
+        weights = ensemble_weights(rows, task.truth, task.metric, second, time_limit_s=time_limit_s)
+        score = task.metric(task.truth, np.tensordot(weights, rows, axes=1))
         nonzero = {name: weight for name, weight in zip(models, weights) if weight > 0}
         return cls(task.target, task.metric, task.columns, models, nonzero, score)
 

@@ -386,11 +386,20 @@ def train(
         for trial in found.trials:
             spec, settings = _of(trial.params)
             name = group.name_of(spec, trial.number)
-            lost[name] = next(iter(trial.errors.values()), "its score is not a number")
-            if trial.state == "done" and trial.score is not None and np.isfinite(trial.score):
+            if trial.state != "done":
+                lost[name] = next(iter(trial.errors.values()))
+                continue
+            predictions = np.asarray(found.predictions_of(trial))
+            # The score of all rows together, as that of the ensemble. A fold may lack a class that the metric needs.
+            row = _row(trial, task, task.metric(task.truth, predictions))
+            lost[name] = (
+                f"its score ({task.metric.name}) is not a number. The validation rows may lack a class: use more rows, "
+                "or another eval_metric"
+            )
+            if np.isfinite(row["score_val"]):
                 del lost[name]
-                rows.append(np.asarray(found.predictions_of(trial)))
-                trained[name] = Trained(settings, found.predictor_of(trial, lazy=True), _row(trial, task))
+                rows.append(predictions)
+                trained[name] = Trained(settings, found.predictor_of(trial, lazy=True), row)
                 notes |= {note: None for facts in trial.facts.values() for note in facts["notes"]}
     if not trained:
         reasons = "\n".join(f"{name}: {why}" for name, why in lost.items())
@@ -418,10 +427,10 @@ def _of(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
     return spec, {**spec.fixed, **{name: value for name, value in params.items() if name != _SPEC}}
 
 
-def _row(trial: Trial, task: Task) -> dict[str, Any]:
+def _row(trial: Trial, task: Task, score: float) -> dict[str, Any]:
     """Return a model's row in the leaderboard."""
     used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
-    row = {"score_val": trial.score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
+    row = {"score_val": score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
     return {**row, "cpu_seconds": trial.cpu_seconds, "cpus": trial.cpus, "gpus": trial.gpus if used_gpu else 0.0}
 
 

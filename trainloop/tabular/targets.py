@@ -170,6 +170,11 @@ class Task:
     held_out: tuple[Rows, Rows] | None
     """Numbers of the training and the validation rows; None with bagging."""
 
+    @property
+    def truth(self) -> Rows:
+        """Targets of the rows that models predict without training on them: with bagging, all rows."""
+        return self.y if self.held_out is None else self.y[self.held_out[1]]
+
     @classmethod
     def read(
         cls, train_data: object, tuning_data: object, label: str, problem: Problem | None, metric: Any, folds: int

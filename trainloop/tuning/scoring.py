@@ -16,7 +16,7 @@ from trainloop.errors import ConfigurationError
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.metrics import get_scorer, make_scorer
+    from sklearn.metrics import get_scorer, make_scorer, roc_auc_score
 except ImportError as error:
     raise ConfigurationError(f"trainloop.tuning.scoring needs scikit-learn: {pip_install('metrics')}.") from error
 
@@ -84,8 +84,8 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     if callable(metric):
         own_name: str = getattr(metric, "__name__", type(metric).__name__)
         return Scorer(name or own_name, make_scorer(metric))
-    if metric == "neg_log_loss":
-        return Scorer(name or metric, _log_loss)
+    if metric in _LACKING_CLASSES:
+        return Scorer(name or metric, _LACKING_CLASSES[metric])
     try:
         return Scorer(name or metric, get_scorer(metric))
     except ValueError as error:
@@ -210,7 +210,19 @@ class _Probabilities(ClassifierMixin, _FixedPredictions):
         return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
 
 
-# Saved predictors refer to this function by its name.
+# Saved predictors refer to these functions by their names. Unlike scikit-learn's scorers, they accept rows that lack a
+# class.
 def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
-    """Return the negative log loss. Unlike scikit-learn's function, this one accepts rows that lack a class."""
+    """Return the negative log loss."""
     return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())
+
+
+def _roc_auc_ovo(model: _Probabilities, x: object, y_true: Rows) -> float:
+    """Return the mean area under the curve over the pairs of classes that the rows have."""
+    chances = model.predict_proba(x)
+    if chances.shape[1] == 2:
+        return float(roc_auc_score(y_true, chances[:, 1]))
+    return float(roc_auc_score(y_true, chances, multi_class="ovo", labels=model.classes_))
+
+
+_LACKING_CLASSES = {"neg_log_loss": _log_loss, "roc_auc_ovo": _roc_auc_ovo}
