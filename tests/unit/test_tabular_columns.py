@@ -287,6 +287,7 @@ TUNED = {"num_trials": 2}
         ({"hyperparameter_tune_kwargs": 3}, "hyperparameter_tune_kwargs=3: must be a dict .*keys: searcher"),
         ({"ag_args_ensemble": {"folds": 1}}, "ag_args_ensemble=.*keys: ag_args_fit, fold_fitting_strategy"),
         ({"eval_metric": "r2"}, "the metrics of a binary problem are accuracy"),
+        ({"eval_metric": ["f1"]}, r"eval_metric=\['f1'\]: the metrics of a binary problem are accuracy"),
         ({"tuning_data": "same", "num_bag_folds": 2}, "tuning_data can't be used with num_bag_folds"),
         ({"num_cpus": 10_000}, "num_cpus=10000 exceeds the number of CPUs"),
         ({"num_cpus": 0}, "num_cpus=0: must be an int of 1 or more"),
@@ -480,6 +481,11 @@ def test_a_bag_is_scored_on_all_rows_together_as_the_ensemble_is(monkeypatch: py
     predictor.fit(frame, num_bag_folds=2, hyperparameters={"LR": {}}, verbosity=0)
     expected = sk.roc_auc_score(frame["class"] == "rare", chances[:, 1])
     assert predictor.leaderboard()["score_val"].tolist() == pytest.approx([expected] * 2)
+    with pytest.raises(ConfigurationError, match="data lacks these columns of the training data: 'colour'"):
+        predictor.feature_importance(frame.drop(columns="colour"))
+    for name in ("num_shuffle_sets", "subsample_size"):
+        with pytest.raises(ConfigurationError, match=f"{name}=0: must be an int of 1 or more"):
+            predictor.feature_importance(frame, **{name: 0})
     with pytest.raises(ConfigurationError, match=r"its score \(r2\) is not a number. The validation rows may lack"):
         chances[:] = np.nan
         TabularPredictor("count", eval_metric="r2", problem_type="regression").fit(

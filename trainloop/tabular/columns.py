@@ -100,13 +100,18 @@ class Columns:
         numbers = self.only(["number", "boolean", "date"]).kinds.items()
         return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
 
-    def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
-        """Return the used columns as floats or strings. Missing values are NaN, or ``''`` among strings."""
+    def used_in(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
+        """Return the used columns of a table. Raise ConfigurationError if the table lacks any."""
         if missing := [name for name in self.kinds if name not in frame.columns]:
             raise ConfigurationError(
                 f"{what} lacks these columns of the training data: {_listed(missing)}. It has: "
                 f"{_listed(frame.columns)}. Pass a table with all columns of the training data."
             )
+        return frame[[*self.kinds]]
+
+    def clean(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
+        """Return the used columns as floats or strings. Missing values are NaN, or ``''`` among strings."""
+        frame = self.used_in(frame, what)
         cleaned: dict[str, Rows] = {}
         for name, kind in self.kinds.items():
             series = frame[name]

@@ -215,16 +215,17 @@ class TabularPredictor:
         """Return the permutation importance: the decrease of the score when a column is shuffled, largest first.
 
         ``importance`` is the mean decrease over ``n`` shuffles, and ``stddev`` the standard deviation (NaN for one
-        shuffle).
+        shuffle). At most ``subsample_size`` rows are read.
         """
         frame, found = labelled_rows(data, self.label), self._trained
-        frame = frame.sample(min(len(frame), subsample_size), random_state=0)
+        rows = checked_count("subsample_size", subsample_size, 1)
+        frame = frame.sample(min(len(frame), rows), random_state=0)
         worse = permutation_importance(
             self,
-            frame[[*found.columns.kinds]],
+            found.columns.used_in(frame),
             found.target.encode(frame[self.label]),
             scoring=lambda _, table, truth: found.metric(truth, found.predict(table)),
-            n_repeats=num_shuffle_sets,
+            n_repeats=checked_count("num_shuffle_sets", num_shuffle_sets, 1),
             random_state=0,
         )
         table = pd.DataFrame(worse.importances.T, columns=[*found.columns.kinds]).agg(["mean", "std", "count"]).T

@@ -119,7 +119,7 @@ def find_metric(metric: str | Callable[[Any, Any], float] | None, problem: Probl
     if callable(metric):
         return scorer(metric)
     known = METRICS[problem]
-    name = next(iter(known)) if metric is None else _ALSO.get(metric, metric)
+    name = next(iter(known)) if metric is None else _ALSO.get(str(metric), str(metric))
     if name not in known:
         raise ConfigurationError(
             f"eval_metric={metric!r}: the metrics of a {problem} problem are {', '.join(known)}. Pass one, or "
