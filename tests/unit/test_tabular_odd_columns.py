@@ -129,6 +129,8 @@ def test_names_that_are_numbers_and_names_that_are_equal_then() -> None:
         (pd.Series(["a", "b", "c"] * 20, dtype="string[pyarrow]"), "multiclass"),
         (pd.Series(np.array([7, -3], dtype=np.int8).repeat(30)), "binary"),
         (pd.Series([pd.Timestamp("2024-01-01"), pd.Timestamp("2024-02-01")] * 30), "binary"),
+        (pd.Series([True, None, False] * 20, dtype="boolean").dropna(), "binary"),
+        (pd.Series(["a", 1, 2.5] * 20, dtype=object), "multiclass"),
         (pd.Series(["a", "b"] * 30, dtype=pd.CategoricalDtype(["b", "a", "never"])), "binary"),
         (pd.Series(np.arange(60) / 7, dtype="Float64"), "regression"),
         (pd.Series(np.arange(60) / 7, dtype="double[pyarrow]"), "regression"),
@@ -144,8 +146,9 @@ def test_targets_of_other_types_come_back(values: pd.Series, problem: str) -> No
         return
     assert len(target.classes) == values.nunique()
     assert "np." not in repr(target.classes)
-    found = target.decode(np.eye(target.num_outputs)[encoded])
-    assert pd.Series(found).tolist() == values.tolist()
+    found = pd.Series(target.decode(np.eye(target.num_outputs)[encoded]))
+    assert found.tolist() == values.tolist()
+    assert found.dtype == values.dtype
 
 
 def test_rows_without_a_label_are_left_out_and_nan_is_no_class() -> None:

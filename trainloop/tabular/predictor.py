@@ -176,7 +176,7 @@ class TabularPredictor:
     def predict(self, data: Data, model: str | None = None) -> pd.Series:
         """Predict classes or numbers with the ensemble or the named model.
 
-        The result has the same index as ``data``.
+        The result has the same index as ``data``. Classes have the type of the label column.
         """
         frame, found = read_table(data, "data"), self._trained
         return pd.Series(found.target.decode(found.predict(frame, model)), index=frame.index, name=self.label)

@@ -41,6 +41,8 @@ class Target:
     problem: Problem
     classes: tuple[Any, ...]
     """Sorted classes; empty for a regression."""
+    dtype: Any = None
+    """Type of the label column; None if pandas infers it from the classes."""
 
     @property
     def num_outputs(self) -> int:
@@ -68,10 +70,11 @@ class Target:
             )
         if wrong:
             raise ConfigurationError(f"label {label!r} {wrong}.")
+        dtype = None if values.dtype == object else values.dtype
         try:
-            return cls(label, problem, tuple(sorted(classes)))
+            return cls(label, problem, tuple(sorted(classes)), dtype)
         except TypeError:  # values of several types
-            return cls(label, problem, tuple(sorted(classes, key=str)))
+            return cls(label, problem, tuple(sorted(classes, key=str)), dtype)
 
     def encode(self, values: pd.Series) -> Rows:
         """Return each value's index in ``classes``; for a regression, return the values as floats.
@@ -96,11 +99,11 @@ class Target:
             )
         return np.array([indices[value] for value in values], dtype=np.int64)
 
-    def decode(self, predictions: Rows) -> Rows:
-        """Return the most probable class of each row, or the predicted number."""
+    def decode(self, predictions: Rows) -> Any:
+        """Return an array with the most probable class of each row, or the predicted number."""
         if self.problem == "regression":
             return predictions
-        return np.asarray(pd.Series(list(self.classes)).to_numpy()[predictions.argmax(axis=1)])
+        return pd.Series(list(self.classes), dtype=self.dtype).array[predictions.argmax(axis=1)]
 
 
 def _infer(values: pd.Series, num_classes: int) -> Problem:
