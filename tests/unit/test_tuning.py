@@ -558,6 +558,8 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
     store.begin_trial(2, {"lr": 0.1, "make": max})
     assert store.params(2) == {"lr": 0.1, "make": max}
     assert store.params(1) is None
+    store.begin_trial(3, {"kernel": {(3, 3): 1}})
+    assert store.params(3) == {"kernel": {(3, 3): 1}}
     assert json.loads((tmp_path / "trial-0002" / "params.json").read_text())["lr"] == 0.1
     store.close()
 
@@ -767,6 +769,29 @@ def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pr
         own_folds(Halves(), None, None)
     with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Remove num_bag_folds"):
         pretend(folds=Halves())
+
+
+def test_a_search_over_scipy_s_distributions_and_functions_is_resumed(pretended: Pretended, tmp_path: Path) -> None:
+    """Their reprs have addresses, which differ between processes, and no parameters."""
+    from scipy import stats
+
+    def searched(high: int) -> TuneResult:
+        options = {"num_trials": 1, "num_bag_folds": 2, "data": rows(), "total": Q(2, 0), "progress": False}
+        space = {"scale": stats.uniform(1, high), "f": [lambda: None]}
+        return tune(lambda params, fold: Scaled(params["scale"]), space, storage=tmp_path / "search", **options)
+
+    assert searched(2).best_params["scale"] == searched(2).best_params["scale"]
+    with pytest.raises(ConfigurationError, match="contains a search with space="):
+        searched(3)
+
+
+def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_path: Path) -> None:
+    folds = make_folds(4, 2, seed=0)
+    for fold, found in zip(folds, (["a", "b"], ["longer", "b"])):
+        write(tmp_path / "trial-0000" / f"fold-{fold.index}" / "predictions.pkl", np.array(found))
+        write(tmp_path / "trial-0000" / f"fold-{fold.index}" / "result.pkl", {})
+    whole = result([trial(0, 1.0, 1.0)], folder=tmp_path, folds=folds).out_of_fold_predictions
+    assert sorted(whole.tolist()) == ["a", "b", "b", "longer"]
 
 
 def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: Pretended, tmp_path: Path) -> None:

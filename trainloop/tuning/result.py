@@ -182,7 +182,7 @@ class TuneResult:
         rows = 1 + max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
         held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
         gaps = len(held_out) < rows
-        dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufc" else first.dtype
+        dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufcUS" else first.dtype
         if gaps and dtype.kind not in "fc":
             dtype = np.dtype(object)
         whole = np.full((rows, *first.shape[1:]), np.nan if dtype.kind in "fc" else None if gaps else 0, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 import weakref
@@ -193,7 +194,7 @@ def tune(
             Path(folder),
             {
                 "version": 1,
-                "space": {name: repr(values) for name, values in space.items()},
+                "space": {name: _described(values) for name, values in space.items()},
                 "num_bag_folds": division.num_folds,
                 "folds": None if users_folds is None else digest(users_folds),
                 "metric": _name_of(metric),
@@ -252,6 +253,13 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_li
         raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
         raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
+
+
+def _described(values: Any) -> str:
+    """Return a text that identifies a dimension of the space, also in another process."""
+    if hasattr(values, "rvs") and hasattr(values, "dist"):  # the repr of scipy's distributions has no parameters
+        return f"{values.dist.name}{values.args}{values.kwds}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(values))
 
 
 def _name_of(metric: str | Callable[..., float]) -> str:

@@ -285,7 +285,11 @@ class Storage:
 
     def begin_trial(self, number: int, params: Mapping[str, Any]) -> None:
         folder = self.trial_folder(number)
-        write_bytes(folder / "params.json", json.dumps(params, indent=2, default=repr).encode())
+        try:
+            text = json.dumps(params, indent=2, default=repr)
+        except TypeError:  # JSON has no keys such as tuples
+            text = json.dumps({name: repr(value) for name, value in params.items()}, indent=2)
+        write_bytes(folder / "params.json", text.encode())
         write(folder / "params.pkl", dict(params))
 
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
