@@ -542,6 +542,19 @@ def test_a_storage_is_one_search_in_one_process(tmp_path: Path) -> None:
     Storage(tmp_path, IDENTITY).close()  # a refused one lets go
 
 
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff"])
+def test_damaged_files_of_a_storage_are_named(data: bytes, tmp_path: Path) -> None:
+    store = Storage(tmp_path, IDENTITY)
+    store.begin_trial(0, {})
+    store.close()
+    for name in ("trial-0000/params.pkl", "search.json"):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match=rf"{name}' can't be read .*delete the folder"):
+            store.params(0)
+            Storage(tmp_path, IDENTITY)
+        (tmp_path / "trial-0000" / "params.pkl").unlink(missing_ok=True)
+
+
 def test_a_search_without_a_seed_keeps_the_one_it_was_begun_with(tmp_path: Path) -> None:
     store = Storage(tmp_path, {**IDENTITY, "seed": None})
     seed = store.identity["seed"]

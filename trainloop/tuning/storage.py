@@ -76,7 +76,18 @@ def write(path: Path, value: object, root: str = "") -> None:
 
 def read(path: Path, *, trusted: bool = False) -> Any:
     """Read a pickle that :func:`write` wrote. Unless ``trusted``, reject a file that other users could have written."""
-    return pickle.loads(read_own(path, trusted=trusted))
+    data = read_own(path, trusted=trusted)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} can't be read ({type(error).__name__}: {error}). Install the libraries that it needs. If it is "
+        f"damaged, delete the folder {str(path.parent)!r} and repeat the search."
+    )
 
 
 def read_own(path: Path, *, trusted: bool = False) -> bytes:
@@ -258,7 +269,10 @@ class Storage:
                 identity["seed"] = secrets.randbelow(2**31)
             write_bytes(path, json.dumps(identity, indent=2).encode())
             return identity
-        begun: dict[str, Any] = json.loads(path.read_text())
+        try:
+            begun: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise _damaged(path, error) from error
         for name, value in identity.items():
             # If no seed is given, the seed of the stored search is used.
             if name == "seed" and value is None:
