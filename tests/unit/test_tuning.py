@@ -591,6 +591,8 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"data": (1,)}, ConfigurationError, r"data must be \(x, y\)"),
         ({"data": ([1, 2], [1])}, ConfigurationError, "with as many rows in x as in y"),
         ({"num_trials": 0}, ResourceError, "num_trials=0: must be an int of 1 or more"),
+        ({"num_trials": None, "space": {}}, ResourceError, "num_trials=None: must be an int of 1 or more"),
+        ({"seed": -1}, ResourceError, "seed=-1: must be an int of 0 or more"),
         ({"num_bag_folds": -1}, ResourceError, "num_bag_folds=-1"),
         ({"total": Q(100000, 0)}, ResourceError, "num_cpus=100000 exceeds the number of CPUs"),
         ({"total": Q(1, 0), "per_model": Q(2)}, ResourceError, "per_model num_cpus=2 is more than num_cpus=1"),
@@ -789,7 +791,14 @@ def test_a_search_over_scipy_s_distributions_and_functions_is_resumed(pretended:
     from scipy import stats
 
     def searched(high: int) -> TuneResult:
-        options = {"num_trials": 1, "num_bag_folds": 2, "data": rows(), "total": Q(2, 0), "progress": False}
+        options = {
+            "num_trials": 1,
+            "seed": np.int64(3),
+            "num_bag_folds": 2,
+            "data": rows(),
+            "total": Q(2, 0),
+            "progress": False,
+        }
         space = {"scale": stats.uniform(1, high), "f": [lambda: None]}
         return tune(lambda params, fold: Scaled(params["scale"]), space, storage=tmp_path / "search", **options)
 

@@ -24,6 +24,7 @@ from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
+from trainloop.resources.quota import checked_count
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.on_ray import RayBackend
@@ -150,6 +151,8 @@ def tune(
         If the machine does not have the requested resources, or they do not become free in time.
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
+    checked_count("num_trials", num_trials, 1)
+    seed = None if seed is None else checked_count("seed", seed, 0)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     users_folds = None
     if folds is not None:
