@@ -126,7 +126,6 @@ lint: $(VENV)/lint.stamp
 
 types: $(VENV)/lint.stamp $(VENV)/examples.stamp
 	$(BIN)/mypy
-	MYPYPATH=. $(BIN)/mypy --config-file= --strict --follow-imports=silent --cache-dir .mypy_cache/strict tests/typed/user_script.py
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
