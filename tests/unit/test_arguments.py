@@ -208,6 +208,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["data_loader=SGD(...): must be a torch DataLoader."],
     ),
     # fit
+    "nothing gathered in a mode that does not shard": (lambda: fit(gather=False), ["gather=False", "single", "fsdp"]),
     "neither epochs nor iterations": (lambda: fit(num_epochs=0), ["num_epochs", "num_iterations"]),
     "both epochs and iterations": (lambda: fit(num_iterations=5), ["num_epochs", "num_iterations"]),
     "num_epochs negative": (
