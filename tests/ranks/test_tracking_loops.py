@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 import trainloop
 import trainloop.train_loop
 from conftest import make_data
-from trainloop import TrainLoop, TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave, TTBasicModel
+from trainloop import (
+    AbstractCallback,
+    TrainLoop,
+    TrainLoopCheckpoint,
+    TrainLoopCheckpointEndSave,
+    TrainLoopEndSave,
+    TTBasicModel,
+)
 from trainloop.errors import ConfigurationError
 
 
@@ -69,6 +76,18 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     assert again.history["loss"] == whole.history["loss"]
 
 
+class ResultsOfRank1(AbstractCallback):
+    """Write the results that rank 1 has at the end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("results of rank 1", execution_order=1002)
+        self.path = path
+
+    def on_train_end(self) -> None:
+        if self.train_loop_obj.rank == 1:
+            self.path.write_text(json.dumps(self.train_loop_obj.results))
+
+
 def test_results_at_the_end_in_ddp(tmp_path: Path) -> None:
     loop = make(
         TrainLoopCheckpointEndSave,
@@ -78,12 +97,13 @@ def test_results_at_the_end_in_ddp(tmp_path: Path) -> None:
         val_result_package=[hits],
         test_result_package={"hits": hits},
     )
-    loop.fit(num_epochs=1)
+    loop.fit(num_epochs=1, callbacks=[ResultsOfRank1(tmp_path / "rank 1")])
     y_pred, y_true, _ = loop.predict_on_test_set()
     assert loop.results == {
         "validation": {"hits": hits(y_pred, y_true, {})},
         "test": {"hits": hits(y_pred, y_true, {})},
     }
+    assert json.loads((tmp_path / "rank 1").read_text()) == loop.results
     (report,) = tmp_path.rglob("report.json")
     assert json.loads(report.read_text())["results"] == loop.results
     assert "model.pt" in files(tmp_path)
