@@ -103,8 +103,6 @@ def resumes_exactly(dataset: Any) -> bool:
 
     Hugging Face's state omits the shuffle buffer, which is then refilled with other samples.
     """
-    if not _is_of(dataset, "datasets"):
-        return True
     # Hugging Face's stages are nested by attributes, without a public list of them.
     left = [getattr(dataset, "_ex_iterable", None)]
     while left:

@@ -169,8 +169,7 @@ class _LeaseFolder:
                 f"leases can't be stored in {str(self._where)!r}: it is a {what} of {_user(found.st_uid)}, but must be "
                 "your own folder, so that nobody else can change leases. Have it removed, or set TRAINLOOP_LEASE_DIR."
             )
-        if stat.S_IMODE(found.st_mode) != 0o755:  # mkdir applies the umask; others may read, but not write
-            self._where.chmod(0o755)
+        self._where.chmod(0o755)  # mkdir applies the umask; others may read, but not write
 
     @contextlib.contextmanager
     def locked(self, name: str = "desk") -> Iterator[None]:
