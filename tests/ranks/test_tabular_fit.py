@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from saved_names import NAMES, names_in
 from sklearn.linear_model import LogisticRegression
 from tables import mixed
 
@@ -150,6 +151,7 @@ def test_all_kinds_of_models_in_bags(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert summary["weights"].keys() <= set(predictor.model_names)
     loaded = TabularPredictor.load(predictor.save(tmp_path / "p"))
     assert np.allclose(loaded.predict_proba(test_data), predictor.predict_proba(test_data))
+    assert names_in(tmp_path / "p" / "predictor.pkl") <= NAMES, "add the names: files of this version refer to them"
 
 
 @pytest.mark.slow

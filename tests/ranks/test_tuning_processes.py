@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from descriptors import all_low_numbers_taken
+from saved_names import NAMES, names_in
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
@@ -59,6 +60,8 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     assert means == [np.delete(y, rows_).mean() for rows_ in held]
     found.predictor.save(tmp_path / "bag")
     assert BaggedPredictor.load(tmp_path / "bag").predict(x).tolist() == y.tolist()
+    files = [tmp_path / "bag", *(tmp_path / "search" / "trial-0001").rglob("*.pkl"), tmp_path / "search" / "folds.pkl"]
+    assert set().union(*map(names_in, files)) <= NAMES, "add the names: files of this version refer to them"
     # a beaten trial keeps its scores, not its models
     assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
     assert len(list((tmp_path / "search" / "trial-0000").glob("fold-*/model.pkl"))) == 0

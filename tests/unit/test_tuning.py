@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import pkgutil
 import tempfile
 import threading
 import time
@@ -20,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_names import NAMES
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tuning_kinds import Scaled, make_scaled, rows
 
@@ -506,6 +508,14 @@ def test_a_predictor_survives_the_disk(tmp_path: Path) -> None:
     assert again.predict(rows(3)[0]).tolist() == bag.predict(rows(3)[0]).tolist() == [0.0, 1.0, 2.0]
     assert (len(again), repr(again)) == (2, "BaggedPredictor(2 of Scaled)")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["bag"]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_names_in_files_of_earlier_versions_exist(name: str) -> None:
+    """Saved predictors and searches refer to these names. If you rename one, keep an alias under the old name."""
+    for library in ("sklearn", "pandas"):
+        pytest.importorskip(library)
+    assert pkgutil.resolve_name(name) is not None
 
 
 def test_a_damaged_or_foreign_predictor_is_refused(tmp_path: Path) -> None:
