@@ -599,7 +599,11 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"searcher": "bayes"}, ConfigurationError, "searcher='bayes'"),
         ({"space": {"a": 1}}, ConfigurationError, r"space\['a'\]=1"),
         ({"data": (1,)}, ConfigurationError, r"data must be \(x, y\)"),
-        ({"data": ([1, 2], [1])}, ConfigurationError, "with as many rows in x as in y"),
+        ({"data": (None, [1])}, ConfigurationError, r"data must be \(x, y\)"),
+        ({"data": ([1, 2], [1])}, ConfigurationError, "same number of rows, but they have 2, 1"),
+        ({"data": ([1, 2], [1, 2]), "targets": [1]}, ConfigurationError, "same number of rows, but they have 2, 2, 1"),
+        ({"targets": 5}, ConfigurationError, "must be arrays, tables or lists"),
+        ({"targets": np.array(5)}, ConfigurationError, "must be arrays, tables or lists"),
         ({"num_trials": 0}, ResourceError, "num_trials=0: must be an int of 1 or more"),
         ({"num_trials": None, "space": {}}, ResourceError, "num_trials=None: must be an int of 1 or more"),
         ({"seed": -1}, ResourceError, "seed=-1: must be an int of 0 or more"),
@@ -677,7 +681,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
 
 def pretend(**changed: Any) -> TuneResult:
     options: dict[str, Any] = {"num_trials": 4, "num_bag_folds": 3, "total": Q(2, 0), "seed": 0, "progress": False}
-    return tune(make_scaled, {"scale": [0.0, 1.0, 2.0, 3.0]}, data=rows(), **{**options, **changed})
+    return tune(make_scaled, {"scale": [0.0, 1.0, 2.0, 3.0]}, **{"data": rows(), **options, **changed})
 
 
 def test_three_folds_on_two_cpus_leave_none_idle(pretended: Pretended) -> None:
@@ -794,6 +798,14 @@ def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pr
         own_folds(Halves(), None, None)
     with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Remove num_bag_folds"):
         pretend(folds=Halves())
+
+
+def test_folds_of_a_sparse_matrix(pretended: Pretended) -> None:
+    x, y = rows()
+    data = pytest.importorskip("scipy.sparse").csr_matrix(x), y
+    found = pretend(data=data)
+    assert sum(len(fold.validation) for fold in found.folds or ()) == len(y)
+    assert len(own_folds(list(Halves().split(x)), *data)) == 2
 
 
 def test_a_search_over_scipy_s_distributions_and_functions_is_resumed(pretended: Pretended, tmp_path: Path) -> None:

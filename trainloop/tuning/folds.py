@@ -11,7 +11,7 @@ import numpy as np
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Fold", "class_targets", "digest", "make_folds", "own_folds"]
+__all__ = ["Fold", "class_targets", "digest", "make_folds", "num_rows", "own_folds"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,28 @@ def class_targets(targets: object) -> np.ndarray[Any, Any] | None:
         values = values.astype(str)
     _, codes = np.unique(values, return_inverse=True)
     return codes if len(codes) >= 2 * (codes.max(initial=0) + 1) else None
+
+
+def num_rows(*arrays: Any) -> int | None:
+    """Return the number of rows of arrays, tables or lists; None if all of them are None.
+
+    Raises
+    ------
+    ConfigurationError
+        If an argument has no rows, or if the numbers of rows differ.
+    """
+    given = [each for each in arrays if each is not None]
+    try:
+        counts = [int(each.shape[0]) if hasattr(each, "shape") else len(each) for each in given]
+    except (TypeError, IndexError):
+        raise ConfigurationError(
+            "data=(x, y) and targets must be arrays, tables or lists, with one item per row."
+        ) from None
+    if len(set(counts)) > 1:
+        raise ConfigurationError(
+            f"data=(x, y) and targets must have the same number of rows, but they have {', '.join(map(str, counts))}."
+        )
+    return counts[0] if counts else None
 
 
 def make_folds(
@@ -111,14 +133,14 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
     ConfigurationError
         If ``given`` is neither a splitter nor such a sequence, or does not fit the data.
     """
+    length = num_rows(x, y)
     if callable(getattr(given, "split", None)):
-        known = y if x is None else x
-        if known is None:
+        if length is None:
             raise ConfigurationError(
                 f"folds={given!r} needs the data to split. Pass data=(x, y) or targets (one per row) to tune, or "
                 "folds=list(splitter.split(x, y, groups))."
             )
-        given = given.split(np.zeros(len(known)) if x is None else x, y)
+        given = given.split(np.zeros(length) if x is None else x, y)
     if isinstance(given, Iterator):  # such as the iterator that a splitter's split returns
         given = list(given)
     if not isinstance(given, (list, tuple)) or len(given) < 2:
@@ -134,7 +156,6 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
                 f"folds[{index}]={pair!r:.80}: must be a pair of arrays of row numbers, (train, validation)."
             )
         train, validation = (np.sort(part.astype(np.int64)) for part in rows)
-        length = next((len(each) for each in (x, y) if each is not None), None)
         first, last = min(train[0], validation[0]), max(train[-1], validation[-1])
         if first < 0 or (length is not None and last >= length):
             raise ConfigurationError(

@@ -25,7 +25,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
-from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
+from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, num_rows, own_folds
 from trainloop.tuning.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.on_ray import RayBackend
 from trainloop.tuning.result import Trial, TuneResult, best_of, short
@@ -154,6 +154,9 @@ def tune(
     checked_count("num_trials", num_trials, 1)
     seed = None if seed is None else checked_count("seed", seed, 0)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    x, y = data or (None, None)
+    length = num_rows(x, y, targets)
+    targets = y if targets is None else targets
     users_folds = None
     if folds is not None:
         if num_bag_folds != 1:
@@ -161,8 +164,7 @@ def tune(
                 f"num_bag_folds={num_bag_folds} with folds: folds already sets the number of folds. Remove "
                 "num_bag_folds."
             )
-        x, y = (None, targets) if data is None else (data[0], data[1] if targets is None else targets)
-        users_folds = own_folds(folds, x, y)
+        users_folds = own_folds(folds, x, targets)
     num_bag_folds = num_bag_folds if users_folds is None else len(users_folds)
     if isinstance(space, Mapping) and not space:
         if num_bag_folds == 1:
@@ -224,7 +226,7 @@ def tune(
             *(store, division, proposals, runner, held, work, chosen_seed, mode, deadline, keep == "all"),
             View(division, mode, progress),
         )
-        search.set_folds(num_bag_folds, targets, users_folds)
+        search.set_folds(num_bag_folds, length, targets, users_folds)
         search.run()
         result = TuneResult(
             [running.trial for running in search.begun],
@@ -254,8 +256,8 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_li
             raise ConfigurationError(f"{name}={value!r}: must be {known[0]!r} or {known[1]!r}.")
     if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
         raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
-    if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or len(data[0]) != len(data[1])):
-        raise ConfigurationError("data must be (x, y), with as many rows in x as in y.")
+    if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or any(x is None for x in data)):
+        raise ConfigurationError("data must be (x, y): arrays, tables or lists.")
 
 
 def _described(values: Any) -> str:
@@ -300,7 +302,7 @@ class _Search:
 
     # -- folds -------------------------------------------------------------------------------------------------------
 
-    def set_folds(self, num_bag_folds: int, targets: Any, users_folds: list[Fold] | None) -> None:
+    def set_folds(self, num_bag_folds: int, length: int | None, targets: Any, users_folds: list[Fold] | None) -> None:
         """Set the bag's folds, and write the file that all children read.
 
         The user has passed the folds, or they are read from the storage, or they are made from the targets.
@@ -311,17 +313,15 @@ class _Search:
             if path.exists():
                 self.folds = read(path, trusted=self.store.trusted)
             else:
-                length, targets = self._describe(targets)
+                if length is None:
+                    length, targets = self._describe()
                 self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
         # The file is written once for all children, because the data may be large. Each job only names the file.
         write(self.store.folder / "work.pkl", {**self.work, "folds": self.folds}, "tune")
 
-    def _describe(self, targets: Any) -> tuple[int, Any]:
-        if targets is None and self.work["data"] is not None:
-            targets = self.work["data"][1]
-        if targets is not None:
-            return len(targets), targets
+    def _describe(self) -> tuple[int, Any]:
+        """Return the number of rows and their targets."""
         # Only the loop knows its data, so a child process creates a loop and inspects it.
         write(self.store.folder / "work.pkl", {**self.work, "folds": None}, "tune")
         params = self.store.params(0) or self.searcher.propose(0) or {}
