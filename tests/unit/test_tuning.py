@@ -852,6 +852,10 @@ def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: P
     held_out = found.out_of_fold_predictions
     assert np.isnan(held_out[:third]).all()
     assert (held_out[third:] == 1.0).all()
+    found = pretend(
+        **{**options, "storage": None, "folds": [pair[::-1] for pair in given[:1]] * 2}
+    )  # not the last third
+    assert np.isnan(found.out_of_fold_predictions).tolist() == [False] * third + [True] * 2 * third
     with pytest.raises(ConfigurationError, match="contains a search with folds="):
         pretend(**{**options, "folds": given[::-1]})
 

@@ -103,6 +103,8 @@ class TuneResult:
     """True if the search was stopped before it had finished."""
     trusted: bool = False
     """True if the folder is read without checking who may have written it."""
+    num_rows: int | None = None
+    """Number of rows of ``data`` or ``targets``; None if ``tune`` was called without them."""
 
     @property
     def best_trial(self) -> Trial:
@@ -179,7 +181,8 @@ class TuneResult:
         classes = [self._read(folder / "result.pkl").get("classes") for _, folder in finished]
         parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
         first = next(iter(parts.values()))
-        rows = 1 + max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
+        last = max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
+        rows = self.num_rows or last + 1
         held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
         gaps = len(held_out) < rows
         dtype = np.result_type(*parts.values()) if first.dtype.kind in "biufcUS" else first.dtype

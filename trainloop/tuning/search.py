@@ -237,6 +237,7 @@ def tune(
             folds=search.folds,
             interrupted=search.interrupted,
             trusted=trusted,
+            num_rows=length,
         )
         if scratch is not None:
             unless_returned.pop_all()
