@@ -604,6 +604,8 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"data": ([1, 2], [1, 2]), "targets": [1]}, ConfigurationError, "same number of rows, but they have 2, 2, 1"),
         ({"targets": 5}, ConfigurationError, "must be arrays, tables or lists"),
         ({"targets": np.array(5)}, ConfigurationError, "must be arrays, tables or lists"),
+        ({"storage": 5}, ConfigurationError, "5 is not a folder"),
+        ({"storage": __file__}, ConfigurationError, "can't be written to: .* is a file"),
         ({"num_trials": 0}, ResourceError, "num_trials=0: must be an int of 1 or more"),
         ({"num_trials": None, "space": {}}, ResourceError, "num_trials=None: must be an int of 1 or more"),
         ({"seed": -1}, ResourceError, "seed=-1: must be an int of 0 or more"),

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainloop import checkpoint
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
@@ -151,6 +152,8 @@ def tune(
         If the machine does not have the requested resources, or they do not become free in time.
     """
     _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
+    if storage is not None:
+        checkpoint.folder(storage).check_writable()
     checked_count("num_trials", num_trials, 1)
     seed = None if seed is None else checked_count("seed", seed, 0)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
