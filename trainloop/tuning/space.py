@@ -121,17 +121,18 @@ def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:
     for name, values in space.items():
         if not isinstance(name, str):
             raise ConfigurationError(f"space has the name {name!r}: names of parameters must be strings.")
+        if isinstance(values, Choice):
+            values = values.values
         if isinstance(values, np.ndarray):
             values = values.tolist()
         if isinstance(values, (Uniform, Integers)):
             dimensions[name] = values
         elif hasattr(values, "rvs"):
             dimensions[name] = _Distribution(values)
-        elif isinstance(values, Choice) or (isinstance(values, Sequence) and not isinstance(values, (str, bytes))):
-            choice = values if isinstance(values, Choice) else Choice(values)
-            if len(choice.values) == 0:
+        elif isinstance(values, Sequence) and not isinstance(values, (str, bytes)):
+            if not values:
                 raise ConfigurationError(f"space[{name!r}] is empty. Give at least one value, or remove the name.")
-            dimensions[name] = choice
+            dimensions[name] = Choice(values)
         else:
             raise ConfigurationError(
                 f"space[{name!r}]={values!r}: must be a list, a range or a distribution. For one fixed value write "
