@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
@@ -713,6 +714,18 @@ def test_models_of_beaten_trials_are_there_if_asked_for(pretended: Pretended) ->
         found.predictor_of(found.trials[1])
     with pytest.raises(ConfigurationError, match="keep='some': must be 'best' or 'all'"):
         pretend(keep="some")
+
+
+def test_a_copy_of_a_result_whose_folder_was_deleted(pretended: Pretended) -> None:
+    found = pretend()
+    copied = copy.deepcopy(found)
+    assert len(copied.predictor) == 3
+    del found
+    gc.collect()
+    for use in (lambda: copied.predictor, lambda: copied.out_of_fold_predictions):
+        with pytest.raises(ConfigurationError, match=r"has been deleted.*storage=folder"):
+            use()
+    assert len(copied.rows()) == 4
 
 
 def test_a_search_ends_when_its_time_is_over(pretended: Pretended) -> None:

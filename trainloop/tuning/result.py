@@ -218,6 +218,11 @@ class TuneResult:
 
     def _finished(self, trial: Trial) -> list[tuple[int, Path]]:
         folder = self.folder / f"trial-{trial.number:04d}"
+        if trial.score is not None and not folder.exists():
+            raise ConfigurationError(
+                f"{str(self.folder)!r} has been deleted. Without storage, it is deleted with the result that tune "
+                "returned; copies of that result don't keep it. Use tune(..., storage=folder), or save the predictor."
+            )
         return [(fold, folder / f"fold-{fold}") for fold, score in enumerate(trial.scores) if score is not None]
 
     # -- display -----------------------------------------------------------------------------------------------------
