@@ -453,6 +453,13 @@ def test_a_result_shows_its_trials_best_first() -> None:
     assert "abcdefghijklmnopqrstu..." in result([trial(0, 1.0, name="abcdefghijklmnopqrstuvwxyz")]).table()
 
 
+def test_parameters_with_names_of_columns_have_columns_of_their_own() -> None:
+    params: dict[str, Any] = {"trial": 7, "seconds": 8, "val_loss": 9, "lr": 10}
+    (row,) = result([Trial(0, params, [1.0], 1.5, "done")]).rows()
+    assert [row[name] for name in params] == [0, 1.5, 1.0, 10]
+    assert [row[f"params.{name}"] for name in ("trial", "seconds", "val_loss")] == [7, 8, 9]
+
+
 def test_a_result_without_scores_tells_the_first_error() -> None:
     lost = Trial(0, {}, [None], 0.0, "failed", {0: "ValueError: this one"})
     with pytest.raises(ConfigurationError, match=r"None of the 1 trials has a score(?s:.*)ValueError: this one"):

@@ -228,11 +228,15 @@ class TuneResult:
     # -- display -----------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a list with a dict for each trial, best first; ``pandas.DataFrame`` accepts it."""
+        """Return a list with a dict for each trial, best first; ``pandas.DataFrame`` accepts it.
+
+        If a parameter has the name of another column, such as ``seconds``, its own column is ``params.seconds``.
+        """
+        taken = ("trial", self.metric, "folds", "seconds", "state")
         return [
             {
                 "trial": trial.number,
-                **trial.params,
+                **{f"params.{name}" if name in taken else name: value for name, value in trial.params.items()},
                 self.metric: trial.score,
                 "folds": trial.scores,
                 "seconds": round(trial.seconds, 2),
