@@ -658,12 +658,14 @@ class Pretended:
 
     def __init__(self) -> None:
         self.running: list[Any] = []
+        self.jobs: list[Any] = []
         self.seen: list[list[tuple[int, int]]] = []
 
     def start(self, job: Any, bag: int) -> None:
         assert (job.trial, job.fold) not in [(other.trial, other.fold) for other in self.running]
         assert not {*job.cpus} & {cpu for other in self.running for cpu in other.cpus}
         self.running.append(job)
+        self.jobs.append(job)
 
     def wait(self, timeout_s: float) -> list[Any]:
         self.seen.append([(job.trial, job.fold) for job in self.running])
@@ -695,6 +697,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
 def pretend(**changed: Any) -> TuneResult:
     options: dict[str, Any] = {"num_trials": 4, "num_bag_folds": 3, "total": Q(2, 0), "seed": 0, "progress": False}
     return tune(make_scaled, {"scale": [0.0, 1.0, 2.0, 3.0]}, **{"data": rows(), **options, **changed})
+
+
+def test_trials_beyond_the_size_of_the_grid_take_no_time_and_no_resources(pretended: Pretended) -> None:
+    began = time.time()
+    found = pretend(num_trials=100, time_limit_s=1000, searcher="random")
+    assert (found.plan.num_trials, len(found.trials)) == (4, 4)
+    left = pretended.jobs[0].until - began  # of 6 waves
+    assert 140 < left < 160, left
+    pretended.jobs.clear()
+    own = SimpleNamespace(propose=lambda number: {} if number < 3 else None, tell=lambda number, params, score: None)
+    assert len(pretend(num_trials=100, searcher=own).trials) == 3
 
 
 def test_three_folds_on_two_cpus_leave_none_idle(pretended: Pretended) -> None:

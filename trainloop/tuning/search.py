@@ -169,14 +169,13 @@ def tune(
             )
         users_folds = own_folds(folds, x, targets)
     num_bag_folds = num_bag_folds if users_folds is None else len(users_folds)
-    if isinstance(space, Mapping) and not space:
-        if num_bag_folds == 1:
-            warn(
-                "space is empty, so one model is trained and nothing is searched. Name parameters, e.g. space={'lr': "
-                "[0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
-            )
-        num_trials = min(num_trials, 1)
     proposals = make_searcher(searcher, space, seed=0 if seed is None else seed, mode=mode)  # finds errors early
+    num_trials = min(num_trials, getattr(proposals, "num_settings", num_trials))
+    if not space and num_trials == num_bag_folds == 1:
+        warn(
+            "space is empty, so one model is trained and nothing is searched. Name parameters, e.g. space={'lr': "
+            "[0.1, 0.01]}, or cross-validate this one setting with num_bag_folds=5."
+        )
     with ExitStack() as undo:
         if backend == "ray":
             ray_backend = undo.enter_context(RayBackend.connected(total))

@@ -181,6 +181,7 @@ class _Listed:
         self._dimensions = dimensions
         self._seed = seed
         self._order: Sequence[int] | None = None
+        self.num_settings: float = math.inf
         unlisted = [name for name, dimension in dimensions.items() if not isinstance(dimension, Choice)]
         size = math.prod(len(d.values) for d in dimensions.values() if isinstance(d, Choice))
         if in_order and unlisted:
@@ -189,15 +190,15 @@ class _Listed:
                 "and ranges. List its values, or use searcher='random'."
             )
         if in_order:
-            self._order = range(size)
+            self._order, self.num_settings = range(size), size
         elif not unlisted and size <= _ENUMERABLE:
-            self._order = np.random.default_rng(seed).permutation(size).tolist()
+            self._order, self.num_settings = np.random.default_rng(seed).permutation(size).tolist(), size
 
     def propose(self, number: int) -> dict[str, Any] | None:
         if self._order is None:
             rng = np.random.default_rng([self._seed, number])
             return {name: dimension.sample(rng) for name, dimension in self._dimensions.items()}
-        return self._setting(self._order[number]) if number < len(self._order) else None
+        return self._setting(self._order[number]) if number < self.num_settings else None
 
     def _setting(self, index: int) -> dict[str, Any]:
         """Return the setting with this index in the grid. The last parameter varies fastest."""
@@ -221,6 +222,7 @@ class _Optuna:
     def __init__(self, dimensions: dict[str, Dimension], sampler: Any, seed: int, mode: str) -> None:
         self._optuna = optuna = import_extra("optuna", "searcher='optuna'", "optuna")
         self._dimensions = dimensions
+        self.num_settings = math.inf if dimensions else 1
         self._distributions: dict[str, Any] = {}
         ranges = {Uniform: optuna.distributions.FloatDistribution, Integers: optuna.distributions.IntDistribution}
         for name, dimension in dimensions.items():
