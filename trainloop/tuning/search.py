@@ -334,8 +334,12 @@ class _Search:
         for name in ("result.pkl", "error.txt"):
             (folder / name).unlink(missing_ok=True)
         self.backend.start(self._job(0, 0, folder, slot=0, probe=True), 0)
-        while not self.backend.wait(1.0):
-            pass
+        while not self.backend.wait(self._patience_s()):
+            if self._patience_s() <= 0:
+                raise ConfigurationError(
+                    "The number of rows of the data is unknown, because make_loop did not return within time_limit_s "
+                    "for a fold of two rows. Pass data=(x, y) or targets (one per row) to tune, or allow more time."
+                )
         if not (folder / "result.pkl").exists():
             raise ConfigurationError(
                 "The number of rows of the data is unknown, because make_loop failed with a fold of two rows. Pass "
