@@ -23,7 +23,7 @@ from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets
 from trainloop.tabular.columns import Columns, read_table
-from trainloop.tabular.models import Given, GradientBoosting
+from trainloop.tabular.models import Given, GradientBoosting, extra_trees, linear
 from trainloop.tabular.specs import parse_hyperparameters
 from trainloop.tabular.targets import Target, find_metric
 from trainloop.tuning import Trial
@@ -540,6 +540,17 @@ def test_lightgbm_learns_times_in_seconds_since_1970() -> None:
     own_loss = GradientBoosting(Given(columns, target, {"num_boost_round": 9, "objective": "poisson"}, gpu=False))
     own_loss.fit(frame, y / 1e9, (frame, y / 1e9))  # which can't be with numbers below 0
     assert (own_loss.predict(frame) > 0).all()
+
+
+@pytest.mark.parametrize("make", [linear, extra_trees])
+def test_a_fold_may_have_a_single_class(make: Any) -> None:
+    """The class of a binary problem has one row, which this fold holds out."""
+    frame = mixed()
+    columns, target = Columns.learn(frame.drop(columns="class")), Target("class", "binary", ("no", "yes"))
+    table, y = columns.clean(frame), np.ones(len(frame), dtype=int)
+    model = make(Given(columns, target, {}, gpu=False))
+    model.fit(table, y, (table, y))
+    assert model.predict(table).tolist() == [[0.0, 1.0]] * len(frame)
 
 
 def test_a_lightgbm_without_gpus_trains_on_the_cpu_and_says_so_once() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from sklearn import ensemble
 from sklearn.compose import ColumnTransformer
+from sklearn.dummy import DummyClassifier
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -95,6 +96,8 @@ class Estimator(Adapter):
 
     def fit(self, table: pd.DataFrame, y: Rows, validation: tuple[pd.DataFrame, Rows]) -> None:
         x = self._matrix.fit_transform(table)
+        if not self.is_regression and len(np.unique(y)) == 1:  # a fold of a bag; linear models need two classes
+            self._estimator = DummyClassifier()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*converge")  # a solution near the optimum is good enough
             if seconds_left() is not None and all(hasattr(self._estimator, name) for name in _TREE_BY_TREE):
