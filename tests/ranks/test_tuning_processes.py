@@ -65,7 +65,7 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     # a beaten trial keeps its scores, not its models
     assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
     assert len(list((tmp_path / "search" / "trial-0000").glob("fold-*/model.pkl"))) == 0
-    assert "2 of 9 trials done, 0 running, 0 failed" in capsys.readouterr().err
+    assert "2 of 2 trials done, 0 running, 0 failed" in capsys.readouterr().err
 
 
 def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
