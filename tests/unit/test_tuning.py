@@ -163,13 +163,13 @@ def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_optuna_learns_from_scores_and_goes_on_from_earlier_ones() -> None:
-    optuna = pytest.importorskip("optuna")
+    pytest.importorskip("optuna")
     space = {"x": Uniform(-10, 10), "k": ["far", None], "n": Integers(1, 8, log=True)}
 
     def score(params: dict[str, Any]) -> float:
         return abs(params["x"] - 3) + (0 if params["k"] is None else 5)
 
-    searcher = make_searcher("optuna", space, seed=0, mode="min")
+    searcher = make_searcher("optuna", space, seed=1, mode="min")
     told = []
     for number in range(40):
         params = searcher.propose(number)
@@ -178,10 +178,29 @@ def test_optuna_learns_from_scores_and_goes_on_from_earlier_ones() -> None:
         told.append((number, params, None if number == 5 else score(params)))
         searcher.tell(*told[-1])
     assert np.mean([score(p) for _, p, _ in told[-10:]]) < np.mean([score(p) for _, p, _ in told[:10]]) / 2
-    again = make_searcher(optuna.samplers.TPESampler(seed=1), space, seed=0, mode="min")
+    again = make_searcher("optuna", space, seed=0, mode="min")
     for number, params, value in told:
         again.tell(number, params, value)
     assert np.mean([score(again.propose(100 + i) or {}) for i in range(10)]) < 6.5  # 8 at random
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("finished", [0, 3])
+def test_a_resumed_search_with_optuna_repeats_no_proposal(own: bool, finished: int) -> None:
+    optuna = pytest.importorskip("optuna")
+    space = {"x": Uniform(0, 1), "k": [1, 2, 3]}
+
+    def searcher() -> Any:
+        return make_searcher(optuna.samplers.RandomSampler(seed=7) if own else "optuna", space, seed=7, mode="min")
+
+    undisturbed, resumed = searcher(), searcher()
+    before = [undisturbed.propose(number) for number in range(6)]
+    for number in range(finished):
+        resumed.tell(number, before[number], 0.5)
+    after = [resumed.propose(number) for number in range(3, 6)]
+    assert not [params for params in after if params in before[:3]]
+    if not own:  # before there are enough scores to learn from
+        assert after == before[3:]
 
 
 def test_optuna_takes_no_distribution_of_scipy() -> None:

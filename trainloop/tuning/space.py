@@ -240,13 +240,25 @@ class _Optuna:
         try:
             self._study = optuna.create_study(
                 direction="minimize" if mode == "min" else "maximize",
-                sampler=optuna.samplers.TPESampler(seed=seed) if sampler is None else sampler,
+                sampler=sampler,
             )
         finally:
             optuna.logging.set_verbosity(before)
         self._open: dict[int, Any] = {}
+        self._seed = seed if sampler is None else None
+        self._next = 0
 
     def propose(self, number: int) -> dict[str, Any] | None:
+        # A resumed search starts with a new sampler, which must not repeat its first proposals.
+        if self._seed is not None:
+            seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+            self._study.sampler = self._optuna.samplers.TPESampler(seed=seed)
+        elif number != self._next:
+            self._study.sampler.reseed_rng()
+        self._next = number + 1
+        return self._ask(number)
+
+    def _ask(self, number: int) -> dict[str, Any]:
         self._open[number] = proposed = self._study.ask(self._distributions)
         return {name: self._value(name, chosen) for name, chosen in proposed.params.items()}
 
@@ -263,5 +275,5 @@ class _Optuna:
                 dimension = self._dimensions[name]
                 chosen[name] = list(dimension.values).index(value) if isinstance(dimension, Choice) else value
             self._study.enqueue_trial(chosen)
-            self.propose(number)
+            self._ask(number)
         self._study.tell(self._open.pop(number), None if failed else score, state=state)
