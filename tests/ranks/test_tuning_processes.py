@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -60,7 +61,13 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     assert means == [np.delete(y, rows_).mean() for rows_ in held]
     found.predictor.save(tmp_path / "bag")
     assert BaggedPredictor.load(tmp_path / "bag").predict(x).tolist() == y.tolist()
-    files = [tmp_path / "bag", *(tmp_path / "search" / "trial-0001").rglob("*.pkl"), tmp_path / "search" / "folds.pkl"]
+    (tmp_path / "result").write_bytes(pickle.dumps(found))
+    files = [
+        tmp_path / "bag",
+        tmp_path / "result",
+        *(tmp_path / "search" / "trial-0001").rglob("*.pkl"),
+        tmp_path / "search" / "folds.pkl",
+    ]
     assert set().union(*map(names_in, files)) <= NAMES, "add the names: files of this version refer to them"
     # a beaten trial keeps its scores, not its models
     assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
