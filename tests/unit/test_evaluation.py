@@ -174,6 +174,18 @@ def test_a_batch_of_another_kind_is_rows_too() -> None:
     assert [float(row) for row in join_rows([torch.ones(2), [3.0]])] == [1.0, 1.0, 3.0]
 
 
+def test_a_batch_without_rows_is_one_row_or_one_value() -> None:
+    assert join_rows([torch.ones(2), torch.tensor(3.0)]).tolist() == [1.0, 1.0, 3.0]  # squeezed: one sample
+    assert join_rows([np.array(1), np.array([2, 3])]).tolist() == [1, 2, 3]
+    assert join_rows([{"id": [1]}, None]) == [{"id": [1]}, None]
+    assert join_rows([[1, 2], None]) == [[1, 2], None]
+
+
+def test_masked_arrays_keep_their_masks() -> None:
+    joined = join_rows([np.ma.masked_equal([1, 2], 2), np.ma.masked_equal([3], 3)])
+    assert joined.mask.tolist() == [False, True, True]
+
+
 def test_nothing_to_join() -> None:
     assert join_rows([]).shape == (0,)
     assert join_rows([], empty={}) == {}
@@ -243,6 +255,11 @@ def test_rows_go_back_to_the_datasets_order() -> None:
     assert y_true == (order, [str(row) for row in order])
     assert metadata["array"].tolist() == metadata["pair"].label == metadata["pair"].box.tolist() == order
     assert metadata["number"] == [7, 7, 7]  # one a batch: not a matter of rows
+
+
+def test_sparse_rows_go_back_to_the_datasets_order() -> None:
+    y_pred, *_ = predict([2, 1], 1, [2, 0, 1], lambda rows: (torch.eye(3)[rows].to_sparse(), rows, {}))
+    assert y_pred.to_dense().tolist() == torch.eye(3)[[2, 0, 1]].tolist()
 
 
 def test_own_functions_collect_and_transform() -> None:

@@ -158,3 +158,32 @@ def test_refused(arguments: Any, message: str) -> None:
     tl = loop_over()
     with pytest.raises(ConfigurationError, match=message):
         tl.predict_with_model(tl.test_loader, **arguments)
+
+
+class OtherRows(Net):
+    """Numbers of rows that differ from the numbers of samples, and predictions in a tuple."""
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        index = batch_data[1]
+        if self.fails_at is None:
+            return tuple(index.tolist()), index, {}
+        return (index.repeat_interleave(2), None, {"sample": index}) if self.fails_at else (index[index > 9], None, {})
+
+
+@pytest.mark.parametrize("which", [None, 0, 1], ids=["tuple", "fewer", "more"])
+def test_rows_of_a_shuffled_loader_are_not_repeated(which: int | None) -> None:
+    """If a sample does not have exactly one row, all columns stay in the loader's order."""
+    loop = loop_over(shuffle=True, generator=torch.Generator().manual_seed(0))
+    loop.model = OtherRows()
+    loop.model.fails_at = which
+    batches = list(loop.predict_with_model(loop.test_loader, stream=True))
+    rows = [int(row) for y_pred, *_ in batches for row in y_pred]
+    if which is None:
+        assert rows == list(range(SAMPLES))
+        return
+    assert sorted(rows) == sorted([*range(SAMPLES)] * 2 if which else range(10, SAMPLES))
+    loop.test_loader.generator.manual_seed(0)
+    y_pred, _, metadata = loop.predict_on_test_set()
+    assert y_pred.tolist() == rows
+    if which:
+        assert metadata["sample"].tolist() == rows[::2]

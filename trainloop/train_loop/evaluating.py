@@ -29,6 +29,7 @@ __all__ = [
     "mean_loss",
     "on_cpu",
     "predictions",
+    "row_count",
     "rows_at",
 ]
 
@@ -38,6 +39,12 @@ Gather = Callable[[Any], list[Any] | None]
 # Each batch logs a few numbers, which would add up over a long loader. Reading the numbers waits for the device.
 BATCHES_BETWEEN_READINGS = 128
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (Tensor, torch.atleast_1d, torch.cat),
+    (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
+    (np.ndarray, np.atleast_1d, np.concatenate),
+)
+"""Arrays whose rows are joined: their type, a function that adds the axis of rows, and one that concatenates."""
 
 
 @contextmanager
@@ -136,19 +143,19 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     first = batches[0]
     if all(batch is None for batch in batches):
         return None
-    for kind, stack, concatenate in ((Tensor, torch.stack, torch.cat), (np.ndarray, np.stack, np.concatenate)):
+    for kind, with_rows, concatenate in _KINDS:
         if all(isinstance(batch, kind) for batch in batches):
-            if first.ndim == 0:
-                return stack(batches)
+            # squeeze() removes the rows of a batch of one sample.
+            arrays = [batch if batch.ndim else with_rows(batch) for batch in batches]
             # Sequences that are padded to the longest of their batch have different lengths in different batches.
-            same_shapes = all(batch.shape[1:] == first.shape[1:] for batch in batches)
-            return concatenate(batches) if same_shapes else [row for batch in batches for row in batch]
-    if isinstance(first, Mapping):
+            same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
+            return concatenate(arrays) if same_shapes else [row for array in arrays for row in array]
+    if all(isinstance(batch, Mapping) for batch in batches):
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
     if isinstance(first, tuple) and not _has_rows(batches):
         return map_together(join_rows, batches)
-    if isinstance(first, (list, tuple, Tensor, np.ndarray)):
+    if all(isinstance(batch, (list, tuple, Tensor, np.ndarray)) for batch in batches):
         return [row for batch in batches for row in batch]
     return list(batches)  # one value per batch: numbers, text, objects
 
@@ -183,13 +190,16 @@ def predictions(
     gather : callable
         Returns every rank's object as a list, or ``None`` on a rank that gets no rows; called once.
     row_order : callable
-        Takes the sizes of all batches, in order; returns the permutation into dataset order, or ``None``.
+        Takes the numbers of rows of all batches, in order; returns the permutation into dataset order, or ``None``.
     collate : callable
         ``collate(y_batch, collected) -> collected``, for each batch of y_pred and of y_true.
     transform : callable
         Takes the collected batches; returns the result.
     """
-    mine = [(index, size, *on_cpu(get_predictions(batch, size))) for index, batch, size in batches]
+    mine = []
+    for index, batch, size in batches:
+        output = get_predictions(batch, size)
+        mine.append((index, row_count(output, size), *on_cpu(output)))
     parts = gather(mine)
     if parts is None:
         return None, None, None
@@ -223,6 +233,14 @@ def check_rows(output: Any) -> None:
         )
 
 
+def row_count(output: Predictions, size: int) -> int:
+    """Return the number of rows in a batch's predictions; ``size``, its number of samples, if they can't be counted."""
+    y_pred = output[0]
+    if isinstance(y_pred, (Tensor, np.ndarray)):
+        return len(y_pred) if y_pred.ndim else 1
+    return len(y_pred) if isinstance(y_pred, list) else size
+
+
 def on_cpu(value: Any) -> Any:
     """Return the nested value with its tensors on the CPU, so that predictions don't fill the device."""
     if isinstance(value, Tensor):
@@ -238,10 +256,10 @@ def on_cpu(value: Any) -> Any:
 def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
     """Return the rows at ``places`` of a value with ``length`` rows; return any other value unchanged."""
     if isinstance(value, Tensor) and value.ndim and len(value) == length:
-        return value[torch.as_tensor(places)]
+        return value.index_select(0, torch.as_tensor(places))  # works for sparse tensors, too
     if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
         return value[np.asarray(places)]
-    if isinstance(value, list) and len(value) == length:
-        return [value[i] for i in places]
-    # Entries of other lists may not be rows.
-    return value if isinstance(value, list) else map_parts(lambda part: rows_at(part, places, length), value)
+    if isinstance(value, list) or (isinstance(value, tuple) and _has_rows([value])):
+        # Entries of lists of another length may not be rows.
+        return [value[i] for i in places] if len(value) == length else value
+    return map_parts(lambda part: rows_at(part, places, length), value)

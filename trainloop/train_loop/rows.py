@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trainloop._support.platform import read_into
 from trainloop.distributed.encoding import dumps, loads
-from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, rows_at
+from trainloop.train_loop.evaluating import Predictions, join_rows, on_cpu, row_count, rows_at
 
 __all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
 
@@ -55,7 +55,7 @@ def write_rows(
         for index, batch, size in batches:
             rows = on_cpu(get_predictions(batch, size))
             data = dumps(rows)
-            places.append((index, size, file.tell(), len(data)))
+            places.append((index, row_count(rows, size), file.tell(), len(data)))
             file.write(data)
     # Written after the rows: RowFiles searches for tables, and so finds only complete files.
     np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
@@ -90,7 +90,7 @@ class RowFiles:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the number of samples of each batch, in order."""
+        """Return the number of rows of each batch, in order."""
         return [place.size for place in self._places]
 
     def read(self, batch_index: int) -> Predictions:
