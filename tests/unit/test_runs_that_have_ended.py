@@ -154,6 +154,21 @@ def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.Captu
     assert longer.epoch > first.epoch
 
 
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_is_in_a_checkpoint_that_is_written_after_the_epoch(folder: Path, name: str) -> None:
+    """No checkpoint is due at the end of an epoch, and no callback has work at the end of training."""
+
+    def fit() -> TrainLoop:
+        tl = make_loop(seed=3)
+        keeper = ModelCheckpoint("kept", every_n_epochs=None, every_n_steps=2)
+        tl.fit(num_epochs=5, callbacks=[Scores([3.0, 2.0, 4.0]), keeper, ENDS[name][0]()], resume_from="last")
+        return tl
+
+    first = fit()
+    assert first.epoch < 5
+    assert state_of(fit()) == state_of(first)
+
+
 def test_an_end_names_all_who_asked_after_the_row(capsys: pytest.CaptureFixture[str]) -> None:
     tl = make_loop()
     tl.progress_bar = True

@@ -91,7 +91,7 @@ def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, 
     if ranks is None:
         return state
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
-    if run.epoch_finished or run.finished:
+    if not state["place"]["epoch_steps"]:
         state["place"]["ends"] = [list(end) for end in ends]
     return {
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
