@@ -6,12 +6,22 @@ import inspect
 import os
 import signal
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from small_loop import Net, make_loop
+from small_loop import Net, Scores, make_loop
 from trainloop import AbstractCallback
+from trainloop.callbacks import (
+    EarlyStopping,
+    ExponentialMovingAverage,
+    LRScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from trainloop.callbacks.base import HookTable, overrides, warn_of_misnamed_hooks
 from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
 from trainloop.errors import ConfigurationError
@@ -347,3 +357,39 @@ def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None
     callback.stops = True
     with pytest.raises(SystemExit, match="143"):
         make_loop().fit(num_epochs=1, callbacks=[callback])
+
+
+@pytest.mark.parametrize("first", [[0.1], [0.1, 0.05, 0.02, 0.01]], ids=len)
+def test_callbacks_of_one_loop_can_be_used_in_another(tmp_path: Path, first: list[float | None]) -> None:
+    """As in a cross-validation: the second loop has the results that it would have with new callbacks."""
+
+    def callbacks(name: str) -> list[Any]:
+        return [
+            EarlyStopping("score", patience=2, mode="min"),
+            LRScheduler(ReduceLROnPlateau, monitor="score", patience=0),
+            LRScheduler(StepLR, step_size=1, interval="step", frequency=2),
+            ExponentialMovingAverage(0.5),
+            StochasticWeightAveraging(swa_lr=0.01, start=1, apply_on_train_end=False),
+            ModelCheckpoint(tmp_path / name, monitor="score", mode="min", keep=1),
+        ]
+
+    def fit(seed: int, scores: list[float | None], taken: list[Any]) -> Any:
+        torch.manual_seed(seed)
+        tl = make_loop(Net(), seed=1)
+        tl.fit(num_epochs=len(scores), callbacks=[Scores(scores), *taken])
+        average, keeper = taken[-2:]
+        weights = [*tl.model.parameters(), *average.average.values()]
+        assert keeper.best_path is not None
+        epoch = keeper.load_best()["place"]["epoch"]
+        plateau = taken[1].scheduler.last_epoch
+        return (
+            tl.history.to_dict(),
+            [weight.tolist() for weight in weights],
+            tl.optimizer.param_groups[0]["lr"],
+            epoch,
+            plateau,
+        )
+
+    used = callbacks("used")
+    fit(0, first, used)
+    assert fit(5, [5.0, 6.0, 4.0], used) == fit(5, [5.0, 6.0, 4.0], callbacks("new"))

@@ -139,7 +139,8 @@ class ModelCheckpoint(Saver):
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
-        self._checkpoints = RunCheckpoints(checkpoint.folder(dirpath), self._metric, with_weights=safetensors)
+        self._folder = checkpoint.folder(dirpath)
+        self._begin_run()
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
@@ -149,6 +150,9 @@ class ModelCheckpoint(Saver):
         self._failed = False
         self._host_copy = checkpoint.HostCopy()
         self._writing: BackgroundWrite | None = None
+
+    def _begin_run(self) -> None:
+        self._checkpoints = RunCheckpoints(self._folder, self._metric, with_weights=self.safetensors)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_host_copy": checkpoint.HostCopy(), "_writing": None}
@@ -287,6 +291,8 @@ class ModelCheckpoint(Saver):
 
     def on_train_loop_registration(self) -> None:
         self._fit = uuid4().hex
+        if self.train_loop_obj.global_step == 0:
+            self._begin_run()  # the callback's earlier checkpoints, if any, are those of another loop
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         several = has_ranks(self.train_loop_obj.gpu_mode)

@@ -81,8 +81,9 @@ class Monitor:
     def check(self, loop: Any) -> None:
         """Raise ConfigurationError if the run can't produce the metric, or its direction is unknown.
 
-        Called at registration.
+        Called at registration. Only values that the loop records afterwards are new.
         """
+        self._seen = len(loop.history.get(self.name, ()))
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher

@@ -151,6 +151,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     "arguments."
                 )
             self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # it was created for another loop
+            self._count = 0
         if _is_plateau(self.scheduler):
             self._check_plateau()
             # Monitor's mode is not used, because torch's scheduler has a mode itself.

@@ -52,6 +52,8 @@ class WeightAverage(AbstractCallback):
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def on_train_begin(self) -> None:
+        if self.train_loop_obj.global_step == 0:
+            self.average, self.updates, self._trained = {}, 0, None  # of another loop
         weights = self._weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:
@@ -292,6 +294,11 @@ class StochasticWeightAveraging(WeightAverage):
                 "numbers of batches in the pass that updates the statistics, and would then hang. Use "
                 "update_batchnorm=False, or sync_batchnorm=False."
             )
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        if self.train_loop_obj.global_step == 0:
+            self.first_rates = []
 
     @property
     def start_epoch(self) -> int:
