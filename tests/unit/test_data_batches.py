@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,26 @@ class Points(list[Any]):
 )
 def test_count_samples(batch: Any, samples: int) -> None:
     assert count_samples(batch) == samples
+
+
+class Split(Enum):
+    TRAIN = 1
+
+
+class Node:
+    """Refers to itself, and has a shape that is no size."""
+
+    shape = "circle"
+
+    def __init__(self, *values: Any) -> None:
+        self.parent, self.values = self, values
+
+
+def test_count_samples_of_objects_that_refer_to_each_other() -> None:
+    assert count_samples({"split": [Split.TRAIN] * 3, "x": torch.ones(3)}) == 3
+    assert count_samples([Split.TRAIN] * 3) == 3
+    assert count_samples(Node(torch.ones(4))) == 4
+    assert count_samples([Node(), Node()]) == 2
 
 
 def test_count_samples_falls_back_to_what_is_known() -> None:

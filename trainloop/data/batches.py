@@ -26,42 +26,48 @@ def count_samples(batch: Any, default: int | None = None) -> int:
     >>> count_samples((torch.tensor(1.0), torch.tensor(0)))
     1
     """
-    count = _leading_dimension(batch)
+    count = _leading_dimension(batch, {})
     if count is None:
-        count = _length(batch)
+        count = _length(batch, {})
     if count is None:
         count = default
     return 1 if count is None else count
 
 
-def _parts(batch: Any) -> Iterable[Any]:
-    """Return the parts of a batch; a single value has no parts."""
-    if isinstance(batch, (str, bytes)):
+def _parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
+    """Return the parts of a batch; a single value has no parts, nor does an object that was ``seen`` before."""
+    if isinstance(batch, (str, bytes, type)) or id(batch) in seen:
         return ()
+    seen[id(batch)] = batch  # objects may refer to each other
     parts = parts_of(batch)
     return getattr(batch, "__dict__", {}).values() if parts is None else parts
 
 
-def _leading_dimension(batch: Any) -> int | None:
-    shape = getattr(batch, "shape", None)
+def _shape(value: Any) -> tuple[Any, ...] | None:
+    shape = getattr(value, "shape", None)
+    return shape if isinstance(shape, tuple) else None
+
+
+def _leading_dimension(batch: Any, seen: dict[int, Any]) -> int | None:
+    shape = _shape(batch)
     if shape is not None:
-        return int(shape[0]) if len(shape) else None
+        return int(shape[0]) if shape else None
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
     # A generator, which reads parts only up to the first match.
-    counts = (_leading_dimension(part) for part in _parts(batch))
+    counts = (_leading_dimension(part, seen) for part in _parts(batch, seen))
     return next((count for count in counts if count is not None), None)
 
 
-def _length(batch: Any) -> int | None:
+def _length(batch: Any, seen: dict[int, Any]) -> int | None:
     if isinstance(batch, (str, bytes)):
         return None
     if isinstance(batch, (Mapping, tuple, list)):
-        counts = (_length(part) for part in _parts(batch))
+        counts = (_length(part, seen) for part in _parts(batch, seen))
         count = next((count for count in counts if count is not None), None)
         # The first column has the number of samples. Without columns, the values are the samples themselves; but 0-d
         # tensors are the columns of a single sample.
-        if count is None and isinstance(batch, (tuple, list)) and not any(hasattr(part, "shape") for part in batch):
+        if count is None and isinstance(batch, (tuple, list)) and all(_shape(part) is None for part in batch):
             count = len(batch) or None
         return count
     try:
