@@ -248,6 +248,15 @@ def test_a_list_of_batches_is_a_loader() -> None:
     assert feed.num_batches == 11
 
 
+def test_a_dataset_whose_length_raises_an_error_can_be_read_by_a_sampler() -> None:
+    class Unsized(Rows):
+        def __len__(self) -> int:
+            raise RuntimeError("not known yet")
+
+    feed = EvalFeed(DataLoader(Unsized(), 4, sampler=range(5)), seed=SEED)
+    assert [size for _, _, size in feed.batches()] == [4, 1]
+
+
 def test_the_order_of_10_billion_rows_is_not_computed() -> None:
     class Huge(Rows):
         def __len__(self) -> int:

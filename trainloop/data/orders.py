@@ -20,7 +20,7 @@ def length_of(sized: Any) -> int | None:
     """Return ``len(sized)``; None if that raises an error."""
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):
+    except Exception:  # an error of the user's code
         return None
 
 
