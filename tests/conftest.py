@@ -62,15 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that the parts are of equal size
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for option in ("--part", "--slow-part"):
         if part := config.getoption(option):
             k, n = map(int, part.split("/"))
-            left_out = {
-                item
-                for item in items
-                if (option == "--part" or "slow" in item.keywords) and zlib.crc32(item.nodeid.encode()) % n != k % n
-            }
+            divided = [item for item in items if option == "--part" or "slow" in item.keywords]
+            divided.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            left_out = {*divided} - {*divided[k % n :: n]}
             config.hook.pytest_deselected(items=list(left_out))
             items[:] = [item for item in items if item not in left_out]
     if not torch.cuda.is_available():
