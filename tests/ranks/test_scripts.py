@@ -159,7 +159,7 @@ def test_a_notebook_trains_alike_and_runs_again(
 
 @pytest.mark.long
 def test_workers_that_ranks_spawn_find_the_scripts_classes(expected: object, tmp_path: Path) -> None:
-    text = GUARDED.replace("num_workers=0", "num_workers=1, multiprocessing_context='spawn'")
+    text = GUARDED.replace("num_workers=0", "num_workers=1, multiprocessing_context='spawn', persistent_workers=True")
     # What spawned workers get is pickled by name, so a lambda won't do, here as in any PyTorch program.
     text = text.replace("lambda x: scale * x", "double").replace(
         "def main():", "def double(x):\n    return 2 * x\n\ndef main():"
