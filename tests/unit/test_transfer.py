@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainloop import _transfer as transfer
 from trainloop._transfer import pack, pages
 from trainloop._transfer.pages import MovedPages, anonymous_file, evict_clean_pages
+from trainloop._transfer.torch_objects import attributes_in
 
 MIB = 1 << 20
 
@@ -501,6 +502,23 @@ def test_a_class_that_is_gone_is_named() -> None:
 
     with pytest.raises(Exception, match="no longer exists in the process that sent it"):
         _tracked_class("unknown")
+
+
+@pytest.mark.parametrize(
+    "state, attributes",
+    [
+        ({"a": 1}, {"a": 1}),
+        (({"a": 1}, {"b": 2}), {"a": 1, "b": 2}),
+        ((None, {"b": 2}), {"b": 2}),
+        (({"a": 1}, None), {"a": 1}),
+        ((1, 2), {}),
+        (({"a": 1}, 2), {}),
+        (None, {}),
+    ],
+)
+def test_attributes_in_a_state(state: Any, attributes: dict[str, Any]) -> None:
+    """What ``__getstate__`` may return."""
+    assert attributes_in(state) == attributes
 
 
 @pytest.mark.gpu

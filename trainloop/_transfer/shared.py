@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop._support.user_line import warn
 from trainloop._transfer.pickling import Fingerprint
-from trainloop._transfer.torch_objects import kept_attributes, kept_state, optimizer_state, own_attributes, slot_names
+from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state, own_attributes, slot_names
 
 __all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 
@@ -113,7 +113,7 @@ def _contents(obj: Any) -> Any:
         return {name: v for name, v in optimizer_state(obj, hooks=False).items() if vars(obj).get(name, _MISSING) is v}
     if (state := kept_state(obj)) is None:
         return None
-    attributes, kept = own_attributes(obj), kept_attributes(obj)
+    attributes, kept = own_attributes(obj), attributes_in(state)
     if hasattr(type(obj), "__setstate__") and not (attributes and kept):
         return (state,)
     torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()

@@ -26,6 +26,7 @@ __all__ = [
     "optimizer_state",
     "reduce_compiled_function",
     "reducer_for",
+    "attributes_in",
     "kept_attributes",
     "kept_state",
     "own_attributes",
@@ -248,12 +249,16 @@ def kept_attributes(obj: object) -> dict[str, Any]:
     have the new value: an attribute is sent unchanged if ``kept_attributes(obj)[name] is own_attributes(obj)[name]``.
     Empty if the state is not a dictionary, or if pickling is refused.
     """
-    state = kept_state(obj)
-    if isinstance(state, tuple) and len(state) == 2:  # a pair: attributes, and attributes in slots
-        state = (
-            {**(state[0] or {}), **state[1]} if all(isinstance(part, (dict, type(None))) for part in state) else None
-        )
-    return dict(state) if isinstance(state, dict) else {}
+    return attributes_in(kept_state(obj))
+
+
+def attributes_in(state: Any) -> dict[str, Any]:
+    """Return the attributes in a result of ``__getstate__``; empty if it contains none by name."""
+    # A pair contains the attributes, and the attributes in slots; either may be None.
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    if not all(part is None or isinstance(part, dict) for part in parts):
+        return {}
+    return {name: value for part in parts for name, value in (part or {}).items()}
 
 
 def kept_state(obj: object) -> Any:
