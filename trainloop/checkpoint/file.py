@@ -389,7 +389,10 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         lost.)
     """
     where = location if isinstance(location, Folder) else folder(location)
-    listed = checkpoints(where)
+    listed, newest = checkpoints(where), _newest_name(where)
+    missing = []
+    if newest not in ["", *(c.name for c in listed)]:
+        missing = [f"{where.path(newest)}, the newest checkpoint written, is missing."]
     problems = []
     for candidate in reversed(listed):
         if candidate.info is None:
@@ -400,9 +403,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
             problems.append(str(error))
             continue
         # Compared by name, because the stamp of a damaged checkpoint is unknown. Names of another run may be higher.
-        newest = _newest_name(where)
         newer = [c.problem for c in listed if c.info is None and (c.name > candidate.name or c.name == newest)]
-        missing = _missing_newest(where, [c.name for c in listed])
         _warn_of(newer + problems + missing, f"Used instead: {candidate.path}")
         return candidate.path, state
     problems += [c.problem for c in listed if c.info is None]
@@ -411,7 +412,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
             f"no checkpoint in {where.location} can be loaded. To start from scratch, move these files "
             f"away:\n" + "\n".join(problems)
         )
-    _warn_of(_missing_newest(where, []), "There is no other checkpoint, so training starts from scratch.")
+    _warn_of(missing, "There is no other checkpoint, so training starts from scratch.")
     return None
 
 
@@ -422,11 +423,6 @@ def _newest_name(where: Folder) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     return name if _NAME.fullmatch(name) else ""
-
-
-def _missing_newest(where: Folder, present: list[str]) -> list[str]:
-    name = _newest_name(where)
-    return [f"{where.path(name)}, the newest checkpoint written, is missing."] if name not in ["", *present] else []
 
 
 def _warn_of(problems: list[str], instead: str) -> None:
