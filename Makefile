@@ -65,10 +65,11 @@ $(eval $(call install,bench))
 EXTRAS_OF_CI := test docs examples lint test-ecosystem-part
 comma := ,
 space := $() $()
-ci-environment: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+ci-environment: $(VENV)/ci.stamp
+$(VENV)/ci.stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing tt-trainloop[$(subst $(space),$(comma),$(EXTRAS_OF_CI))] into $(VENV) ..."
 	@$(PIP) -e ".[$(subst $(space),$(comma),$(EXTRAS_OF_CI))]"
-	@touch $(EXTRAS_OF_CI:%=$(VENV)/%.stamp)
+	@touch $(EXTRAS_OF_CI:%=$(VENV)/%.stamp) $@
 
 demo: $(VENV)/examples.stamp
 	$(BIN)/python examples/ddp_training.py $(ARGS)
