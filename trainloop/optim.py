@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch.optim.optimizer as torch_optimizer
@@ -291,6 +292,57 @@ def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimize
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that an optimizer contains, by the path of attributes, as SAM and Lookahead contain one."""
+    found: dict[str, Optimizer] = {}
+    seen = {id(optimizer)}
+
+    def walk(outer: Optimizer, path: str) -> None:
+        for name, value in vars(outer).items():
+            parts = value if isinstance(value, (list, tuple)) else value.values() if type(value) is dict else (value,)
+            for i, part in enumerate(parts):
+                if isinstance(part, Optimizer) and id(part) not in seen:
+                    seen.add(id(part))
+                    own = f"{path}{name}" if part is value else f"{path}{name}.{i}"
+                    found[own] = part
+                    walk(part, f"{own}.")
+
+    walk(optimizer, "")
+    return found
+
+
+def all_optimizers(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimizer]:
+    """Return the optimizers of :func:`optimizers_of`, each followed by the optimizers that it contains."""
+    return [each for one in optimizers_of(optimizer) for each in (one, *inner_optimizers(one).values())]
+
+
+def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state for a checkpoint, with the states of the optimizers that it contains."""
+    inner = {path: one for path, one in inner_optimizers(optimizer).items() if one.state is not optimizer.state}
+    state = {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
+    return {**state, "inner": {path: one.state_dict() for path, one in inner.items()}} if inner else state
+
+
+def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load the result of :func:`optimizer_state_dict`; groups and states that optimizers share stay shared."""
+    inner = inner_optimizers(optimizer)
+    groups = [one for one in inner.values() if _shares_groups(one, optimizer)]
+    states = [one for one in inner.values() if one.state is optimizer.state]
+    optimizer.load_state_dict(saved["state"])
+    for path, state in saved.get("inner", {}).items():
+        if path in inner:
+            inner[path].load_state_dict(state)
+    # torch's load_state_dict replaces both.
+    for one in groups:
+        one.param_groups = optimizer.param_groups
+    for one in states:
+        one.state = optimizer.state
+
+
+def _shares_groups(one: Optimizer, other: Optimizer) -> bool:
+    return len(one.param_groups) == len(other.param_groups) and all(map(is_, one.param_groups, other.param_groups))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -29,6 +29,7 @@ from trainloop._support.platform import process_exists
 __all__ = [
     "CHECKPOINT",
     "EARLY_STOP",
+    "END_EPOCH",
     "INTERRUPT",
     "TERMINATE",
     "GroupStop",
@@ -45,8 +46,10 @@ TERMINATE = 4
 """SIGTERM: the scheduler or the user ends the job."""
 CHECKPOINT = 8
 """SIGUSR1: the job's time is almost up (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
+END_EPOCH = 16
+"""A callback requested the end of the epoch; training continues with the next epoch."""
 
-_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT)
+_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT, END_EPOCH)
 _BITS = 8  # lower bits of a vote, with the reasons seen; the upper bits are the boundary's number
 
 
@@ -63,6 +66,10 @@ class LocalStop:
     def reached(self) -> int:
         """Return the reasons requested so far, OR-ed."""
         return self._reasons
+
+    def clear(self, reason: int) -> None:
+        """Forget requests for a reason that has been served."""
+        self._reasons &= ~reason
 
 
 class SharedStop:
@@ -115,6 +122,16 @@ class SharedStop:
         for index, known in enumerate(_REASONS):
             if reason & known:
                 self._reason_bytes[index] = 1
+
+    def clear(self, reason: int) -> None:
+        """Forget requests for a reason that has been served.
+
+        All ranks call it between two exchanges, after their last boundary before the first exchange, and before their
+        first request after the second one.
+        """
+        for index, known in enumerate(_REASONS):
+            if reason & known:
+                self._reason_bytes[index] = 0
 
     @property
     def requested(self) -> int:
@@ -232,6 +249,14 @@ class GroupStop:
         self._reasons |= reasons
         return reasons if yes == self._world_size else 0
 
+    def clear(self, reason: int) -> None:
+        """Forget requests for a reason that has been served; see :meth:`SharedStop.clear`."""
+        if self._pending is not None:
+            self._reasons |= self._outcome()[1]
+        if self._also is not None:
+            self._also.clear(reason)
+        self._reasons &= ~reason
+
     def finish(self) -> None:
         """Wait for the exchange in flight; every rank must call this once, before the group is destroyed."""
         if self._pending is not None:
@@ -250,5 +275,6 @@ StopAgreement = LocalStop | SharedStop | GroupStop
 """The agreement by which a loop stops all ranks at one boundary.
 
 ``request(reason)`` asks all ranks to stop, for one of the constants; any thread of any rank may call it repeatedly.
+``clear(reason)`` forgets it, between two exchanges of all ranks.
 Every rank calls ``reached()`` at every boundary; it returns the reasons to stop here, OR-ed, or 0 to continue.
 """

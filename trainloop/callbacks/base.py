@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._support.keywords import nearest, refuse, table_of
 from trainloop._support.user_line import warn
+from trainloop.callbacks.loop import Loop
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
 if TYPE_CHECKING:
     from trainloop.callbacks.messages import MessageService
-    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = [
     "AbstractCallback",
@@ -30,6 +31,8 @@ __all__ = [
     "count_of",
     "logs_nothing",
     "overrides",
+    "overrides_of_user",
+    "requesting_callback",
     "require_loader",
     "warn_of_misnamed_hooks",
 ]
@@ -67,7 +70,7 @@ class AbstractCallback:
 
     Attributes
     ----------
-    train_loop_obj : TrainLoop
+    train_loop_obj : Loop
         The loop; available from ``on_train_loop_registration`` on.
     message_service : trainloop.callbacks.messages.MessageService
         Service through which the callbacks of one loop exchange messages.
@@ -88,6 +91,7 @@ class AbstractCallback:
         "on_train_loop_registration",
         "on_multiprocess_start",
         "on_train_begin",
+        "on_resume",
         "on_restart",
         "on_epoch_begin",
         "on_batch_begin",
@@ -104,7 +108,7 @@ class AbstractCallback:
     )
 
     # None only before registration. No hook runs then, so hooks need not check for None.
-    train_loop_obj: TrainLoop[Any] = None  # type: ignore[assignment]
+    train_loop_obj: Loop = None  # type: ignore[assignment]
     message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
@@ -126,9 +130,11 @@ class AbstractCallback:
         self.execution_order = execution_order
         self.device_idx_execution = device_idx_execution
 
-    def register_train_loop_object(self, train_loop_obj: TrainLoop[Any]) -> AbstractCallback:
+    def register_train_loop_object(self, train_loop_obj: Loop) -> AbstractCallback:
         """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
         HookTable([self], self.device_idx_execution or 0)  # raises errors about hooks' signatures before ranks start
+        if self.train_loop_obj is not None and self.train_loop_obj is not train_loop_obj:
+            self.reset()
         self.train_loop_obj = train_loop_obj
         self.message_service = getattr(train_loop_obj, "message_service", None)  # type: ignore[assignment]
         self.on_train_loop_registration()
@@ -199,11 +205,31 @@ class AbstractCallback:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for checkpoints: plain types and tensors. Default: an empty state."""
+        """Return the state for checkpoints, of rank 0 for all ranks: plain types and tensors. Default: empty."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """Return this rank's own state for checkpoints: plain types and tensors. Called on every rank.
+
+        Use it for what differs between ranks, such as environments and generators. :meth:`state_dict` is called on rank
+        0 only, and its result is loaded on all ranks. If a run resumes with another number of ranks, per-rank state
+        can't be loaded, and a warning names the callback.
+        """
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that :meth:`rank_state_dict` returned on this rank."""
+
+    def reset(self) -> None:
+        """Forget everything about the loop that this callback worked for; another loop is about to use it.
+
+        Called before :meth:`~.AbstractCallback.on_train_loop_registration` if the callback was last used by another
+        loop, as in cross-validation. A second ``fit`` of the same loop does not call it. Override it in a callback that
+        counts or compares over a whole training.
+        """
 
     def on_train_loop_registration(self) -> None:
         """Called in the process that calls ``fit``, before ranks start. Check arguments here."""
@@ -215,7 +241,21 @@ class AbstractCallback:
         """
 
     def on_train_begin(self) -> None:
-        """Called on each rank once the model and the loaders are ready."""
+        """Called on each rank once the model and the loaders are ready, and before a checkpoint is loaded.
+
+        In a run that resumes, ``train_loop_obj.resumed`` is True, and ``epoch`` and ``global_step`` are those of the
+        checkpoint. A callback that changed the model's structure in the checkpoint's run must do so again here, so that
+        the checkpoint fits: it has the values, not the structure.
+        """
+
+    def on_resume(self) -> None:
+        """Called on each rank once a checkpoint has been loaded, by ``resume_from`` or by a restart.
+
+        It is called after :meth:`load_state_dict` and :meth:`load_rank_state_dict`, and before ``on_restart``. Restore
+        here what checkpoints do not contain: the loader of this stage of a curriculum, replaced labels, a rate.
+        ``train_loop_obj.epoch`` and ``global_step`` are those of the checkpoint. If the run resumes in the middle of an
+        epoch, ``on_epoch_begin`` is not called for this epoch.
+        """
 
     def on_restart(self, failure: Any) -> None:
         """Called on each rank when a run restarts after a failure, once the newest checkpoint is loaded.
@@ -231,7 +271,7 @@ class AbstractCallback:
         """
 
     def on_epoch_begin(self) -> None:
-        """Called before an epoch's first batch."""
+        """Called before an epoch's first batch. Not called for an epoch that is resumed in the middle."""
 
     def on_batch_begin(self) -> None:
         """Called before each (micro-)batch."""
@@ -292,6 +332,9 @@ class Saver(AbstractCallback):
     def save_due(self) -> None:
         """Write a checkpoint if one is due; called after the last hook of a step."""
 
+    def save_epoch(self) -> None:
+        """Write a checkpoint if one is due at the end of an epoch; called after all callbacks' ``on_epoch_end``."""
+
     def save_now(self, reason: str) -> None:
         """Write a checkpoint before a signal ends training."""
 
@@ -349,9 +392,32 @@ class HookTable:
         raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
 
 
+def requesting_callback(loop: Any) -> AbstractCallback | None:
+    """Return the callback whose hook sets an attribute of the loop; ``None`` if other code sets it.
+
+    Call it from the attribute's setter. A callback ends training by setting a plain attribute, which does not record
+    who set it, so the call stack is inspected.
+    """
+    frame = sys._getframe(3)  # the frame that set the attribute, above the setter and the loop's ``__setattr__``
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if owner is loop:
+            return None
+        if isinstance(owner, AbstractCallback) and any(owner is callback for callback in loop.callbacks):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return None
+
+
 def overrides(callback: AbstractCallback, name: str) -> bool:
     """Return True if a hook is overridden, in the class or on the instance (``callback.on_epoch_end = function``)."""
     return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
+
+
+def overrides_of_user(callback: AbstractCallback, name: str) -> bool:
+    """Return True if a hook is overridden outside of this package."""
+    owner = next((cls for cls in type(callback).__mro__ if name in vars(cls)), AbstractCallback)
+    return name in callback.__dict__ or owner.__module__.partition(".")[0] != "trainloop"
 
 
 def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:

@@ -213,10 +213,10 @@ class ModelCheckpoint(Saver):
                 "space or change dirpath. If every value was NaN, add TerminateOnNaN to find the first step with a NaN."
             )
         state = checkpoint.load(path)
-        loop = self.train_loop_obj
+        loop: Any = self.train_loop_obj
         load_model(model or loop.model, state)
         if model in (None, loop.model):
-            loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
+            loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
         return state
 
     # -- for the loop --------------------------------------------------------------------------------------------------
@@ -289,10 +289,12 @@ class ModelCheckpoint(Saver):
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
+    def reset(self) -> None:
+        super().reset()
+        self._begin_run()  # the earlier checkpoints are those of another loop
+
     def on_train_loop_registration(self) -> None:
         self._fit = uuid4().hex
-        if self.train_loop_obj.global_step == 0:
-            self._begin_run()  # the callback's earlier checkpoints, if any, are those of another loop
         if self._metric is not None:
             self._metric.check(self.train_loop_obj)
         several = has_ranks(self.train_loop_obj.gpu_mode)
@@ -321,8 +323,8 @@ class ModelCheckpoint(Saver):
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
 
-    @logs_nothing
-    def on_epoch_end(self) -> None:
+    def save_epoch(self) -> None:
+        """Write a checkpoint if one is due at the end of an epoch. Collective."""
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
         value = self._metric.new_value(loop) if self._metric is not None else None

@@ -88,10 +88,9 @@ class EarlyStopping(_EndsByMetric):
         self.epochs_without_improvement = 0
         self.stopped_epoch: int | None = None
 
-    def on_train_loop_registration(self) -> None:
-        super().on_train_loop_registration()
-        if self.monitor not in self.train_loop_obj.history:
-            self.best, self.best_epoch = None, 0  # of another loop
+    def reset(self) -> None:
+        super().reset()
+        self.best, self.best_epoch = None, 0
 
     def on_train_begin(self) -> None:
         # A new call of fit starts a new count. (If the run is resumed, load_state_dict restores the count afterwards.)

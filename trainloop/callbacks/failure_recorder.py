@@ -151,9 +151,7 @@ class FailureRecorder(AbstractCallback):
 
     def on_train_begin(self) -> None:
         self._forget()
-        run: Any = self.train_loop_obj.running
-        run.watch = self
-        run.feed.note_indices()
+        self.train_loop_obj.watch(self)
 
     def on_train_end(self) -> None:
         self._forget()
@@ -168,7 +166,7 @@ class FailureRecorder(AbstractCallback):
 
     def _begin(self) -> None:
         loop = self.train_loop_obj
-        run: Any = loop.running
+        run = loop.watch()
         self._step, self._states, self._ended, self._losses = run.step_in_work, [], 0, {}
         # get_loss may remove an entry from a dict, or write into a tensor.
         self._versions = []
@@ -218,7 +216,7 @@ class FailureRecorder(AbstractCallback):
         if self._found:
             return
         loop = self.train_loop_obj
-        run: Any = loop.running
+        run = loop.watch()
         on_cpu = run.place.device.type == "cpu"
         last = self._ended % max(len(self._batches), 1) == 0
         every, begun = self.check_every_n_steps, perf_counter()
@@ -272,7 +270,7 @@ class FailureRecorder(AbstractCallback):
             print(note, file=sys.stderr, flush=True)
 
     def _record_exception(self, exception: Exception) -> str:
-        run: Any = self.train_loop_obj.running
+        run = self.train_loop_obj.watch()
         failure = failure_of(exception, self.train_loop_obj.rank)
         if run is None or failure.consequence or failure.timeout:
             return ""
@@ -345,7 +343,7 @@ class FailureRecorder(AbstractCallback):
 
     def _step_state(self, stage: str) -> dict[str, Any]:
         loop = self.train_loop_obj
-        run: Any = loop.running
+        run = loop.watch()
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
         # DDP averages gradients during a step's last backward, unless the loop averages them afterwards.

@@ -235,7 +235,7 @@ class ThroughputMonitor(AbstractCallback):
         if loop.global_step == self._last_step:  # the step has more micro-batches
             return
         self._last_step = loop.global_step
-        run: Any = loop.running
+        run = loop.watch()
         step = run.step_in_work
         if self.units is not None:
             self._units += sum(map(self.units, step.sizes))
@@ -254,7 +254,7 @@ class ThroughputMonitor(AbstractCallback):
             self._begin_window(now)
 
     def on_epoch_end(self) -> None:
-        run: Any = self.train_loop_obj.running
+        run = self.train_loop_obj.watch()
         epoch = run.clock.epochs[-1]
         if not self._windows and epoch.steps > self._begin.steps:  # the epoch was shorter than a window
             self._log(_Reading(epoch.steps, epoch.samples, epoch.seconds, epoch.data))

@@ -122,6 +122,12 @@ class TensorBoard(Tracker):
 
     # -- the folder --------------------------------------------------------------------------------------------------
 
+    def reset(self) -> None:
+        super().reset()
+        self._last_step, self._newest = None, (0, {})
+        if self._chosen:
+            self.log_dir = None  # another training has another folder
+
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
@@ -130,7 +136,7 @@ class TensorBoard(Tracker):
                 "writes the histograms, but has only a shard of each parameter. Leave histograms out, or use "
                 "GradientStats."
             )
-        if self._chosen and (self.log_dir is None or loop.global_step == 0):
+        if self.log_dir is None:
             self.log_dir = _new_folder(type(loop.model).__name__)
             self._once_written = False
         if loop.is_global_zero:
@@ -145,8 +151,6 @@ class TensorBoard(Tracker):
         loop = self.train_loop_obj
         self._rates, self._first_step, self._failed = {}, None, False
         self._settings, self._charted = settings_of(loop), set()
-        if loop.global_step == 0:
-            self._last_step, self._newest = None, (0, {})
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

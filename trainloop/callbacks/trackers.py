@@ -81,12 +81,11 @@ class Tracker(AbstractCallback):
         given = getattr(loop, "hyperparams", None)
         if self.hyperparams is None and isinstance(given, Mapping):
             self.hyperparams = dict(given)
-        if loop.global_step == 0:
-            self.run_id = None  # a new training starts a new run
 
-    def on_train_begin(self) -> None:
-        if self.train_loop_obj.global_step == 0:
-            self._epoch_values.clear()
+    def reset(self) -> None:
+        super().reset()
+        self.run_id = None  # a new training starts a new run
+        self._epoch_values.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         if self.log_every_n_steps is not None:

@@ -137,6 +137,12 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if _is_plateau(scheduler):
             self._check_plateau()
 
+    def reset(self) -> None:
+        super().reset()
+        self._count, self._metric = 0, None
+        if self.factory is not None:
+            self.scheduler = None
+
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         optimizer = self._optimizer()
@@ -150,7 +156,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
                     "arguments."
                 )
-            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # it was created for another loop
+            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # the loop has another optimizer now
             self._count = 0
         if _is_plateau(self.scheduler):
             self._check_plateau()

@@ -51,9 +51,11 @@ class WeightAverage(AbstractCallback):
         self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
 
+    def reset(self) -> None:
+        super().reset()
+        self.average, self.updates, self._trained = {}, 0, None
+
     def on_train_begin(self) -> None:
-        if self.train_loop_obj.global_step == 0:
-            self.average, self.updates, self._trained = {}, 0, None  # of another loop
         weights = self._weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:
@@ -295,10 +297,9 @@ class StochasticWeightAveraging(WeightAverage):
                 "update_batchnorm=False, or sync_batchnorm=False."
             )
 
-    def on_train_begin(self) -> None:
-        super().on_train_begin()
-        if self.train_loop_obj.global_step == 0:
-            self.first_rates = []
+    def reset(self) -> None:
+        super().reset()
+        self.first_rates = []
 
     @property
     def start_epoch(self) -> int:

@@ -171,7 +171,10 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     current, saved = model.state_dict(), state["model"]
     left_out = {name: current[name] for name in state.get("left_out", {}) if name in current}
     loaded = {name: fitted(value, current.get(name)) for name, value in saved.items()}
-    model.load_state_dict(with_items(saved, {**left_out, **loaded}))
+    try:
+        model.load_state_dict(with_items(saved, {**left_out, **loaded}))
+    except RuntimeError as error:  # for shapes of buffers, which a module may change while it loads
+        raise CheckpointError(f"the checkpoint does not fit the model. {error}") from error
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:

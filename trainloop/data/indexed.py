@@ -87,7 +87,8 @@ class Indexed(Source):
     """
 
     def __init__(self, loader: DataLoader[Any], shard: RankShard, name: str, rows: TensorRows | None) -> None:
-        self._name, self._rank, self._rows, self._shard = name, shard.rank, rows, shard
+        self._name, self._rank, self._shard = name, shard.rank, shard
+        self._users_loader, self._indexes = loader, rows is not None
         self.sizes_known = shard.sizes_known
         plain = loaders.plain_batches(loader)
         self._requested = LoggedBatchSampler(
@@ -140,7 +141,9 @@ class Indexed(Source):
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         self._shard.set_epoch(epoch)
-        items = self._read(epoch, first_batch) if self._rows is None else self._index(self._rows, first_batch)
+        # In each pass, since the dataset's tensors and indices may have changed.
+        rows = TensorRows.of(self._users_loader) if self._indexes else None
+        items = self._read(epoch, first_batch) if rows is None else self._index(rows, first_batch)
         return items if self.sizes_known else self._with_own_sizes(items)
 
     def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:

@@ -72,6 +72,12 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
     yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
 
 
+def tells_dataset(loader: Any) -> bool:
+    """Return True if the loader's dataset has ``set_epoch``, so that each epoch may have other data."""
+    dataset = getattr(loader, "dataset", None)
+    return any(callable(getattr(part, "set_epoch", None)) for part in (dataset, getattr(dataset, "dataset", None)))
+
+
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     """Set this rank in the sampler (if any) of an already distributed loader, and return the loader.
 
@@ -114,7 +120,8 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            loader.worker_init_fn = users
+            if loader.worker_init_fn is init:  # otherwise, the user has assigned another function meanwhile
+                loader.worker_init_fn = users
             # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
             for iterator in () if loader.persistent_workers else tuple(init.iterators or ()):
                 end_workers_of(iterator)

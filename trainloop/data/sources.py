@@ -207,17 +207,20 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
 class Tensors(Source):
     """The batches and random draws of a ``TensorDataset``'s loader, at less cost; for one process without a seed."""
 
-    def __init__(self, loader: DataLoader[Any], rows: TensorRows) -> None:
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
         self.loader = loader
-        self._rows = rows
+        self._name = name
         plan = plan_of(loader)
         self.num_batches = length_of(loader)
         self.num_samples = None if plan is None else plan.num_taken
         self.global_batch_size = None if plan is None else plan.batch_size
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+        # In each pass, since the dataset's tensors and indices may have changed.
+        rows = TensorRows.of(self.loader)
+        batches = _batches_of(self.loader, self._name) if rows is None else loader_batches(rows, self.loader)
         sizes: RankSizes = (0,)
-        for batch in islice(loader_batches(self._rows, self.loader), first_batch, None):
+        for batch in islice(batches, first_batch, None):
             # Yield the same tuple while nothing changes, so that step weights can be reused by identity.
             if len(batch[0]) != sizes[0]:
                 sizes = (len(batch[0]),)

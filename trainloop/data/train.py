@@ -129,6 +129,10 @@ class TrainFeed:
         self._epoch = epoch
         for holder in loaders.epoch_holders(self._users_loader):
             holder.set_epoch(epoch)
+        if loaders.tells_dataset(self._users_loader) and persistent_workers(self.loader) is not None:
+            # Running workers have copies of the dataset that would stay at the epoch in which they started.
+            end_workers(self.loader)
+            self._replaces_workers = True
         libraries.set_epoch(self._users_loader, epoch)
 
     def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
@@ -256,7 +260,7 @@ class TrainFeed:
 
     def end_epoch(self) -> None:
         """End the epoch, perhaps before its last step; the next epoch draws a new order."""
-        self._at_epoch_begin = None
+        self._at_epoch_begin, self._resumed, self._global_rng = None, None, None
 
     def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
         """Return the random states that determine the order, as plain types and tensors.
@@ -331,7 +335,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         loader = loaders.for_rank(loader, rank, world_size, name)
     rows = TensorRows.of(loader)
     if seed is None:
-        return UserLoader(loader, name) if rows is None else Tensors(loader, rows)
+        return UserLoader(loader, name) if rows is None else Tensors(loader, name)
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, rows)

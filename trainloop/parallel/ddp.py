@@ -235,7 +235,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, unless ``broadcast_buffers=False``. Collective."""
-        if self.broadcast_buffers and self.modules_buffers:
+        # The list that DDP keeps may be outdated, if the last buffer was removed.
+        if self.broadcast_buffers and next(self.module.buffers(), None) is not None:
             self._sync_buffers()
 
     def check_reduced(self) -> None:

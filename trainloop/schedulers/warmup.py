@@ -55,9 +55,19 @@ class _WarmupScheduler(LRScheduler):
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
             if self.scheduler is not None:  # an earlier fit created the scheduler, with a shorter curve
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
-                for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
-                    group["lr"] = rate * lr_lambda(self.scheduler.last_epoch)
+                self._follow_curve()
         super().on_train_loop_registration()
+
+    def _follow_curve(self) -> None:
+        """Set the rates to those of the curve as it is now; an optimizer may have rates of a shorter training."""
+        for group, rate, factor in zip(
+            self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas
+        ):
+            group["lr"] = rate * factor(self.scheduler.last_epoch)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._follow_curve()  # this run may be longer than the checkpoint's
 
     def _length(self) -> int | None:
         return self.num_training_steps

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
 from trainloop.data.loaders import NO_LOADER, Shared, check_shared
 from trainloop.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.training import Training
+from trainloop.train_loop.running import TrainingRun
 
 __all__ = ["requested_settings", "check_same_on_all_ranks", "share_refusals"]
 
@@ -40,12 +38,12 @@ def share_refusals(*, enabled: bool) -> Iterator[None]:
         raise
 
 
-def requested_settings(run: Training, *, gather: bool, resume: dict[str, Any] | None) -> dict[str, Any]:
+def requested_settings(run: TrainingRun, *, gather: bool, resume: dict[str, Any] | None) -> dict[str, Any]:
     """Return this rank's settings as plain types, for :func:`check_same_on_all_ranks`.
 
     Parameters
     ----------
-    run : Training
+    run : TrainingRun
         The training, after its feed was created.
     gather : bool
         Argument of ``fit``.

@@ -10,13 +10,13 @@ from typing import Any
 from trainloop._support.screen import bar_size, has_screen
 from trainloop.train_loop.timings import Timings
 
-__all__ = ["Progress"]
+__all__ = ["Display"]
 
 REDRAW_S = 0.1
 _KNOWN_LENGTH = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
-class Progress:
+class Display:
     """Show a run's progress. If disabled, as on all ranks but 0, every call returns at once.
 
     The bar goes to stderr, if stderr is a terminal or a notebook; the table goes to stdout.

@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from trainloop.callbacks.base import AbstractCallback, Saver, overrides
+from trainloop.callbacks.base import Saver, overrides
+from trainloop.train_loop.loop_state import LoopState
+from trainloop.train_loop.options import End
 
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.loop_state import LoopState
-
-__all__ = ["End", "described_ends", "end_that_holds", "has_work_at_end", "nothing_left", "requesting_callback"]
-
-
-class End(NamedTuple):
-    """A callback's request to end training."""
-
-    kind: str
-    """Name of the callback's class; together with ``name``, it identifies the callback in checkpoints."""
-    name: str
-    reason: str = ""
-    """Reason as text; empty if the callback gave none."""
-
-
-def requesting_callback(loop: LoopState) -> End | None:
-    """Return the callback whose hook sets ``early_stop``; ``None`` if other code sets it.
-
-    A callback ends training by setting a plain attribute, which does not record who set it, so the call stack is
-    inspected.
-    """
-    frame = sys._getframe(2)  # the frame that set the attribute
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if owner is loop:
-            return None
-        if isinstance(owner, AbstractCallback) and any(owner is callback for callback in loop.callbacks):
-            return End(type(owner).__name__, owner.callback_name)
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return None
+__all__ = ["described_ends", "end_that_holds", "has_work_at_end", "nothing_left"]
 
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
@@ -49,7 +19,7 @@ def described_ends(ends: Sequence[End], epoch: int) -> str:
     return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
-def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
+def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
     """Return the ends of a checkpoint's run whose callbacks are still present and would end the run again.
 
     Empty if this ``fit`` asks for more epochs or iterations than that run did.
@@ -66,7 +36,7 @@ def end_that_holds(loop: TrainLoop[Any], state: dict[str, Any]) -> list[End]:
     ]
 
 
-def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
+def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:
     """Return the reason why no work is left after a checkpoint; an empty string if work is left."""
     place = state["place"]
     if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
@@ -82,7 +52,7 @@ def nothing_left(loop: TrainLoop[Any], state: dict[str, Any]) -> str:
     return f"{done} of {asked} {what}s are done. To continue, ask fit for more." if done >= asked else ""
 
 
-def has_work_at_end(loop: TrainLoop[Any]) -> bool:
+def has_work_at_end(loop: LoopState) -> bool:
     """Return True if work follows the last epoch: a test, or hooks of callbacks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True

@@ -29,6 +29,7 @@ from trainloop.optim import needs_closure, optimizers_of
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.evaluating import evaluating
 from trainloop.train_loop.handover import CallerSide, RankSide, loaders_of
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.losses import explain_batch_of_one, explain_no_criterion, loss_of
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.placement import check_values, explain_device, placed
@@ -41,18 +42,17 @@ from trainloop.train_loop.training import Training
 from trainloop.train_loop.whole_step import WholeStepTraining
 
 if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.restarts import RestartFolder
 
 __all__ = ["execute", "sent_parts", "untouched"]
 
 
-def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
+def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
     """Call ``work(run, *args)`` on a run created in this process or, in ``ddp`` and ``fsdp``, in every rank.
 
     Parameters
     ----------
-    loop : TrainLoop
+    loop : LoopState
         Ranks get a copy of the loop; its state is written back into this object.
     work : callable
         A method of :class:`~trainloop.train_loop.run.Run`; it is sent to ranks by name.
@@ -81,13 +81,13 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
         return _in_ranks(loop, work, args, job)
 
 
-def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
+def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], job: FitJob | None) -> Any:
     _initialize_lazy_parameters(loop)
     # Without a seed, ranks still need a common seed. It is derived without a draw, so that the caller's generators
     # remain unchanged.
     loop.drawn_seed = rng.peek_seed()
     config = loop.run_config
-    options = {"timeout_s": loop.timeout, "backend": config.backend, "init_method": config.init_method}
+    options: dict[str, Any] = {"timeout_s": loop.timeout, "backend": config.backend, "init_method": config.init_method}
     here = launch.rank_from_launcher() if has_ranks(loop.gpu_mode) else None
     if here is not None:
         loop.run_config = config = run_config_under_launcher(config, loop.options.devices, here)
@@ -133,7 +133,7 @@ def _in_ranks(loop: TrainLoop[Any], work: Callable[..., Any], args: tuple[Any, .
 
 
 def _as_rank(
-    loop: TrainLoop[Any],
+    loop: LoopState,
     work: Callable[..., Any],
     args: tuple[Any, ...],
     job: FitJob | None,
@@ -186,10 +186,11 @@ def _as_rank(
 
 
 @contextmanager
-def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
+def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Create a run in this process; it is ``loop.running`` in the block. Without ``job``, the run can only evaluate."""
     with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
-        loop.running = run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
+        run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
+        loop.note(running=run)
         try:
             with run.undo:
                 yield run
@@ -205,10 +206,10 @@ def running(loop: TrainLoop[Any], stop: StopAgreement, job: FitJob | None, *, jo
             explain_shared_memory(error)
             raise
         finally:
-            loop.running = None
+            loop.note(running=None)
 
 
-def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
+def _kind_of_training(loop: LoopState) -> type[Training]:
     own: type[Training] | None = getattr(loop.optimizer, "training_class", None)
     if own is not None:  # an optimizer may define its own kind of step
         return own
@@ -226,7 +227,7 @@ def _kind_of_training(loop: TrainLoop[Any]) -> type[Training]:
 
 
 @contextmanager
-def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
+def _own_randomness(loop: LoopState) -> Iterator[None]:
     """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop."""
     seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
@@ -236,24 +237,24 @@ def _own_randomness(loop: TrainLoop[Any]) -> Iterator[None]:
         yield
 
 
-def _seed_of_run(loop: TrainLoop[Any], seed: int) -> int:
+def _seed_of_run(loop: LoopState, seed: int) -> int:
     return rng.derive_seed(seed, "fit", loop.epoch, loop.rank)
 
 
-def sent_parts(loop: TrainLoop[Any]) -> dict[str, Any]:
+def sent_parts(loop: LoopState) -> dict[str, Any]:
     """Return the parts of a loop that are sent to ranks, by the names that error messages use."""
     names = ("model", "train_loader", "validation_loader", "test_loader", "optimizer", "criterion", "callbacks")
     return {name: getattr(loop, name) for name in names}
 
 
-def _loader_workers(loop: TrainLoop[Any], ranks: int) -> int:
+def _loader_workers(loop: LoopState, ranks: int) -> int:
     """Return the number of loader workers of a rank, under the quota."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loader itself will warn
         return max(cap_workers(getattr(one, "num_workers", 0), loop.options.quota, ranks) for one in loaders_of(loop))
 
 
-def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
+def _initialize_lazy_parameters(loop: LoopState) -> None:
     """Initialize lazy modules from a batch before ranks or replicas exist, so that all get the same weights.
 
     The weights are those that ``single`` draws in its first forward, unless that forward draws other numbers first
@@ -270,7 +271,7 @@ def _initialize_lazy_parameters(loop: TrainLoop[Any]) -> None:
 
 
 @contextmanager
-def untouched(loop: TrainLoop[Any]) -> Iterator[None]:
+def untouched(loop: LoopState) -> Iterator[None]:
     """Restore the global generators and the loaders' generators at the end of the block."""
     loaders = loaders_of(loop)
     before = generator_states(loaders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import stays_whole
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import check_dtypes, units_of
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.loop_state import LoopState
 
 __all__ = ["check_shardable"]
 
@@ -27,7 +25,7 @@ _HOOKS = {
 _FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
 
 
-def check_shardable(loop: TrainLoop[Any], *, gather: bool, wrapper_args: dict[str, Any]) -> None:
+def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, Any]) -> None:
     """Before any process starts, raise an error if ``fsdp`` can't train this loop.
 
     Raises

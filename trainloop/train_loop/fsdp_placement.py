@@ -13,7 +13,7 @@ from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
-from trainloop.optim import parameters_of
+from trainloop.optim import inner_optimizers, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
     free,
@@ -68,6 +68,13 @@ class ShardedPlacement(Placement):
 
     def wrap_again(self) -> None:
         """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
+
+    def steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Write the state of optimizers that a callback has assigned into the caller's shapes at the end, too."""
+        for optimizer in optimizers:
+            for one in (optimizer, *inner_optimizers(optimizer).values()):
+                if all(one is not known for known in self.stepped):
+                    self.stepped.append(one)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""
@@ -158,6 +165,7 @@ def sharded(
     evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the file has full tensors
     try:
         yield wrapper
+        own_state += [{} for _ in optimizers[len(own_state) :]]  # of optimizers that a callback has assigned
         if values_to != "none":
             wrapper.reshard_units()
             names = {id(p): name for _, name, p in _found_again(model, shards)}
@@ -165,6 +173,8 @@ def sharded(
             _write_back(model, names, originals, kept, optimizers, own_state, file)
             returned = True
     finally:
+        for optimizer in optimizers[len(before) :]:
+            before.append((optimizer.state, list(optimizer.param_groups)))
         again = _found_again(model, shards)
         shards = {name: p for _, name, p in again}
         wrapper.take_off({now: originals[name] for now, name, _ in again})
@@ -227,10 +237,12 @@ def _write_back(
             owners.append((None, None, target, kept[name].device))
         elif receives:
             (kept[name] if p is target else target).data.copy_(p.detach())
+    seen: set[int] = set()
     for optimizer, initial in zip(optimizers, own_state, strict=True):
         for stepped in parameters_of(optimizer):
-            if id(stepped) not in names:
+            if id(stepped) not in names or id(optimizer.state.get(stepped)) in seen:
                 continue
+            seen.add(id(optimizer.state.get(stepped)))  # an optimizer within another one may share its state
             name = names[id(stepped)]
             own, before = optimizer.state.get(stepped, {}), initial.get(originals[name], {})
             for key, value in own.items():

@@ -7,26 +7,30 @@ weight), over all micro-batches and ranks. The backward of each micro-batch adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.optim import MultiLoss, needs_closure, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.losses import split_loss, weights_of_parts
+from trainloop.train_loop.running import TrainingRun
 from trainloop.train_loop.trained import TrainedParameters
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.training import Training
 
 __all__ = ["Gradients"]
 
@@ -46,7 +50,7 @@ class Gradients:
 
     Parameters
     ----------
-    training : Training
+    run : TrainingRun
         The run that has the model, criterion and optimizers.
 
     Attributes
@@ -69,13 +73,13 @@ class Gradients:
         Number of ranks whose gradients are averaged.
     """
 
-    def __init__(self, training: Training) -> None:
-        loop = training.loop
-        self._training = training
-        self._place = place = training.place
-        self._multi_optimizer = loop.optimizer
-        self.sums = sum_rule(loop.model, loop.criterion)
-        self.ranks = loop.world_size if training.parallel else 1
+    def __init__(self, run: TrainingRun) -> None:
+        loop = run.loop
+        self._run = run
+        self._place = place = run.place
+        self.outdated = False
+        """True if the optimizer, the criterion or a module has changed since the last step."""
+        self.ranks = loop.world_size if run.parallel else 1
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.reduced_later = self.ragged = False
         self.given: list[bool] = []
@@ -83,36 +87,69 @@ class Gradients:
         self._weighted, self._weight, self._uneven = False, 0.0, 0.0
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
-        self.optimizers = optimizers_of(loop.optimizer)
-        # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
-        self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
-        self._shares_buffers = place.collective and self.ranks > 1 and next(loop.model.buffers(), None) is not None
-        self.trained = TrainedParameters(loop.model, loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
+        self._take_rules()
+        self._take_optimizers()
+        self.trained = (
+            TrainedParameters(loop.model, lambda: loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
+        )
         self._take_parameters()
         if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
+    def _take_rules(self) -> None:
+        """Take the rule for sums from the criterion as it is now."""
+        loop = self._run.loop
+        self.sums = sum_rule(loop.model, loop.criterion)
+        self.reduction = getattr(loop.criterion, "reduction", None)
+
+    def _take_optimizers(self) -> None:
+        loop, place = self._run.loop, self._place
+        self._multi_optimizer = loop.optimizer
+        self.optimizers = optimizers_of(loop.optimizer)
+        # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
+        self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
+        place.steps(self.optimizers)
+
     def _take_parameters(self) -> None:
-        loop = self._training.loop
+        loop = self._run.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
         # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
         beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
         self.learned: list[Tensor] = [*self.parameters, *beside]
         self._beside: set[int] = set()
+        has_buffers = next(loop.model.buffers(), None) is not None
+        self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers
         if self._place.collective:  # parameters outside of the wrapper
             known = {id(p) for p in self._place.wrapper.whole_parameters}
             self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
-    def follow_at_epoch_begin(self) -> None:
-        """Wrap the model again if the set of trained parameters has changed. Collective."""
-        if self.trained is not None and self.trained.agree():
+    def follow_at_epoch_begin(self, settings: Mapping[str, Any]) -> bool:
+        """Take the parameters, the optimizers and the rule for sums as they are now. Collective.
+
+        Return True if all ranks have the same ``settings``.
+        """
+        self.outdated = False
+        self._take_rules()
+        self._run.watch_losses()
+        self._take_optimizers()
+        if self.trained is None:
+            self._take_parameters()
+            return True
+        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()))
+        if changed:
             self._follow(self.trained)
+        return alike
 
     def follow_at_step_begin(self) -> None:
-        """If trained parameters have changed within an epoch, wait for other ranks and wrap the model again."""
-        if self.trained is not None and self.trained.changed():
+        """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
+        outdated, self.outdated = self.outdated, False
+        if outdated:
+            self._take_optimizers()
+        if self.trained is None:
+            self._take_parameters()
+        elif self.trained.changed(everything=outdated):
             self.trained.meet()
             self._follow(self.trained)
 
@@ -121,6 +158,38 @@ class Gradients:
         self._take_parameters()
         self._place.wrap_again()
 
+    def assigned(self, name: str) -> None:
+        """Follow an assignment of ``tl.criterion`` at the next batch, and of ``tl.optimizer`` at the next step."""
+        self.outdated = True
+        loop = self._run.loop
+        if name == "criterion":
+            self._take_rules()
+            self._run.watch_losses()
+            return
+        before, now = self.optimizers, optimizers_of(loop.optimizer)
+        if not now:
+            loop.note(optimizer=self._multi_optimizer)
+            raise ConfigurationError("tl.optimizer = None while training: each step needs an optimizer.")
+        kinds = [(needs_closure(one), getattr(one, "training_class", None)) for one in (before[0], now[0])]
+        if kinds[0] != kinds[1]:
+            loop.note(optimizer=self._multi_optimizer)
+            raise ConfigurationError(
+                f"tl.optimizer = {type(now[0]).__name__}(...): its steps are of another kind than those of "
+                f"{type(before[0]).__name__}, as one of them needs a closure. End training, and call fit again with it."
+            )
+
+    @contextmanager
+    def noting_registrations(self) -> Iterator[None]:
+        """Inside the block, note when a module registers a parameter or another module, by torch's public hooks."""
+
+        def note(module: nn.Module, name: str, value: Any) -> None:
+            self.outdated = True
+
+        with ExitStack() as undo:
+            undo.callback(register_module_parameter_registration_hook(note).remove)
+            undo.callback(register_module_module_registration_hook(note).remove)
+            yield
+
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
@@ -128,6 +197,8 @@ class Gradients:
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
+        if getattr(self._run.loop.criterion, "reduction", None) != self.reduction:  # changed in place
+            self._take_rules()
         self.ragged = ragged
         self.reduced_later = (ragged or self._always_later) and not self._place.collective
         if self.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
@@ -304,7 +375,7 @@ class Gradients:
         """Run forward and backward of another rank's batch, with zero gradients."""
         place = self._place
         with place.autocast:
-            output = place.wrapper.get_loss(batch, self._training.loop.criterion, place.device)
+            output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         loss, weight = split_loss(output)
         if weight is None and isinstance(loss, MultiLoss) and weights_of_parts(loss, 1):
             for name in loss:  # the other ranks run a backward for each loss
@@ -394,16 +465,16 @@ class Gradients:
         self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]
     ) -> None:
         """Unscale the complete gradients, call ``on_after_gradient_update``, and clip them."""
-        training = self._training
+        run = self._run
         for i, optimizer in optimizers:
             self._place.scaler.unscale_(optimizer)  # before clipping, as torch's notes on AMP require
-            if training.hooks.on_after_gradient_update:
-                for hook in training.hooks.on_after_gradient_update:
+            if run.hooks.on_after_gradient_update:
+                for hook in run.hooks.on_after_gradient_update:
                     hook(i)
-        if training.loop.gradient_clip_norm is not None:
+        if run.loop.gradient_clip_norm is not None:
             # torch's function can't stack the norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
-            clip(parameters, training.loop.gradient_clip_norm)
+            clip(parameters, run.loop.gradient_clip_norm)
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
@@ -416,7 +487,7 @@ class Gradients:
             scaler.step(optimizer)
         # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.
         states = scaler._per_optimizer_states
-        self._training.loop.found_inf = [
+        self._run.loop.progress.found_inf = [
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
         ]
         scaler.update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.run import Run
 
 __all__ = ["Idle", "padded_batches"]
 
@@ -32,7 +29,7 @@ class Idle:
     dummy pass may be NaN.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Any) -> None:
         self._run = run
 
     def borrowed_batch(self, batches: list[Any], counts: list[int], i: int) -> Any:

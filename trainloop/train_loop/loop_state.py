@@ -2,72 +2,105 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trainloop._support.keywords import attribute_hint
+from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, requesting_callback
+from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import TrainFeed
 from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
-from trainloop.train_loop.arguments import loader_batch_size
-from trainloop.train_loop.ending import End, requesting_callback
-from trainloop.train_loop.options import Options
+from trainloop.train_loop import arguments as check
+from trainloop.train_loop.argument_types import Collate, Transform
+from trainloop.train_loop.options import End, Options, Restart
+from trainloop.train_loop.progress import Progress
 from trainloop.train_loop.run_config import RunConfig
 from trainloop.train_loop.timings import StepClock, Timings
 
-if TYPE_CHECKING:
-    from trainloop.train_loop.restarts import Restart
-    from trainloop.train_loop.run import Run
+__all__ = ["LoopState", "Running"]
 
-__all__ = ["LoopState"]
+
+class Running(Protocol):
+    """What a loop needs of its current run."""
+
+    trains: bool
+    """True if the run trains; False if it only evaluates or predicts."""
+    parallel: bool
+    """True if there are other ranks."""
+    sink: Callable[..., None] | None
+    """Function that currently receives logs."""
+    history_epoch: int
+    """Epoch for which values are currently logged."""
+    clock: StepClock | None
+    """Clock of a training run."""
+
+    @property
+    def place(self) -> Any:
+        """Placed model, with its ``device`` and ``scaler``."""
+
+    @property
+    def rank_zero_only_names(self) -> set[str]:
+        """Names of metrics that were logged with ``rank_zero_only``."""
+
+    def flush_logs(self) -> None:
+        """Read the logs and pass them to ``on_log``."""
+
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value."""
 
 
 class LoopState:
     """The part of a :class:`~trainloop.TrainLoop` that callbacks read and write: its state, history and logs.
 
-    It outlives each run, and is sent to the ranks and back. :attr:`running` is the current run.
+    It outlives each run, and is sent to the ranks and back. :attr:`running` is the current run. The loop's own code
+    sees this class, or the protocol :class:`.Loop`, and never ``TrainLoop`` itself.
     """
 
     model: Any
     train_loader: Any
+    validation_loader: Any
+    test_loader: Any
+    optimizer: Any
+    criterion: Any
+    collate_batch_pred_fn: Collate
+    pred_transform_fn: Transform
+    end_auto_eval: int
+    seed: int | None
+    timeout: float
+    progress_bar: bool
+    gradient_clip_norm: float | None
+    sync_batchnorm: bool
     options: Options
     """The loop's arguments."""
     run_config: RunConfig
     """Mode, devices and nodes of the loop's runs."""
 
     def __init__(self) -> None:
+        self.progress = Progress()
         self.callbacks: list[AbstractCallback] = []
         """Callbacks of the last ``fit``, including those that the loop's class adds."""
         self.message_service = MessageService()
         """Service through which callbacks exchange messages."""
         self.history = History()
         """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
-        self.epoch: int = 0
-        """Number of finished epochs, which is also the index of the running epoch, counted from 0."""
-        self.global_step: int = 0
-        """Number of optimizer steps, over all calls of ``fit``."""
-        self.total_iteration_idx: int = -1
-        """Index of the current or last batch, counted from 0 over all epochs; -1 before the first."""
         self.end_requested: bool = False
         self.ends: list[End] = []
         """Callbacks that requested the end of training."""
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
-        self.last_loss: Tensor | None = None
-        """Loss of this process's last batch, on its device; reading it waits for the device."""
         self.process = Rank()
         """Rank of this process among all processes that train together."""
         self.drawn_seed = 0
         """Seed derived from the caller's generator: ranks must agree on an order even if the user gave no seed."""
-        self.found_inf: list[Tensor] = []
-        """For each device of the last step, a tensor that is nonzero if its scaled gradients overflowed."""
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
@@ -77,10 +110,113 @@ class LoopState:
         too."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
-        self.running: Run | None = None
+        self.resumed = False
+        """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
+        self.running: Running | None = None
         """Current run, while this process trains or evaluates."""
 
+    # -- what may be assigned ----------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute: checked, and while the loop runs only those of :class:`.Loop` that may change then.
+
+        Raises
+        ------
+        ConfigurationError
+            For an invalid value, for an attribute that can't be assigned now, and for a name that is nearly one of the
+            loop's.
+        """
+        running = self.__dict__.get("running")
+        if name in ASSIGNABLE:
+            known = name in self.__dict__  # otherwise the constructor assigns it, and has checked it
+            super().__setattr__(name, self._checked(name, value) if known else value)
+            if running is not None and known:
+                running.assigned(name)
+        elif name in _OWN or hasattr(type(self), name):
+            fixed = isinstance(own := getattr(type(self), name, None), property) and own.fset is None
+            if running is not None or fixed:
+                raise ConfigurationError(refusal(name, running=not fixed))
+            super().__setattr__(name, value)
+        else:
+            if name not in self.__dict__ and name[0] != "_":
+                near = nearest(name, _OWN | ASSIGNABLE, 0.85)
+                hint = f"Did you mean tl.{near}?" if near else attribute_hint(name).removeprefix(". ")
+                if near or (hint and any(f" {known}" in f" {hint}" for known in ASSIGNABLE)):
+                    raise ConfigurationError(f"tl.{name} = ...: the loop has no attribute {name!r}. {hint}")
+            super().__setattr__(name, value)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        if name in ("train_loader", "validation_loader", "test_loader"):
+            return check.check_loader(value, name)
+        if name == "optimizer":
+            return check.check_optimizer(value, self.model)
+        if name == "criterion":
+            return check.check_criterion(value)
+        if name == "gradient_clip_norm":
+            return check.check_positive(value, name)
+        if name == "grad_accumulation":
+            return check.check_count(value, name, 1)
+        if name in ("num_epochs", "num_iterations"):
+            return self._checked_length(name, value)
+        if name == "end_auto_eval":
+            return check.check_auto_eval(value)
+        if name == "callbacks":
+            return check.check_callbacks(value)
+        if name in ("collate_batch_pred_fn", "pred_transform_fn"):
+            return check.check_callable(value, name)
+        return value
+
+    def _checked_length(self, name: str, value: Any) -> int:
+        if self.running is None:
+            return check.check_count(value, name, 0)
+        if not getattr(self, name):
+            other = "num_iterations" if name == "num_epochs" else "num_epochs"
+            raise ConfigurationError(
+                f"tl.{name} = {value!r}: the length of this fit is given by {other}. Assign tl.{other}."
+            )
+        return check.check_count(value, name, 1)
+
+    def note(self, **values: Any) -> None:
+        """Set attributes that only the loop's own code changes, also while the loop runs."""
+        self.__dict__.update(values)
+
     # -- what users and callbacks read -------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Number of finished epochs, which is also the index of the running epoch, counted from 0."""
+        return self.progress.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.progress.epoch = epoch
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps, over all calls of ``fit``."""
+        return self.progress.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self.progress.global_step = step
+
+    @property
+    def total_iteration_idx(self) -> int:
+        """Index of the current or last batch, counted from 0 over all epochs; -1 before the first."""
+        return self.progress.total_iteration_idx
+
+    @total_iteration_idx.setter
+    def total_iteration_idx(self, index: int) -> None:
+        self.progress.total_iteration_idx = index
+
+    @property
+    def last_loss(self) -> Tensor | None:
+        """Loss of this process's last batch, on its device; reading it waits for the device."""
+        return self.progress.last_loss
+
+    @last_loss.setter
+    def last_loss(self, loss: Tensor | None) -> None:
+        self.progress.last_loss = loss
 
     @property
     def gpu_mode(self) -> str:
@@ -129,16 +265,38 @@ class LoopState:
 
     @early_stop.setter
     def early_stop(self, stop: bool) -> None:
-        self.end_requested = bool(stop)
+        self.note(end_requested=bool(stop))
         if not stop:
-            self.ends = []
-        elif (end := requesting_callback(self)) is not None:
-            self._note_end(end)
+            self.note(ends=[])
+        elif (callback := requesting_callback(self)) is not None:
+            self._note_end(End(type(callback).__name__, callback.callback_name))
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
         """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
-        self.end_requested = True
+        self.note(end_requested=True)
+
+    def end_epoch(self) -> None:
+        """End the current epoch after this step, on all ranks; the next epoch begins as usual.
+
+        The epoch's evaluation and its last hooks follow. Any rank may call it; all ranks end the epoch at the same
+        step.
+
+        Raises
+        ------
+        ConfigurationError
+            If no training runs.
+        """
+        if self.running is None or not self.running.trains:
+            raise ConfigurationError("end_epoch() needs a running fit: call it from a callback.")
+        self.progress.epoch_ends = True
+
+    def watch(self, observer: Any = None) -> Any:
+        """Return the current run (``None`` if nothing runs), and let ``observer`` be called for each forward of it."""
+        run: Any = self.running
+        if run is not None and observer is not None:
+            run.observe(observer)
+        return run
 
     def _note_end(self, end: End) -> None:
         if all((end.kind, end.name) != (known.kind, known.name) for known in self.ends):
@@ -152,18 +310,18 @@ class LoopState:
     @property
     def step_skipped(self) -> bool:
         """True if AMP skipped the last optimizer step. Reading it waits for the device if there is a scaler."""
-        return any(bool(found.item()) for found in self.found_inf)
+        return any(bool(found.item()) for found in self.progress.found_inf)
 
     @property
     def timings(self) -> Timings:
         """Timings of the current or last ``fit``: ``print(tl.timings)``."""
-        clock = getattr(self.running, "clock", None)
-        return clock.timings() if isinstance(clock, StepClock) else self.timings_of_last_fit
+        clock = None if self.running is None else self.running.clock
+        return self.timings_of_last_fit if clock is None else clock.timings()
 
     @property
     def effective_batch_size(self) -> int | None:
         """Number of samples in a global batch of the training loader; ``None`` if unknown."""
-        size = loader_batch_size(self.train_loader)
+        size = check.loader_batch_size(self.train_loader)
         if size is None:
             return None
         return effective_batch_size(self.gpu_mode, size, len(self.run_config.devices), self.num_nodes)
@@ -220,7 +378,7 @@ class LoopState:
     @property
     def rank_zero_only_metrics(self) -> set[str]:
         """Names of metrics logged with ``rank_zero_only``. Other ranks lack them, so no decision may depend on them."""
-        return set() if self.running is None else self.running.recorder.rank_zero_only_names
+        return set() if self.running is None else self.running.rank_zero_only_names
 
     def __repr__(self) -> str:
         number = sum(p.numel() for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p))
@@ -299,4 +457,11 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files and running iterators are valid in this process only.
-        return {**self.__dict__, "running": None, "found_inf": []}
+        return {**self.__dict__, "running": None, "progress": replace(self.progress, found_inf=[])}
+
+
+# The loop's own attributes, as far as they are not properties or methods of the class.
+_OWN = frozenset(LoopState.__annotations__) | frozenset(
+    "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "
+    "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind resumed running".split()
+)

@@ -1,16 +1,16 @@
-"""Store the checked arguments of a loop and of ``fit``; they are immutable, and sent to ranks unchanged."""
+"""Store the checked arguments of a loop and of ``fit``, and how runs ended or restarted; all are immutable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.torch_version import TorchVersion
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["AmpOptions", "FitJob", "Options", "RestartOptions"]
+__all__ = ["AmpOptions", "End", "FitJob", "Options", "Restart", "RestartOptions"]
 
 _MPS_SCALER = TorchVersion("2.8")  # the first torch whose GradScaler works on mps
 
@@ -110,3 +110,28 @@ class FitJob:
     """State of the checkpoint to resume from."""
     restarts: RestartOptions | None = None
     """Options of a run that restarts after failures; ``None`` if the first failure ends it."""
+
+
+class End(NamedTuple):
+    """A callback's request to end training."""
+
+    kind: str
+    """Name of the callback's class; together with ``name``, it identifies the callback in checkpoints."""
+    name: str
+    reason: str = ""
+    """Reason as text; empty if the callback gave none."""
+
+
+class Restart(NamedTuple):
+    """One restart of a run: an item of ``tl.restarts``, and the argument of ``on_restart``."""
+
+    rank: int
+    """Global rank that failed first."""
+    cause: str
+    """Cause of the failure, such as ``was killed by signal SIGKILL``."""
+    step: int
+    """Optimizer step after which training was resumed."""
+    steps_repeated: int
+    """Number of steps after :attr:`step` that had already been done and were repeated."""
+    seconds: float
+    """Seconds from the failure until the first step after :attr:`step` was done, or until the next failure."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,14 +15,12 @@ from torch import nn
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import all_optimizers
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.recompute import recomputing
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["Placement", "check_values", "explain_device", "move_state", "placed"]
 
@@ -43,6 +41,8 @@ class Placement:
     """Gradient scaler; disabled, and therefore without effect, unless the dtype is fp16."""
     syncs_batchnorm: bool = False
     """True if BatchNorm normalises over all ranks."""
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
+    """Optimizers whose state is placed with the model; an optimizer is followed by those that it contains."""
     wrap: Callable[..., Any] | None = None
     """Function that creates the wrapper; takes further arguments of the wrapper's constructor."""
 
@@ -64,6 +64,9 @@ class Placement:
         self.wrapper = self.wrap(init_sync=False)
         for hook, state in hooks:
             self.wrapper.register_comm_hook(state, hook)
+
+    def steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Prepare for optimizers that a callback has assigned; only sharded placements have to."""
 
     def release(self) -> None:
         """Free the resources of ``ddp``'s wrapper, after the last step."""
@@ -107,12 +110,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
-def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterator[Placement]:
+def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Placement]:
     """Put a loop's model on its device and into its wrapper; afterwards, undo all changes except the device.
 
     Parameters
     ----------
-    loop : TrainLoop
+    loop : LoopState
         In ``ddp`` and ``fsdp``, this process is a rank of an initialised process group.
     job : FitJob or None
         Options of a training run; None for evaluation only, which needs no wrapper in ``ddp``.
@@ -121,7 +124,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
         rank per host.
     """
     model, criterion, mode, options = loop.model, loop.criterion, loop.gpu_mode, loop.options
-    optimizers = optimizers_of(loop.optimizer)
+    optimizers = all_optimizers(loop.optimizer)
     # Only dp uses several devices in one process.
     devices = loop.run_config.devices if mode == "dp" else [loop.run_config.devices[loop.process.local_rank]]
     device = devices[0]
@@ -151,12 +154,12 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
             model.compile(**options.compile_args)
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement
+        stepped = optimizers if job is not None else []
         wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
         if mode == "fsdp":
             from trainloop.train_loop.fsdp_placement import ShardedPlacement, sharded  # imports this module
 
             kind = ShardedPlacement
-            stepped = optimizers if job is not None else []
             values_to = "none" if job is None or not job.gather else "all" if joined else "host"
             wrapper = undo.enter_context(sharded(model, stepped, wrapper_args or {}, values_to=values_to))
         else:
@@ -168,6 +171,7 @@ def placed(loop: TrainLoop[Any], job: FitJob | None, *, joined: bool) -> Iterato
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             kind.scaler_type(device.type, enabled=amp.scales, **amp.scaler),
             syncs_batchnorm,
+            stepped,
             wrap,
         )
         undo.callback(place.release)

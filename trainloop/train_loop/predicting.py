@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainloop._launch import rank_from_launcher
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments import check_bool, check_loader, short
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder
 from trainloop.train_loop.run import Run
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["predict"]
 
 
 def predict(
-    loop: TrainLoop[Any],
+    loop: LoopState,
     run_now: Callable[..., Any],
     loader: Any,
     name: str,

@@ -30,6 +30,7 @@ from trainloop.train_loop.execute import running
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.options import AmpOptions, FitJob
 from trainloop.train_loop.placement import move_state
+from trainloop.train_loop.progress import Progress
 from trainloop.train_loop.run_config import RunConfig
 from trainloop.train_loop.special_steps import ClosureTraining
 from trainloop.train_loop.state import described_differences
@@ -37,6 +38,7 @@ from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
     from trainloop.train_loop.loop import TrainLoop
+    from trainloop.train_loop.loop_state import LoopState
 
 __all__ = ["Replay", "replay"]
 
@@ -201,7 +203,7 @@ def _error_of(record: dict[str, Any]) -> str:
 # -- restoring the recorded state --------------------------------------------------------------------------------------
 
 
-def _tensors(loop: TrainLoop[Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(loop: LoopState) -> Iterator[tuple[str, Tensor]]:
     for root, part in recorded_modules(loop).items():
         yield from (*part.named_parameters(prefix=root), *part.named_buffers(prefix=root))
 
@@ -231,10 +233,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
             tensor.requires_grad_(record["requires_grad"].get(name, False))
         torch.set_num_threads(record["threads"])
         write_settings(record["settings"])
-        for name in ("epoch", "total_iteration_idx"):
-            setattr(loop, name, place[name])
-        loop.total_iteration_idx -= 1
-        loop.global_step = place["step"] - 1
+        loop.note(progress=Progress(place["epoch"], place["step"] - 1, place["total_iteration_idx"] - 1))
         loop.gradient_clip_norm = record["gradient_clip_norm"]
         loop.callbacks, loop.process, loop.run_config = [], Rank(), RunConfig("single", [device])
         amp = AmpOptions(record["amp"], loop.options.amp.scaler)

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainloop import checkpoint, distributed
 from trainloop._launch.failures import described
@@ -16,9 +16,7 @@ from trainloop.checkpoint import CheckpointInfo, Folder
 from trainloop.checkpoint.sharded_writing import FolderWriting
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.restarts import Restart, RestartFolder, restart_line
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.training import Training
+from trainloop.train_loop.running import TrainingRun
 
 __all__ = ["RestartCheckpoints", "steps_between"]
 
@@ -32,13 +30,13 @@ class RestartCheckpoints:
 
     Parameters
     ----------
-    run : Training
+    run : TrainingRun
     folder : RestartFolder
     every : int, optional
         Steps between two checkpoints; ``None`` to limit their cost to :data:`SHARE_OF_TIME`.
     """
 
-    def __init__(self, run: Training, folder: RestartFolder, every: int | None) -> None:
+    def __init__(self, run: TrainingRun, folder: RestartFolder, every: int | None) -> None:
         self._run, self._every = run, every
         self._sharded = run.place.collective
         self._files = RunCheckpoints(checkpoint.folder(folder.checkpoints), None, with_weights=False)

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -28,30 +28,13 @@ from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
 from trainloop.optim import optimizers_of
 from trainloop.resources.machine import available
-from trainloop.train_loop.options import RestartOptions
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.loop_state import LoopState
+from trainloop.train_loop.options import Restart, RestartOptions
 
 __all__ = ["Restart", "RestartFolder", "RestartOrder", "Supervisor", "restart_line"]
 
 _ROOM = 3  # two checkpoints, and the files of the run itself
 _SHARE_OF_MEMORY = 0.5  # maximum share of the run's memory limit for these files
-
-
-class Restart(NamedTuple):
-    """One restart of a run: an item of ``tl.restarts``, and the argument of ``on_restart``."""
-
-    rank: int
-    """Global rank that failed first."""
-    cause: str
-    """Cause of the failure, such as ``was killed by signal SIGKILL``."""
-    step: int
-    """Optimizer step after which training was resumed."""
-    steps_repeated: int
-    """Number of steps after :attr:`step` that had already been done and were repeated."""
-    seconds: float
-    """Seconds from the failure until the first step after :attr:`step` was done, or until the next failure."""
 
 
 class RestartOrder(NamedTuple):
@@ -129,7 +112,7 @@ class Supervisor:
 
     Parameters
     ----------
-    loop : TrainLoop
+    loop : LoopState
         Loop whose ``restarts`` are recorded.
     options : RestartOptions
     ranks : int
@@ -139,7 +122,7 @@ class Supervisor:
     """
 
     def __init__(
-        self, loop: TrainLoop[Any], options: RestartOptions, ranks: int, resume: dict[str, Any] | None = None
+        self, loop: LoopState, options: RestartOptions, ranks: int, resume: dict[str, Any] | None = None
     ) -> None:
         self._loop, self._most, self._ranks = loop, options.most, ranks
         self._begins_at: int = loop.global_step if resume is None else resume["place"]["global_step"]
@@ -251,7 +234,7 @@ def restart_line(restart: Restart, limit: str) -> str:
     )
 
 
-def _room_in_memory(loop: TrainLoop[Any]) -> int:
+def _room_in_memory(loop: LoopState) -> int:
     """Return how many bytes of memory the private folder needs; 0 if the run is not allowed that much memory."""
     modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,20 +30,20 @@ from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable, overrides
 from trainloop.data import EvalFeed
-from trainloop.data.loader_copies import with_workers
+from trainloop.data.loader_copies import end_workers, with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
+from trainloop.data.marks import LoaderMarks
 from trainloop.devices import has_ranks
 from trainloop.model import TTModel
 from trainloop.resources.enforce import cap_workers
-from trainloop.train_loop.display import Progress
+from trainloop.train_loop.display import Display
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, padded_batches
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.losses import loss_of
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.timings import StepClock
 
 __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 
@@ -61,7 +61,7 @@ class Run:
 
     Parameters
     ----------
-    loop : TrainLoop
+    loop : LoopState
         The loop; in a started rank, the rank's copy.
     place : Placement
         The model as this rank runs it.
@@ -71,7 +71,7 @@ class Run:
 
     trains = False
 
-    def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement) -> None:
+    def __init__(self, loop: LoopState, place: Placement, stop: StopAgreement) -> None:
         self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
         """True if there are other ranks; False for the only rank of a group, as under a launcher with one process."""
         self.loop = loop
@@ -83,7 +83,7 @@ class Run:
         self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
         """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
         # Only rank 0 has a bar: bars of several ranks would overwrite each other on one terminal.
-        self.progress = Progress(loop.progress_bar and loop.is_global_zero)
+        self.display = Display(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
         """Function that currently receives logs: a method of the training's or an evaluation's recorder."""
@@ -95,13 +95,36 @@ class Run:
         """Steps since the epoch began."""
         self.undo = ExitStack()
         """Stack of contexts that is closed when the run ends."""
-        self.class_losses = ClassLosses(loop.model, loop.criterion)
-        self.undo.enter_context(self.class_losses.watched(with_graphs=True))
+        self._watching = self.undo.enter_context(ExitStack())
+        self.watch_losses()
         self.idle = Idle(self)
-        self._eval_feeds: dict[int, Any] = {}
-        self._compared: dict[int, Any] = {}
-        """Evaluation loaders that ranks have compared, by id."""
+        self._eval_feeds: dict[int, tuple[LoaderMarks, Any]] = {}
+        """Feeds of evaluations, by the id of the loader."""
         self._same_callbacks = True
+
+    # -- what callbacks change ---------------------------------------------------------------------------------------
+
+    clock: StepClock | None = None
+    """Clock of a training run; ``None`` in other runs."""
+
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value; see :class:`.Loop` for the moments."""
+        if name == "criterion":
+            criterion = self.loop.criterion
+            if isinstance(criterion, nn.Module):
+                criterion.to(self.place.device)
+            self.watch_losses()
+
+    def watch_losses(self) -> None:
+        """Watch the criteria of class indices in the model and the criterion, as they are now."""
+        self._watching.close()
+        self.class_losses = ClassLosses(self.loop.model, self.loop.criterion)
+        self._watching.enter_context(self.class_losses.watched(with_graphs=True))
+
+    @property
+    def rank_zero_only_names(self) -> set[str]:
+        """Names of metrics that were logged with ``rank_zero_only``."""
+        return self.recorder.rank_zero_only_names
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -125,16 +148,23 @@ class Run:
         )
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        if id(loader) not in self._eval_feeds:  # the feed is kept for the run, with its persistent workers
-            self._eval_feeds[id(loader)] = feed = self.feed_of(EvalFeed, loader, name)
+        """Return the feed of an evaluation; it is kept, with its persistent workers, until its loader changes."""
+        kept = self._eval_feeds.get(id(loader))
+        if kept is None or kept[0].changed():
+            feed = self.feed_of(EvalFeed, loader, name)
             self.undo.callback(feed.close)
-            if self.parallel and id(loader) not in self._compared:
-                check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
-        return self._eval_feeds[id(loader)]
+            if kept is not None:
+                kept[1].close()
+                end_workers(loader)
+            # The marks refer to the loader, so that no other object gets its id.
+            self._eval_feeds[id(loader)] = kept = LoaderMarks(loader), feed
+        feed = kept[1]
+        if self.parallel:  # in each pass: a loader may have changed on one rank only
+            check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
+        return feed
 
     def shared_of(self, loader: Any, name: str) -> Shared:
         """Return the properties of a loader that must be equal on all ranks; the caller must compare them."""
-        self._compared[id(loader)] = loader
         loop = self.loop
         return EvalFeed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
 

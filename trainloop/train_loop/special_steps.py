@@ -60,7 +60,7 @@ class AlternatingTraining(Training):
         # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
         for recorder.batch_size in self._sizes:
-            loop.total_iteration_idx += 1
+            loop.progress.total_iteration_idx += 1
             self.epoch_batches += 1
             for hook in hooks.on_batch_begin:
                 hook()
@@ -83,11 +83,11 @@ class AlternatingTraining(Training):
             gradients.take_steps([optimizer])
             drop_gradients(optimizer)
             self.losses_stepped += 1
-            found_inf += loop.found_inf
-        loop.found_inf = found_inf
+            found_inf += loop.progress.found_inf
+        loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
             loss, weight = joined_losses(losses, size)
-            loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+            loop.progress.last_loss = recorder.add_loss(loss, size if weight is None else weight)
 
     def step(self) -> None:
         """Finish the step; the optimizers have already stepped, each after its loss."""

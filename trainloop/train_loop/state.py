@@ -6,7 +6,7 @@ import io
 import os
 import platform
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,23 +17,28 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import warn
+from trainloop.callbacks.base import overrides, overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
 from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import (
+    inner_optimizers,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    optimizers_of,
+)
 from trainloop.parallel.shards import gathered, map_tensors
 from trainloop.train_loop.arguments import short
 from trainloop.train_loop.ending import end_that_holds, nothing_left
-from trainloop.train_loop.trained import add_missing_groups, changed_flags, group_names, set_flags
-
-if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
-    from trainloop.train_loop.training import Training
+from trainloop.train_loop.loop_state import LoopState
+from trainloop.train_loop.running import TrainingRun
+from trainloop.train_loop.trained import add_missing_groups, described_names, group_names, set_flags, training_flags
 
 __all__ = [
+    "COUNTERS",
     "check_checkpoint",
     "checkpoint_state",
     "checkpoint_to_resume",
@@ -47,7 +52,11 @@ __all__ = [
 ]
 
 
-def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, Any] | None:
+COUNTERS = ("epoch", "global_step", "total_iteration_idx")
+"""Attributes of a loop's progress that checkpoints contain, under the same names."""
+
+
+def checkpoint_state(run: TrainingRun, *, keep_shards: bool = False) -> dict[str, Any] | None:
     """Return everything that a resumed run needs, as plain types and tensors, on rank 0; ``None`` on other ranks.
 
     Collective: all ranks must call it between two steps. It exchanges step logs. The tensors are the model's and the
@@ -59,7 +68,7 @@ def checkpoint_state(run: Training, *, keep_shards: bool = False) -> dict[str, A
     return state if keep_shards or distributed.is_global_zero() else None
 
 
-def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
+def states_of_ranks(run: TrainingRun) -> list[dict[str, Any]] | None:
     """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
@@ -74,12 +83,13 @@ def states_of_ranks(run: Training) -> list[dict[str, Any]] | None:
         "metrics": run.recorder.state_dict(),
         "carried": carried_state_of(loop.model),
         "ends": [tuple(end) for end in loop.ends],
+        "callbacks": _callback_states(loop, "rank_state_dict"),
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     return distributed.gather_to(mine) if run.parallel else [mine]
 
 
-def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
     """Return the state with the per-rank parts, without an exchange; its tensors may be sharded.
 
     It is ``None`` on ranks that have no part of the state. In ``fsdp``, each rank has its shards.
@@ -87,7 +97,7 @@ def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, 
     if ranks is None and not run.place.collective:
         return None
     loop = run.loop
-    state = {**_common_state(run), "callbacks": _callback_states(loop)}
+    state = {**_common_state(run), "callbacks": _callback_states(loop, "state_dict")}
     if ranks is None:
         return state
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
@@ -101,7 +111,7 @@ def whole_state(run: Training, ranks: list[dict[str, Any]] | None) -> dict[str, 
     }
 
 
-def _common_state(run: Training) -> dict[str, Any]:
+def _common_state(run: TrainingRun) -> dict[str, Any]:
     """Return the part of a training run's state that is the same on all ranks; its tensors are not copied."""
     loop = run.loop
     # At the end of training the last epoch has already been counted.
@@ -109,12 +119,9 @@ def _common_state(run: Training) -> dict[str, Any]:
     return {
         "model": loop.model.state_dict(),
         "criterion": loop.criterion.state_dict() if isinstance(loop.criterion, nn.Module) else {},
-        "optimizers": [
-            {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
-            for optimizer in optimizers_of(loop.optimizer)
-        ],
+        "optimizers": [optimizer_state_dict(optimizer) for optimizer in optimizers_of(loop.optimizer)],
         "groups": group_names(loop),
-        "flags": changed_flags(run.began_with, loop.model),
+        "flags": training_flags(loop.model),
         "scaler": run.place.scaler.state_dict(),
         "generators": generator_states((loop.validation_loader, loop.test_loader)),
         "place": {
@@ -131,21 +138,39 @@ def _common_state(run: Training) -> dict[str, Any]:
             "seed": run.seed,
             "num_epochs": loop.num_epochs,
             "num_iterations": loop.num_iterations,
+            "epoch_ends": loop.progress.epoch_ends and not finished,
             "finished": run.finished,
             "ends": [],
         },
     }
 
 
-def _callback_states(loop: TrainLoop[Any]) -> list[dict[str, Any]]:
+def _callback_states(loop: LoopState, method: str) -> list[dict[str, Any]]:
     """Return each callback's state, under the name by which another run identifies the callback."""
-    return [
-        {"name": callback.callback_name, "type": type(callback).__name__, "state": callback.state_dict()}
+    states = [
+        {"name": callback.callback_name, "type": type(callback).__name__, "state": getattr(callback, method)()}
         for callback in loop.callbacks
+        # Most callbacks have no per-rank state.
+        if method == "state_dict" or overrides(callback, method)
     ]
+    return states if method == "state_dict" else [plain(one, f"{one['type']}.{method}()") for one in states]
 
 
-def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+def _load_rank_states(loop: LoopState, ranks: list[dict[str, Any]], *, same_ranks: bool) -> None:
+    """Load this rank's states of callbacks; warn if they were saved by another number of ranks."""
+    saved = [one.get("callbacks", []) for one in ranks]
+    if same_ranks:
+        _load_callbacks(loop.callbacks, saved[loop.rank], "load_rank_state_dict")
+        return
+    names = ", ".join(dict.fromkeys(entry["name"] for entry in saved[0] if entry["state"]))
+    if names and loop.is_global_zero:
+        warn(
+            f"the checkpoint has states of {len(ranks)} ranks for the callback {names}, but there are "
+            f"{loop.world_size} ranks now. Per-rank state can't be loaded, so this callback begins without it."
+        )
+
+
+def resume_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.
 
     The state is ``None`` for a fresh start. Under a launcher, rank 0 reads and decides, and sends both results to the
@@ -161,18 +186,18 @@ def resume_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any]
     return _among_ranks(loop, lambda stop: state_of_rank_zero(loop, resume_from))
 
 
-def _among_ranks(loop: TrainLoop[Any], function: Callable[[Any], Any]) -> Any:
+def _among_ranks(loop: LoopState, function: Callable[[Any], Any]) -> Any:
     """Call a function in the process group of a launcher's ranks."""
 
     return join(function, init_method=loop.run_config.init_method, timeout_s=loop.timeout)
 
 
-def _read_point(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+def _read_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     state = checkpoint_to_resume(loop, resume_from)
     return state, "" if state is None else nothing_left(loop, state)
 
 
-def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+def state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return, on all ranks, the state that rank 0 reads, and the reason if nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
     # In fsdp, the state refers to files, and each rank reads its part of the files.
@@ -204,7 +229,7 @@ def state_of_rank_zero(loop: TrainLoop[Any], resume_from: Any) -> tuple[dict[str
     return state, answer["why"]
 
 
-def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, Any] | None:
+def checkpoint_to_resume(loop: LoopState, resume_from: Any) -> dict[str, Any] | None:
     """Return the state that ``fit(resume_from=...)`` names, checked against the model; ``None`` for a fresh start."""
     if (
         not isinstance(resume_from, (str, os.PathLike))
@@ -226,12 +251,24 @@ def checkpoint_to_resume(loop: TrainLoop[Any], resume_from: Any) -> dict[str, An
         state = keepers[0].last_state(whole=whole)
     else:
         state = checkpoint.load(resume_from, whole=whole)
-    if state is not None:
+    if state is not None and not _callbacks_may_fit_model(loop):
         check_checkpoint(loop, state)
     return state
 
 
-def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
+def _callbacks_may_fit_model(loop: LoopState) -> bool:
+    """Return True if the user's callbacks may change the model before the checkpoint is loaded.
+
+    Then the checkpoint is compared with the model after these hooks, and not before.
+    """
+    return any(
+        overrides_of_user(callback, name)
+        for callback in loop.callbacks
+        for name in ("on_multiprocess_start", "on_train_begin")
+    )
+
+
+def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     """Raise an error unless a checkpoint fits this loop's model and optimizers.
 
     Raises
@@ -247,11 +284,15 @@ def check_checkpoint(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     own = loop.model.state_dict()
     saved = state["model"]
     left_out = state.get("left_out", {})
-    wrong = described_differences(own, saved, "checkpoint", left_out)
+    # A module may change the shapes of its buffers in load_state_dict, as in quantization-aware training.
+    buffers = {name for name, _ in loop.model.named_buffers()}
+    compared = {name: None if name in buffers else value for name, value in own.items()}
+    wrong = described_differences(compared, saved, "checkpoint", left_out)
     if wrong:
         raise CheckpointError(
             f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
-            f"without resume_from."
+            "without resume_from. If a callback changed the model in that run, it must do so again in on_train_begin, "
+            "where tl.resumed is True and tl.epoch is the epoch to resume in."
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
@@ -307,7 +348,7 @@ def _check_left_out(own: dict[str, Any], left_out: dict[str, Any]) -> None:
         )
 
 
-def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool = False) -> None:
+def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: bool = False) -> None:
     """Resume from a :func:`checkpoint_state`, with any number of ranks. All ranks call it, with the same state.
 
     With ``quiet``, values that differ between the script and the state are not printed.
@@ -315,8 +356,8 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     loop = run.loop
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
-    _check_data(run.feed, place)
-    skip_steps = _steps_here(place, run.feed.global_batch_size, loop.grad_accumulation)
+    if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
+        _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
         print(text, flush=True)
@@ -328,13 +369,18 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     run.history_epoch = place["epoch"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
     run.epoch_batches = place["epoch_batches"]
-    run.skip_steps = skip_steps
     run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
+    _load_rank_states(loop, ranks, same_ranks=same_ranks)
+    for hook in run.hooks.on_resume:
+        hook()
+    run.take_data()
+    run.skip_steps = _steps_here(run, place)
+    loop.progress.epoch_ends = place.get("epoch_ends", False)
     mine = ranks[loop.rank if same_ranks else 0]
     last = mine.get("last_loss")  # older checkpoints lack this entry
-    loop.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
+    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
     if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
@@ -349,7 +395,7 @@ def load_checkpoint_state(run: Training, state: dict[str, Any], *, quiet: bool =
     run.feed.load_state_dict(mine["feed"])
 
 
-def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> None:
+def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
     _load_parts(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
@@ -368,7 +414,7 @@ def take_up_finished(loop: TrainLoop[Any], state: dict[str, Any], why: str) -> N
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 
-def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
+def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
@@ -376,13 +422,14 @@ def _load_parts(loop: TrainLoop[Any], state: dict[str, Any]) -> None:
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved["state"])
+        load_optimizer_state_dict(optimizer, saved)
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
-        _fit_state(optimizer)
+        for one in (optimizer, *inner_optimizers(optimizer).values()):
+            _fit_state(one)
     loop.history.load_state_dict(state["history"])
-    _load_callbacks(loop.callbacks, whole_of(state["callbacks"]))
-    for name in ("epoch", "global_step", "total_iteration_idx"):
-        setattr(loop, name, state["place"][name])
+    _load_callbacks(loop.callbacks, whole_of(state["callbacks"]), "load_state_dict")
+    for name in COUNTERS:
+        setattr(loop.progress, name, state["place"][name])
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
@@ -395,14 +442,15 @@ def _fit_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_data(feed: Any, place: dict[str, Any]) -> None:
     before, now = place["num_samples"], feed.num_samples
-    if before is not None and now is not None and before != now:
+    if place["epoch_steps"] and before is not None and now is not None and before != now:
         raise CheckpointError(
-            f"the checkpoint was made with {before} training samples, but the loader has {now} now. Pass the same "
-            "dataset, or start without resume_from."
+            f"the checkpoint was written in the middle of an epoch of {before} training samples, but the loader has "
+            f"{now} now, so the rest of that epoch can't be read. Pass the same dataset, assign it in a callback's "
+            "on_resume, or resume from a checkpoint at an epoch's end, where the dataset may have another length."
         )
 
 
-def _about_other_values(run: Training, state: dict[str, Any]) -> str:
+def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
     """Return a line that names the values that differ between script and checkpoint; empty if none differs."""
     loop, place, found = run.loop, state["place"], []
 
@@ -417,19 +465,25 @@ def _about_other_values(run: Training, state: dict[str, Any]) -> str:
                 # A scheduler changes the rate itself, and records the initial one.
                 now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
                 note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
+    flags = state.get("flags", {}).get("requires_grad", {})
+    other = [name for name, p in loop.model.named_parameters() if flags.get(name, p.requires_grad) != p.requires_grad]
+    if other:
+        found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")
     note("seed", place["seed"], loop.seed, of_script=False)
     note("grad_accumulation", loop.grad_accumulation, place["grad_accumulation"], of_script=True)
     note("global batch size", run.feed.global_batch_size, place["global_batch_size"], of_script=True)
     return f"Resumed with {', '.join(dict.fromkeys(found))}." if found else ""
 
 
-def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accumulation: int) -> int:
+def _steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
     """Return the number of this run's steps that have the samples of the checkpoint's steps in its epoch."""
-    steps = place["epoch_steps"]
+    _check_data(run.feed, place)
+    steps, global_batch_size, grad_accumulation = place["epoch_steps"], run.feed.global_batch_size, 0
+    grad_accumulation = run.loop.grad_accumulation
     if not steps or None in (place["global_batch_size"], global_batch_size):
         return steps
     before = place["global_batch_size"] * place["grad_accumulation"]
-    now = global_batch_size * grad_accumulation  # type: ignore[operator]  # not None: seen above
+    now = global_batch_size * grad_accumulation
     if before * steps % now:
         raise CheckpointError(
             f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
@@ -439,8 +493,8 @@ def _steps_here(place: dict[str, Any], global_batch_size: int | None, grad_accum
     return before * steps // now
 
 
-def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
-    """Load each callback's state, found by type and name; equal types and names are matched in order."""
+def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: str) -> None:
+    """Load each callback's state by a method of it, found by type and name; equal ones are matched in order."""
     left = list(saved)
     for callback in callbacks:
         key = (type(callback).__name__, callback.callback_name)
@@ -448,7 +502,7 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]]) -> None:
         found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
         if found is not None:
             left.remove(found)
-            callback.load_state_dict(found["state"])
+            getattr(callback, method)(found["state"])
     unused = [entry["name"] for entry in left if entry["state"]]
     if unused:
         warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")

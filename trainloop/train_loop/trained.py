@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
@@ -24,7 +24,6 @@ __all__ = [
     "about_eval_mode",
     "add_missing_groups",
     "begin_training",
-    "changed_flags",
     "described_names",
     "group_names",
     "not_optimized",
@@ -46,49 +45,77 @@ class TrainedParameters:
 
     Parameters
     ----------
-    model, criterion : nn.Module, object
-        A criterion's own parameters are outside of DDP; this class averages their gradients.
+    model : nn.Module
+    criterion : callable
+        Returns the current criterion. A criterion's own parameters are outside of DDP; this class averages their
+        gradients.
     timeout_s : float
         Timeout of the run, in seconds.
     """
 
-    def __init__(self, model: nn.Module, criterion: Any, timeout_s: float) -> None:
+    def __init__(self, model: nn.Module, criterion: Callable[[], Any], timeout_s: float) -> None:
         self._model = model
+        self._criterion = criterion
         self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
-        self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-        if distributed.get_world_size() > 1:
-            for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
-                # DDP's constructor does the same with the model's parameters.
-                dist.broadcast(tensor.detach(), 0)
+        self._beside: list[Any] = []
+        self._known_criterion: Any = None
         self.note()
 
     def note(self) -> None:
         """Record that the wrapper trains the parameters that require gradients now."""
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
-        self._flags = [p.requires_grad for p in self._parameters]
+        self._kinds = _kinds_of(self._parameters)
         self._frozen = [p for p in self._parameters if not p.requires_grad]
+        criterion = self._criterion()
+        other, self._known_criterion = criterion is not self._known_criterion, criterion
+        self._beside = _parameters_of(criterion)
+        if other and isinstance(criterion, nn.Module) and distributed.get_world_size() > 1:
+            for tensor in _tensors_of(criterion):
+                # DDP's constructor does the same with the model's parameters.
+                dist.broadcast(tensor.detach(), 0)
 
-    def changed(self) -> bool:
-        """Return True if a parameter was frozen or unfrozen since :meth:`note`; called before each step."""
-        return [p.requires_grad for p in self._parameters] != self._flags
+    def changed(self, *, everything: bool = False) -> bool:
+        """Return True if a parameter was frozen, unfrozen or reshaped since :meth:`note`; called before each step.
 
-    def agree(self) -> bool:
-        """Check that all ranks train the same parameters; return True if these have changed. Collective at epoch begin.
+        With ``everything``, return True also if parameters were added, removed or replaced.
+        """
+        if _kinds_of(self._parameters) != self._kinds:
+            return True
+        return everything and not self._are_same()
+
+    def _are_same(self) -> bool:
+        criterion = self._criterion()
+        if criterion is not self._known_criterion and isinstance(criterion, nn.Module) and len(_tensors_of(criterion)):
+            return False
+        now = [*self._model.parameters(), *_parameters_of(criterion)]
+        before = [*self._parameters, *self._beside]
+        return len(now) == len(before) and all(map(operator.is_, now, before))
+
+    def agree(self, settings: int) -> tuple[bool, bool]:
+        """Check that all ranks train the same parameters. Collective, when an epoch begins.
+
+        Parameters
+        ----------
+        settings : int
+            Checksum of this rank's settings.
+
+        Returns
+        -------
+        changed, alike : bool
+            True if the parameters have changed, and True if all ranks have the same settings.
 
         Raises
         ------
         ConfigurationError
             If a parameter trains only on some ranks; the message names it.
         """
-        named = dict(self._model.named_parameters())
         # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
-        names = [name for name, p in named.items() if p.requires_grad]
-        digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode())])
-        if any(digest != digests[0] for digest in digests):
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode()), settings])
+        if any(digest != digests[0][0] for digest, _ in digests):
             _raise_unequal(distributed.gather_object(names))
-        same = len(named) == len(self._parameters) and all(map(operator.is_, named.values(), self._parameters))
-        return not same or self.changed()
+        return self.changed(everything=True), all(theirs == settings for _, theirs in digests)
 
     def meet(self) -> None:
         """Within an epoch, wait until the other ranks make the change that this rank has detected.
@@ -101,7 +128,7 @@ class TrainedParameters:
         number, rank, world_size = next(_rendezvous), distributed.get_rank(), distributed.get_world_size()
         if world_size == 1:
             return
-        names = [name for name, p in self._named.items() if p.requires_grad or p.grad is not None]
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad or p.grad is not None]
         # Use the process group's store: a collective could be matched with another one on a rank without a change.
         # torch 2.6 to 2.13 has no public access to the store.
         store = dist.distributed_c10d._get_default_store()
@@ -111,7 +138,7 @@ class TrainedParameters:
             try:
                 store.wait([key], timedelta(seconds=self._patience_s))
             except RuntimeError as e:
-                before = {name for (name, _), flag in zip(self._named.items(), self._flags, strict=True) if flag}
+                before = {name for name, (flag, *_) in zip(self._named, self._kinds, strict=True) if flag}
                 change = sorted(before.symmetric_difference(names))
                 raise ConfigurationError(
                     f"rank {rank} changed requires_grad of {', '.join(change[:5])}, but rank {other} did not do so "
@@ -169,6 +196,19 @@ class TrainedParameters:
             "weights. Compute losses in get_loss, change parameters on every rank in the same way, and use no "
             "optimizer that draws random numbers."
         )
+
+
+def _kinds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
+    """Return what DDP's reducer assumes of each parameter to stay the same."""
+    return [(p.requires_grad, p.dtype, p.shape) for p in parameters]
+
+
+def _parameters_of(criterion: Any) -> list[nn.Parameter]:
+    return list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
+
+
+def _tensors_of(criterion: nn.Module) -> list[Tensor]:
+    return [*criterion.parameters(), *criterion.buffers()]
 
 
 def _raise_unequal(everyone: list[list[str]]) -> None:
@@ -238,7 +278,7 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     return f"modules that stay in eval() while training: {shown} (to train them, call .train() on them before fit)"
 
 
-# -- flags and parameter groups that a run has changed, for checkpoints ------------------------------------------------
+# -- flags and parameter groups, for checkpoints ---------------------------------------------------------------------
 
 
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
@@ -249,16 +289,8 @@ def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
     }
 
 
-def changed_flags(before: Mapping[str, Mapping[str, bool]], model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return the flags of :func:`training_flags` that have changed."""
-    return {
-        kind: {name: flag for name, flag in flags.items() if before[kind].get(name, flag) != flag}
-        for kind, flags in training_flags(model).items()
-    }
-
-
 def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
-    """Set the flags that :func:`changed_flags` returned."""
+    """Set the flags that :func:`training_flags` returned."""
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     for name, flag in flags.get("requires_grad", {}).items():
         if name in parameters:

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -30,18 +32,23 @@ from trainloop._launch.failures import described
 from trainloop._metrics import Recorder
 from trainloop._support.reduction import divisor_of
 from trainloop._support.signals import status_of
-from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTERRUPT, TERMINATE, StopAgreement
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import Saver
+from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
+from trainloop.callbacks.loop import Loop
 from trainloop.data import StepBatches, TrainFeed
+from trainloop.data.loader_copies import end_workers
+from trainloop.data.marks import LoaderMarks
+from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.consistency import check_same_on_all_ranks, requested_settings, share_refusals
-from trainloop.train_loop.ending import End, described_ends, has_work_at_end
+from trainloop.train_loop.ending import described_ends, has_work_at_end
 from trainloop.train_loop.gradients import Gradients
+from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
-from trainloop.train_loop.options import FitJob
+from trainloop.train_loop.options import End, FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.timings import StepClock, Timings
@@ -50,11 +57,9 @@ from trainloop.train_loop.trained import (
     begin_training,
     described_names,
     not_optimized,
-    training_flags,
 )
 
 if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
     from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
 __all__ = ["Training", "Watch"]
@@ -91,7 +96,7 @@ class Training(Run):
     losses_stepped = 0
     """Number of losses in the current step for which the optimizer has already stepped."""
 
-    def __init__(self, loop: TrainLoop, place: Placement, stop: StopAgreement, job: FitJob) -> None:
+    def __init__(self, loop: LoopState, place: Placement, stop: StopAgreement, job: FitJob) -> None:
         super().__init__(loop, place, stop)
         self.recorder = Recorder(rank=loop.rank, exchange=self.exchange, reserved=("val_loss", "test_loss"))
         self.history_epoch = loop.epoch
@@ -104,8 +109,6 @@ class Training(Run):
         """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
         """Steps of the next epoch that were done before the loaded checkpoint."""
-        self.began_with: dict[str, dict[str, bool]] = {}
-        """Flags of parameters and modules when training began."""
         self.restarts: RestartCheckpoints | None = None
         """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
         self.savers: list[Saver] = []
@@ -113,22 +116,23 @@ class Training(Run):
         self.watch: Watch | None = None
         self.step_in_work: StepBatches | None = None
         """The step's batches, from their arrival until its last hook has run."""
-        self.clock = StepClock()
+        self.clock: StepClock = StepClock()
         self._job = job
+        self._marks: LoaderMarks | None = None
+        self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
         self._warned_of_averages = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
 
     def train(self) -> int:
         """Train epoch by epoch; return the reasons why training ended early, or 0 if it ended as planned."""
-        loop, progress, stop, clock = self.loop, self.progress, self.stop, self.clock
+        loop, display, stop, clock = self.loop, self.display, self.stop, self.clock
         try:
             with self.listening(self.recorder):
                 self._prepare()
             with self.listening(self.recorder):  # in each epoch, since hooks may have changed the model
                 ended_by = 0
                 while not (ended_by or self.ended or self.is_done()):
-                    last_iteration = self._last_iteration
                     steps = self._begin_epoch()
                     clock.begin_epoch()
                     asked = perf_counter()
@@ -144,30 +148,32 @@ class Training(Run):
                         clock.samples += batches.total
                         if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
                             self.flush_logs()
-                        if perf_counter() >= progress.next_look:
-                            progress.look(self.epoch_batches, self._bar_values, clock.read)
+                        if perf_counter() >= display.next_look:
+                            display.look(self.epoch_batches, self._bar_values, clock.read)
                         if loop.end_requested:
                             stop.request(EARLY_STOP)
+                        if loop.progress.epoch_ends:
+                            stop.request(END_EPOCH)
                         ended_by = self._reached_boundary()
                         # Read a complete epoch to its end, where samplers may draw numbers for the next epoch.
-                        done = loop.total_iteration_idx >= last_iteration
+                        done = loop.progress.total_iteration_idx >= self._last_iteration
                         if ended_by or (done and self.epoch_batches != self.feed.num_batches):
                             break
                         asked = perf_counter()
                     else:
                         clock.data += perf_counter() - asked
-                    if not ended_by & ~EARLY_STOP:
+                    if not ended_by & ~(EARLY_STOP | END_EPOCH):
                         self._finish_epoch()
-                        ended_by |= self._agree_at_epoch_end()
+                        ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
-            progress.end_epoch()
+            display.end_epoch()
             self._notify_exception(exception)
             raise
         finally:
-            progress.end_epoch()
+            display.end_epoch()
             self._close()
         return ended_by
 
@@ -184,37 +190,91 @@ class Training(Run):
         if resume is not None and resume["place"]["seed"] is not None:
             self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
         with share_refusals(enabled=self.parallel):
-            check_loader(loop.train_loader, "train_loader", optional=False)
-            self.feed = self.feed_of(TrainFeed, loop.train_loader, "train_loader")
+            self.take_data()
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
-        self.began_with = training_flags(loop.model)
         self.gradients = Gradients(self)
+        self.undo.enter_context(self.gradients.noting_registrations())
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        self._last_iteration = self._end_in_iterations()
         # Keep the scale that an earlier fit has found; with the initial scale, the first steps would be skipped again.
         if self.place.scaler.is_enabled() and loop.scaler_state:
             self.place.scaler.load_state_dict(loop.scaler_state)
         if restart is None:
-            self.progress.write(repr(loop))
+            self.display.write(repr(loop))
+        loop.note(resumed=resume is not None)
+        before = replace(loop.progress)
+        if resume is not None:  # hooks that rebuild the model ask where the run resumes
+            for name in run_state.COUNTERS:
+                setattr(loop.progress, name, resume["place"][name])
         for hook in self.hooks.on_train_begin:
             hook()
-        self.savers = [callback for callback in loop.callbacks if isinstance(callback, Saver)]
+        self._follow_callbacks()
         if resume is not None:
-            run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
+            try:
+                run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
+            except CheckpointError:
+                loop.note(progress=before)
+                raise
+            self._last_iteration = self._end_in_iterations()
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
-            self.progress.write(line)
+            self.display.write(line)
             if loop.is_global_zero:
                 logger.info(line)  # progress_bar=False hides the printed line
 
-    @property
-    def _last_iteration(self) -> float:
+    def _end_in_iterations(self) -> float:
         """Return the iteration after which the training ends; infinity if the length is given in epochs."""
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
+
+    # -- what callbacks change ---------------------------------------------------------------------------------------
+
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value."""
+        super().assigned(name)
+        if name in ("optimizer", "criterion"):
+            self.gradients.assigned(name)
+        elif name == "num_iterations":
+            self._last_iteration = self._end_in_iterations()
+
+    def observe(self, observer: Watch) -> None:
+        """Call an observer around each forward and backward, and record the indices that are read."""
+        self.watch = observer
+        self.feed.note_indices()
+
+    def take_data(self) -> None:
+        """Read the loop's training loader from now on, if it or a part of it has changed since the last call."""
+        loader = check_loader(self.loop.train_loader, "train_loader", optional=False)
+        if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
+            return
+        if self._marks is not None:
+            self.feed.close()
+            if self._marks.loader is loader:
+                end_workers(loader)  # they have copies of what has changed
+        self.feed = self.feed_of(TrainFeed, loader, "train_loader")
+        if self.watch is not None:
+            self.feed.note_indices()
+        self._marks = LoaderMarks(loader)
+
+    def _follow_callbacks(self) -> None:
+        """Call the hooks of the loop's callbacks from now on, as the list is now; begin with those that are new."""
+        loop, known = self.loop, self._known_callbacks
+        while len(loop.callbacks) != len(known) or not all(map(operator.is_, loop.callbacks, known)):
+            new = [callback for callback in loop.callbacks if all(callback is not other for other in known)]
+            self._known_callbacks = known = list(loop.callbacks)
+            for callback in new:
+                callback.register_train_loop_object(cast(Loop, loop))
+            self.hooks = HookTable(known, loop.rank, loop.model)
+            for hook in HookTable(new, loop.rank).on_train_begin:
+                hook()
+        self.savers = [callback for callback in known if isinstance(callback, Saver)]
+
+    def _agreed_settings(self) -> dict[str, Any]:
+        return requested_settings(self, gather=self._job.gather, resume=None)
 
     def is_done(self) -> bool:
         """Return True if neither a step nor the end of a resumed epoch is left."""
@@ -249,8 +309,8 @@ class Training(Run):
         """Print the reason why training ended early, which only one rank may know (a time limit, for example)."""
         loop = self.loop
         everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
-        loop.ends = list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs))
-        if loop.is_global_zero and (self.progress.enabled or any(end.reason for end in loop.ends)):
+        loop.note(ends=list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs)))
+        if loop.is_global_zero and (self.display.enabled or any(end.reason for end in loop.ends)):
             print(described_ends(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
@@ -279,8 +339,8 @@ class Training(Run):
         """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
         if "feed" in self.__dict__:
             self.feed.close()
-        self.loop.timings_of_last_fit = Timings.over(self.clock.epochs)
-        self.loop.scaler_state = self.place.scaler.state_dict()
+        scaler_state = self.place.scaler.state_dict()
+        self.loop.note(timings_of_last_fit=Timings.over(self.clock.epochs), scaler_state=scaler_state)
 
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
@@ -288,13 +348,20 @@ class Training(Run):
         """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
         loop = self.loop
         self.epoch_finished, self.history_epoch = False, loop.epoch
+        resumed_at_end = self.skip_steps > 0 and loop.progress.epoch_ends
+        loop.progress.epoch_ends = False
+        self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
+        self._follow_callbacks()
         if self.skip_steps == 0:
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
             for hook in self.hooks.on_epoch_begin:
                 hook()
-        # This is after the hook, in which callbacks may freeze and unfreeze parameters, and before the first forward.
-        self.gradients.follow_at_epoch_begin()
+        # This is after the hook, in which callbacks may change everything, and before the first forward.
+        self.take_data()
+        settings = self._agreed_settings() if self.parallel else {}
+        if not self.gradients.follow_at_epoch_begin(settings):
+            self._same_callbacks = check_same_on_all_ranks(settings)
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
         # A resumed epoch continues the count after the steps that it skips.
@@ -302,10 +369,12 @@ class Training(Run):
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
-            self.progress.write(about_eval_mode(loop.model, self._kept_in_eval))
+            self.display.write(about_eval_mode(loop.model, self._kept_in_eval))
         self.feed.set_epoch(loop.epoch)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
-        self.progress.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
+        self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
+        if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
+            return iter(())
         steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
         return self._until_last_iteration(steps) if loop.num_iterations else steps
 
@@ -321,7 +390,7 @@ class Training(Run):
 
     def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
-        if self.loop.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
+        if self.loop.progress.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
             return
         for step in steps:
             left = int(self._last_iteration) - self.loop.total_iteration_idx
@@ -332,7 +401,7 @@ class Training(Run):
 
     def _finish_epoch(self) -> None:
         loop = self.loop
-        self.progress.end_epoch()  # before other output is printed
+        self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
@@ -344,11 +413,13 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
+        for saver in self.savers:
+            saver.save_epoch()
         loop.message_service.end_of_epoch_trigger()
-        if self.progress.enabled:
-            self.progress.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
+        if self.display.enabled:
+            self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
-        loop.epoch += 1
+        loop.progress.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
 
     def _warn_nan(self, losses: dict[str, float]) -> None:
@@ -367,7 +438,7 @@ class Training(Run):
         """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
         if self.parallel:
             mine = [int(self.loop.end_requested)]
-            self.loop.end_requested = any(theirs for (theirs,) in distributed.exchange_ints(mine))
+            self.loop.note(end_requested=any(theirs for (theirs,) in distributed.exchange_ints(mine)))
         # Include signals, since evaluation may have taken long.
         return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
 
@@ -435,7 +506,7 @@ class Training(Run):
                         watch.backward_ended(loss)
                     if first:
                         shown = per_sample(loss, sizes[i]) if is_sum else loss
-                        loop.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
+                        loop.progress.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
         factor = gradients.complete(gradients.learned)
@@ -468,11 +539,11 @@ class Training(Run):
             hook()
         # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
-        self.loop.total_iteration_idx += 1
+        self.loop.progress.total_iteration_idx += 1
         self.epoch_batches += 1
         for hook in hooks.on_batch_begin:
             hook()
-        if not i and self.gradients.trained is not None:
+        if not i and (self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
@@ -488,7 +559,7 @@ class Training(Run):
 
     def count_step(self) -> None:
         """Count an optimizer step."""
-        self.loop.global_step += 1
+        self.loop.progress.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_after_optimizer_step:
             hook()

@@ -93,7 +93,7 @@ class WholeStepTraining(Training):
             recorder.log(*entry)
         if loss.is_cuda:
             loss = loss.clone()  # the next replay overwrites the graph's memory
-        loop.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+        loop.progress.last_loss = recorder.add_loss(loss, size if weight is None else weight)
         self.step_taken = True
         if self.watch is not None:
             self.watch.backward_ended(loss)
@@ -229,7 +229,7 @@ class WholeStepTraining(Training):
 
     def _run_without_graph(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
         """Run the current step without the graph; the step's hooks were already called."""
-        self.loop.total_iteration_idx -= 1  # the step begins again
+        self.loop.progress.total_iteration_idx -= 1  # the step begins again
         self.epoch_batches -= 1
         table = vars(self.hooks)
         hooks, table["on_batch_begin"] = table["on_batch_begin"], ()

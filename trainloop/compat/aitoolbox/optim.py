@@ -33,7 +33,7 @@ from trainloop.parallel import reduce_gradients
 from trainloop.train_loop.training import Training
 
 if TYPE_CHECKING:
-    from trainloop.train_loop.loop import TrainLoop
+    pass
 
 
 def _each(name: str) -> Any:
@@ -145,7 +145,7 @@ class MultiTraining(Training):
 
     def step(self) -> None:
         """Finish the step. The optimizers have already stepped, each after its loss."""
-        self.loop.global_step += 1
+        self.loop.progress.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_batch_end:
             hook()
@@ -159,7 +159,7 @@ class MultiTraining(Training):
                 f"get_loss returned a {type(output).__name__}. With AIToolbox's MultiOptimizer, return AIToolbox's "
                 "MultiLoss with a loss for each optimizer."
             )
-        loop.last_loss = self.recorder.add_loss(output, step.sizes[i])
+        loop.progress.last_loss = self.recorder.add_loss(output, step.sizes[i])
         loop.__dict__["last_losses"] = output.detach()
         scale = None if step.scales is None else step.scales[i]
         scaled = self.gradients.scaled(output, None, scale, count, step.sizes[i])
@@ -182,7 +182,7 @@ class MultiTraining(Training):
         optimizers.zero_grad(index, _iteration(loop))
 
 
-def _iteration(loop: TrainLoop) -> int:
+def _iteration(loop: Any) -> int:
     """Return the index of the batch in its epoch, if the loop is AIToolbox's."""
     return int(getattr(loop, "iteration", loop.total_iteration_idx))
 

@@ -1,0 +1,59 @@
+"""Describe a training run as the modules see it that save, resume and compare it; ``training.py`` implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainloop.train_loop.loop_state import LoopState
+
+if TYPE_CHECKING:
+    from trainloop._metrics import Recorder, StepValues
+    from trainloop.callbacks.base import HookTable
+
+__all__ = ["TrainingRun"]
+
+
+class TrainingRun(Protocol):
+    """A training run at work in this process."""
+
+    loop: LoopState
+    place: Any
+    """Placed model, a :class:`~trainloop.train_loop.placement.Placement`."""
+    hooks: HookTable
+    parallel: bool
+    """True if there are other ranks."""
+    seed: int | None
+    exchange: Any
+    """Exchange of logs."""
+    recorder: Recorder
+    feed: Any
+    gradients: Any
+    history_epoch: int
+    start_epoch: int
+    start_iteration: int
+    epoch_steps: int
+    """Steps since the epoch began."""
+    epoch_batches: int
+    """Batches since the epoch began."""
+    epoch_finished: bool
+    skip_steps: int
+    """Steps of the next epoch that were done before the loaded checkpoint."""
+    ended: bool
+    """True if this run resumes after a callback had ended the training."""
+    finished: bool
+    """True if all work at the end is done, except for the last checkpoint."""
+
+    def publish(self, steps: StepValues) -> None:
+        """Add step values to the history and, on rank 0, pass them to ``on_log``."""
+
+    def shared_of(self, loader: Any, name: str) -> Any:
+        """Return the properties of an evaluation loader that must be equal on all ranks."""
+
+    def is_done(self) -> bool:
+        """Return True if neither a step nor the end of a resumed epoch is left."""
+
+    def watch_losses(self) -> None:
+        """Watch the criteria of class indices in the model and the criterion, as they are now."""
+
+    def take_data(self) -> None:
+        """Read the loop's loaders from now on. Collective if ranks exchange sizes."""
