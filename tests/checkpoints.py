@@ -112,6 +112,9 @@ class StandIn:
             callback.on_epoch_end()
         self.epoch += 1
 
+    def note(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
     def step(self) -> None:
         self.history_epoch = self.epoch
         self.global_step += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -160,13 +161,23 @@ class MakesLoaders(InMultiProcessDataLoad):
         return DataLoader(make_data(32), 16)
 
 
+class Batches:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 def test_loaders_that_are_made_in_the_rank() -> None:
     loop = make_loop()
-    by_function = InMultiProcessDataLoad(val_loader_build_fn=lambda: "validation", test_loader_build_fn=lambda: "test")
+    by_function = InMultiProcessDataLoad(
+        val_loader_build_fn=lambda: Batches("v"), test_loader_build_fn=lambda: Batches("t")
+    )
     by_function.register_train_loop_object(loop)
     MakesLoaders(train_loader_build_fn=True).register_train_loop_object(loop)
     by_function.on_multiprocess_start()
-    assert (loop.validation_loader, loop.test_loader) == ("validation", "test")
+    assert (loop.validation_loader.name, loop.test_loader.name) == ("v", "t")
     assert len(loop.train_loader) == STEPS_PER_EPOCH
     made = MakesLoaders(train_loader_build_fn=True)
     made.register_train_loop_object(loop)

@@ -352,7 +352,7 @@ def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, s
         (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, but the loop has SGD"),
         (
             lambda: make_loop(DataLoader(make_data(90), 10)),
-            r"was made with 101 training samples, but the loader has 90 now",
+            r"in the middle of an epoch of 101 training samples, but the loader has 90 now",
         ),
         (lambda: make_loop(DataLoader(make_data(), 7)), r"after 2 steps of 20 samples in its epoch, but this run's"),
     ],

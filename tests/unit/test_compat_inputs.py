@@ -342,7 +342,7 @@ def test_a_script_may_set_history_and_iteration() -> None:
     tl.train_history = TrainingHistory().wrap_pre_prepared_history({"loss": [2.0], "words": []})
     tl.insert_metric_result_into_history("words", 3)
     assert tl.train_history.train_history == {"loss": [2.0], "words": [3]}
-    tl.grad_accumulation = 2
+    tl.note(grad_accumulation=2)
     due = []
     for index in range(len(tl.train_loader)):
         tl.iteration = index

@@ -207,6 +207,7 @@ FOREIGN: dict[str, str] = {
     "data/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",
     "data/streams.py": "_worker_info",
     "data/loader_copies.py": "_iterator _shutdown_workers",
+    "train_loop/handover.py": "_non_persistent_buffers_set",
     "_launch/rank_process.py": "_run_exitfuncs _shutdown",
     "optim.py": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"

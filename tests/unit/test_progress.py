@@ -26,7 +26,7 @@ from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop._support import screen as screens
 from trainloop.train_loop import display
-from trainloop.train_loop.display import Progress
+from trainloop.train_loop.display import Display
 from trainloop.train_loop.timings import Timings
 
 MEASURED = Timings(steps=5, samples=100, seconds=0.05, data=0.0125)
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_bar_is_drawn_by_the_clock(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     screen = on_screen(monkeypatch)
-    shown = Progress(True)
+    shown = Display(True)
     assert shown.next_look == math.inf
     shown.begin_epoch(1, 3, 40, batches_done=10)
     assert "epoch 2/3" in screen.getvalue()
@@ -78,7 +78,7 @@ def test_bar_is_drawn_by_the_clock(monkeypatch: pytest.MonkeyPatch, clock: list[
 
 def test_lengths_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = on_screen(monkeypatch)
-    shown = Progress(True)
+    shown = Display(True)
     shown.begin_epoch(0, 0, None)
     shown.look(3, dict, Timings)
     shown.end_epoch()
@@ -88,7 +88,7 @@ def test_lengths_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_screen_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stream)
-        shown = Progress(True)
+        shown = Display(True)
         shown.begin_epoch(0, 1, 10)
         assert shown.next_look == math.inf
         shown.look(1, lambda: pytest.fail("nobody looks"), Timings)
@@ -98,7 +98,7 @@ def test_without_a_screen_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_disabled_shows_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     screen = on_screen(monkeypatch)
-    shown = Progress(False)
+    shown = Display(False)
     shown.write("hello")
     shown.begin_epoch(0, 1, 10)
     shown.row({"epoch": 1}, Timings())
@@ -122,7 +122,7 @@ def test_a_notebook_is_known_by_its_kernel(config: Any, found: bool, monkeypatch
 
 
 def test_rows_stand_under_their_head(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
-    shown = Progress(True)
+    shown = Display(True)
     for epoch, values in enumerate([{"loss": -1.23456e-5}, {"loss": 2.0}, {"loss": 1.0, "a_long_metric": 0.5}]):
         shown.begin_epoch(epoch, 3, 1)
         clock[0] += 1.25

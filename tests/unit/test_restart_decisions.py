@@ -88,7 +88,7 @@ def test_restarts_that_are_used_up_and_failures_that_would_recur() -> None:
 def test_the_newest_whole_checkpoint_of_this_run_is_taken(tmp_path: Path) -> None:
     """Of two of the same step the later one; none of another run, and none from before."""
     loop, keeper = make_loop(), ModelCheckpoint(tmp_path)
-    loop.callbacks = [keeper]
+    loop.note(callbacks=[keeper])
     resumed = {"place": {"global_step": 2}, "callbacks": [{"state": {"run": "resumed"}}, {"state": {}}]}
     before = time.time_ns()
 

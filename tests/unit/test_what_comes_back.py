@@ -94,7 +94,7 @@ def loop_of(make: Callable[[nn.Module], optim.Optimizer], criterion: Any = F.mse
     model = Net()
     loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 2)), 4)
     loop = TrainLoop(model, loader, optimizer=make(model), criterion=criterion, accelerator="cpu", progress_bar=False)
-    loop.callbacks = [Keeps(model, loop.optimizer)]
+    loop.note(callbacks=[Keeps(model, loop.optimizer)])
     return loop
 
 
@@ -216,7 +216,7 @@ def test_a_criterion_that_is_no_module_may_hold_one() -> None:
         return optim.SGD([*model.parameters(), centers, *weight.parameters()], lr=0.1)
 
     loop = loop_of(make, criterion)
-    loop.callbacks = []
+    loop.note(callbacks=[])
     before = copy.deepcopy((loop.model.state_dict(), weight.state_dict()))
     through_a_rank(loop, train)
     moved = (centers.detach().clone(), copy.deepcopy(weight.state_dict()))

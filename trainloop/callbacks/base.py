@@ -327,13 +327,14 @@ class AbstractCallback:
 
 
 class Saver(AbstractCallback):
-    """Base of callbacks that write checkpoints between steps. The loop calls the methods below on all ranks."""
+    """Base of callbacks that write checkpoints between steps. The loop calls the methods below on all ranks.
+
+    Their ``on_epoch_end`` is called after that of all other callbacks, whatever their ``execution_order``, since the
+    values that these log must be in the checkpoint.
+    """
 
     def save_due(self) -> None:
         """Write a checkpoint if one is due; called after the last hook of a step."""
-
-    def save_epoch(self) -> None:
-        """Write a checkpoint if one is due at the end of an epoch; called after all callbacks' ``on_epoch_end``."""
 
     def save_now(self, reason: str) -> None:
         """Write a checkpoint before a signal ends training."""
@@ -355,6 +356,8 @@ class HookTable:
         Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
         Model whose own hooks are called before the hooks of callbacks; see :class:`trainloop.TTModel`.
+    guarded : callable, optional
+        Takes a callback's hook, and returns the function to call in its place.
 
     Raises
     ------
@@ -362,22 +365,30 @@ class HookTable:
         If a hook can't be called with the loop's arguments.
     """
 
-    def __init__(self, callbacks: Iterable[AbstractCallback], rank: int = 0, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        callbacks: Iterable[AbstractCallback],
+        rank: int = 0,
+        model: nn.Module | None = None,
+        guarded: Callable[[Hook], Hook] = lambda hook: hook,
+    ) -> None:
         # The sort is stable: callbacks with equal values stay in the order in which they were passed.
         ordered = sorted(callbacks, key=lambda cb: cb.execution_order)
         local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            setattr(self, name, (*model_hooks, *(_hook(cb, name) for cb in local if overrides(cb, name))))
+            hooks = (_hook(cb, name) for cb in local if overrides(cb, name))
+            setattr(self, name, (*model_hooks, *map(guarded, hooks)))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
+        savers_last = sorted(ordered, key=lambda cb: isinstance(cb, Saver))
         self._in_turn = {
             name: tuple(
-                (_hook(cb, name) if cb in local else None, not hasattr(getattr(cb, name), "logs_nothing"))
-                for cb in ordered
+                (guarded(_hook(cb, name)) if cb in local else None, not hasattr(getattr(cb, name), "logs_nothing"))
+                for cb in callbacks_in_turn
                 if overrides(cb, name)
             )
-            for name in ("on_epoch_end", "on_train_end")
+            for name, callbacks_in_turn in (("on_epoch_end", savers_last), ("on_train_end", ordered))
         }
 
     def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:

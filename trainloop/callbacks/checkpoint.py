@@ -323,8 +323,8 @@ class ModelCheckpoint(Saver):
         if distributed.exchange_ints([int(missing)])[0][0]:
             self._save("restart")
 
-    def save_epoch(self) -> None:
-        """Write a checkpoint if one is due at the end of an epoch. Collective."""
+    @logs_nothing
+    def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
         value = self._metric.new_value(loop) if self._metric is not None else None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
+from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.shards import (
@@ -60,6 +63,25 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
+class _RefusesIgnored(TorchFunctionMode):
+    """Raise an error for changes of sharded parameters that FSDP ignores; it keeps its own references to the shards."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _IGNORED and args and is_sharded(args[0]):
+            raise ConfigurationError(
+                f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
+                "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_IGNORED = {
+    Tensor.data.__set__: "p.data = ...",  # type: ignore[attr-defined]
+    Tensor.register_hook: "p.register_hook(...)",
+    Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
+}
+
+
 class ShardedPlacement(Placement):
     """Placement of a model whose forward is an exchange between all ranks."""
 
@@ -75,6 +97,46 @@ class ShardedPlacement(Placement):
             for one in (optimizer, *inner_optimizers(optimizer).values()):
                 if all(one is not known for known in self.stepped):
                     self.stepped.append(one)
+
+    def check_parameters(self) -> None:
+        """Raise an error if a sharded parameter was removed from its module, or replaced by another one."""
+        if self._owned is None:
+            self._owned = [
+                (module, name, path)
+                for path, module in self.model.named_modules()
+                for name, p in module._parameters.items()
+                if p is not None and is_sharded(p)
+            ]
+        for module, name, path in self._owned:
+            now = module._parameters.get(name)
+            if now is None or not is_sharded(now):
+                raise ConfigurationError(
+                    f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback. "
+                    "In fsdp, units of parameters are sharded when the run begins, and can't change later. Make the "
+                    "change before fit, replace the whole module, or use gpu_mode='ddp'."
+                )
+
+    def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the hook, with an error for what FSDP ignores or can't do with a shard."""
+
+        @functools.wraps(hook)
+        def guard(*args: Any) -> Any:
+            try:
+                with _RefusesIgnored():
+                    return hook(*args)
+            except RuntimeError as error:
+                if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{getattr(hook, '__qualname__', 'a hook')} uses a parameter of which this rank has a shard only, "
+                    "a DTensor, in a way that torch does not support. In fsdp, use operations that work elementwise "
+                    "(p.mul_, p.copy_ of another DTensor), p.to_local(), or p.full_tensor() on all ranks. Or make the "
+                    f"change before fit, or use gpu_mode='ddp'. torch says: {error}"
+                ) from error
+
+        return guard
+
+    _owned: list[tuple[nn.Module, str, str]] | None = None
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""
@@ -155,6 +217,7 @@ def sharded(
         if not stays_whole(p):
             p.data = kept[name]
     shards = dict(model.named_parameters())
+    first = dict(shards)
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
@@ -168,15 +231,24 @@ def sharded(
         own_state += [{} for _ in optimizers[len(own_state) :]]  # of optimizers that a callback has assigned
         if values_to != "none":
             wrapper.reshard_units()
-            names = {id(p): name for _, name, p in _found_again(model, shards)}
+            names = {id(p): name for name, p in first.items()}  # of modules that callbacks have removed, too
+            names.update((id(p), name) for _, name, p in _found_again(model, shards))
             file = result_file() if values_to == "host" else None
-            _write_back(model, names, originals, kept, optimizers, own_state, file)
+            _write_back(
+                [*{id(p): p for p in (*model.parameters(), *first.values())}.values()],
+                names,
+                originals,
+                kept,
+                optimizers,
+                own_state,
+                file,
+            )
             returned = True
     finally:
         for optimizer in optimizers[len(before) :]:
             before.append((optimizer.state, list(optimizer.param_groups)))
         again = _found_again(model, shards)
-        shards = {name: p for _, name, p in again}
+        shards = {**first, **{name: p for _, name, p in again}}
         wrapper.take_off({now: originals[name] for now, name, _ in again})
         for name, p in originals.items():
             if stays_whole(p):
@@ -209,7 +281,7 @@ def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tupl
 
 
 def _write_back(
-    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
     names: dict[int, str],
     originals: dict[str, nn.Parameter],
     kept: dict[str, Tensor],
@@ -226,7 +298,7 @@ def _write_back(
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
     owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
-    for p in model.parameters():
+    for p in parameters:
         if id(p) not in names:
             continue
         name = names[id(p)]

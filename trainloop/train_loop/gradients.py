@@ -87,7 +87,7 @@ class Gradients:
         self._weighted, self._weight, self._uneven = False, 0.0, 0.0
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
-        self._take_rules()
+        self.take_rules()
         self._take_optimizers()
         self.trained = (
             TrainedParameters(loop.model, lambda: loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
@@ -96,7 +96,7 @@ class Gradients:
         if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
-    def _take_rules(self) -> None:
+    def take_rules(self) -> None:
         """Take the rule for sums from the criterion as it is now."""
         loop = self._run.loop
         self.sums = sum_rule(loop.model, loop.criterion)
@@ -109,6 +109,7 @@ class Gradients:
         # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
         self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
         place.steps(self.optimizers)
+        place.check_parameters()
 
     def _take_parameters(self) -> None:
         loop = self._run.loop
@@ -130,9 +131,10 @@ class Gradients:
 
         Return True if all ranks have the same ``settings``.
         """
+        if self.outdated:
+            self._run.watch_losses()
         self.outdated = False
-        self._take_rules()
-        self._run.watch_losses()
+        self.take_rules()
         self._take_optimizers()
         if self.trained is None:
             self._take_parameters()
@@ -145,7 +147,9 @@ class Gradients:
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
         outdated, self.outdated = self.outdated, False
+        self._place.check_parameters()
         if outdated:
+            self._run.watch_losses()
             self._take_optimizers()
         if self.trained is None:
             self._take_parameters()
@@ -163,10 +167,11 @@ class Gradients:
         self.outdated = True
         loop = self._run.loop
         if name == "criterion":
-            self._take_rules()
+            self.take_rules()
             self._run.watch_losses()
             return
         before, now = self.optimizers, optimizers_of(loop.optimizer)
+        self._place.steps(now)
         if not now:
             loop.note(optimizer=self._multi_optimizer)
             raise ConfigurationError("tl.optimizer = None while training: each step needs an optimizer.")
@@ -197,8 +202,6 @@ class Gradients:
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
-        if getattr(self._run.loop.criterion, "reduction", None) != self.reduction:  # changed in place
-            self._take_rules()
         self.ragged = ragged
         self.reduced_later = (ragged or self._always_later) and not self._place.collective
         if self.reduced_later or self._shares_buffers:  # DDP's forward does this by itself

@@ -17,6 +17,7 @@ from trainloop._transfer import PackedState, pack_state, unpack_state
 from trainloop._transfer.pages import trim
 from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop._transfer.torch_objects import kept_attributes
+from trainloop.data.marks import LoaderMarks
 from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.optim import optimizers_of
 from trainloop.parallel.shards import is_mark_of_sharding
@@ -139,6 +140,7 @@ class RankSide:
         self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
         """Objects that both sides have, in the same order."""
         self._loaders = loaders_of(loop)  # a hook may replace them
+        self._marks = [LoaderMarks(loader) for loader in self._loaders]
         self._settings = {name: getattr(loop, name) for name in _SETTINGS}
         self._modules = _modules(loop)
         self._structures = {key: _structure(module) for key, module in self._modules.items()}
@@ -198,8 +200,15 @@ class RankSide:
 
     def _changed_settings(self) -> dict[str, Any]:
         """Return what hooks have assigned to the loop; warn about loaders, which do not come back."""
-        for name, before in zip(_LOADERS, self._loaders):
-            if before is not None and getattr(self._loop, name) is not before:
+        for name, before, marks in zip(_LOADERS, self._loaders, self._marks):
+            if before is None:
+                continue
+            if getattr(self._loop, name) is before and marks.changed():
+                warn(
+                    f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
+                    "process, they are unchanged. To use the change after fit, make it there, too."
+                )
+            elif getattr(self._loop, name) is not before:
                 warn(
                     f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
                     "you passed. To use another one after fit, assign it there."
@@ -269,7 +278,7 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     for callback, saved in zip(callbacks, state["callbacks"], strict=True):
         _put_callback_state(callback, saved)
     if state["list of callbacks"] is not None:
-        loop.callbacks = state["list of callbacks"]
+        loop.note(callbacks=state["list of callbacks"])
 
 
 def _put_tensors(loop: LoopState, values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:

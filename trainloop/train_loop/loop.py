@@ -343,9 +343,13 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 self.test_loader if self.end_auto_eval else None,
                 made_in_ranks=bool(data_callbacks),
             )
-            self.callbacks = [*data_callbacks, *check.check_callbacks(callbacks), *self.own_callbacks()]
-            self.num_epochs, self.num_iterations = length
-            self.grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
+            self.note(
+                callbacks=[*data_callbacks, *check.check_callbacks(callbacks), *self.own_callbacks()],
+                num_epochs=length[0],
+                num_iterations=length[1],
+                grad_accumulation=check.check_count(grad_accumulation, "grad_accumulation", 1),
+                resumed=False,
+            )
             num_nodes = check_num_nodes(num_nodes)
             self.run_config = run_config_of(self.options, num_gpus, on_gpu, num_nodes, select=True)
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)

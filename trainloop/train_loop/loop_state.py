@@ -129,6 +129,8 @@ class LoopState:
         running = self.__dict__.get("running")
         if name in ASSIGNABLE:
             known = name in self.__dict__  # otherwise the constructor assigns it, and has checked it
+            if known and running is None and name in _OF_FIT:
+                raise ConfigurationError(f"tl.{name} can't be assigned between calls of fit. Pass fit({name}=...).")
             super().__setattr__(name, self._checked(name, value) if known else value)
             if running is not None and known:
                 running.assigned(name)
@@ -167,8 +169,6 @@ class LoopState:
         return value
 
     def _checked_length(self, name: str, value: Any) -> int:
-        if self.running is None:
-            return check.check_count(value, name, 0)
         if not getattr(self, name):
             other = "num_iterations" if name == "num_epochs" else "num_epochs"
             raise ConfigurationError(
@@ -460,6 +460,8 @@ class LoopState:
         return {**self.__dict__, "running": None, "progress": replace(self.progress, found_inf=[])}
 
 
+# Arguments of fit, which may be assigned only while it runs: each call of fit sets them again.
+_OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callbacks"})
 # The loop's own attributes, as far as they are not properties or methods of the class.
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "

@@ -68,6 +68,13 @@ class Placement:
     def steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Prepare for optimizers that a callback has assigned; only sharded placements have to."""
 
+    def check_parameters(self) -> None:
+        """Raise an error if a parameter was changed in a way that the wrapper can't follow."""
+
+    def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a callback's hook, with an error for changes of parameters that would have no effect."""
+        return hook
+
     def release(self) -> None:
         """Free the resources of ``ddp``'s wrapper, after the last step."""
         if isinstance(self.wrapper, TTDistributedDataParallel):

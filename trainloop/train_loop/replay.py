@@ -235,7 +235,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         write_settings(record["settings"])
         loop.note(progress=Progress(place["epoch"], place["step"] - 1, place["total_iteration_idx"] - 1))
         loop.gradient_clip_norm = record["gradient_clip_norm"]
-        loop.callbacks, loop.process, loop.run_config = [], Rank(), RunConfig("single", [device])
+        loop.note(callbacks=[], process=Rank(), run_config=RunConfig("single", [device]))
         amp = AmpOptions(record["amp"], loop.options.amp.scaler)
         loop.options = replaced(loop.options, amp=amp, compile_args=None, compiles_step=False)
         yield

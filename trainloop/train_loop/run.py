@@ -77,7 +77,7 @@ class Run:
         self.loop = loop
         self.place = place
         self.stop = stop
-        self.hooks = HookTable(loop.callbacks, loop.rank, loop.model)
+        self.hooks = HookTable(loop.callbacks, loop.rank, loop.model, place.guarded)
         # Ranks must agree on an order even if the user gave no seed. The caller's RNG is not changed.
         self.seed = loop.seed if loop.seed is not None or not self.parallel else loop.drawn_seed
         self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
@@ -95,6 +95,7 @@ class Run:
         """Steps since the epoch began."""
         self.undo = ExitStack()
         """Stack of contexts that is closed when the run ends."""
+        self.class_losses = ClassLosses()
         self._watching = self.undo.enter_context(ExitStack())
         self.watch_losses()
         self.idle = Idle(self)
@@ -118,7 +119,9 @@ class Run:
     def watch_losses(self) -> None:
         """Watch the criteria of class indices in the model and the criterion, as they are now."""
         self._watching.close()
+        uneven = self.class_losses.uneven
         self.class_losses = ClassLosses(self.loop.model, self.loop.criterion)
+        self.class_losses.uneven = uneven
         self._watching.enter_context(self.class_losses.watched(with_graphs=True))
 
     @property

@@ -56,7 +56,7 @@ class AlternatingTraining(Training):
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
         counts = self.micro_batches_of_ranks(step) if step.ragged else None
         count = max(counts) if counts else len(step.batches)
-        recorder.step = loop.global_step + 1
+        recorder.step = loop.progress.global_step + 1
         # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
         for recorder.batch_size in self._sizes:

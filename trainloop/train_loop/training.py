@@ -166,6 +166,7 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
+            self.place.check_parameters()
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
@@ -268,7 +269,7 @@ class Training(Run):
             self._known_callbacks = known = list(loop.callbacks)
             for callback in new:
                 callback.register_train_loop_object(cast(Loop, loop))
-            self.hooks = HookTable(known, loop.rank, loop.model)
+            self.hooks = HookTable(known, loop.rank, loop.model, self.place.guarded)
             for hook in HookTable(new, loop.rank).on_train_begin:
                 hook()
         self.savers = [callback for callback in known if isinstance(callback, Saver)]
@@ -413,8 +414,6 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
-        for saver in self.savers:
-            saver.save_epoch()
         loop.message_service.end_of_epoch_trigger()
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
@@ -471,7 +470,7 @@ class Training(Run):
         counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
         scaled_losses: list[Any] = []
-        recorder.step = loop.global_step + 1
+        recorder.step = loop.progress.global_step + 1
         for i in range(count):
             if first:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
@@ -543,6 +542,8 @@ class Training(Run):
         self.epoch_batches += 1
         for hook in hooks.on_batch_begin:
             hook()
+        if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
+            self.gradients.take_rules()
         if not i and (self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 

@@ -57,7 +57,7 @@ class CallbacksHandler:
             new, self.callbacks_cache = self.callbacks_cache + new, []
             known = {id(callback) for callback in loop.callbacks}
             added = [callback.register_train_loop_object(loop) for callback in new if id(callback) not in known]
-            loop.callbacks = sorted([*loop.callbacks, *added], key=lambda callback: callback.execution_order)
+            loop.note(callbacks=sorted([*loop.callbacks, *added], key=lambda callback: callback.execution_order))
         if print_callbacks:
             self.print_registered_callback_names()
 

@@ -383,7 +383,7 @@ class _Bookkeeping(AbstractCallback):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self.epochs_run += 1
-        loop.end_requested = loop.end_requested or self.wants_stop
+        loop.note(end_requested=loop.end_requested or self.wants_stop)
         several = self.losses[-1] if self.losses and isinstance(self.losses[-1], Mapping) else None
         names = ["loss"] if several is None else [f"loss_{name}" for name in sorted(several)]
         for name in names:
@@ -398,7 +398,7 @@ class _Bookkeeping(AbstractCallback):
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         if self.epochs_run:
-            loop.epoch -= 1  # the number of the last epoch, not of the next one
+            loop.progress.epoch -= 1  # the number of the last epoch, not of the next one
         if loop.auto_eval is not False and loop.test_loader is not None:
             self._insert("train_end_test_loss", loop.evaluate_loss_on_test_set())
 
@@ -417,9 +417,10 @@ class _EndOfBatch(AbstractCallback):
         self.book = book
 
     def on_batch_end(self) -> None:
-        loop = self.train_loop_obj
+        loop: Any = self.train_loop_obj
         if loop.end_requested:  # AIToolbox stops at the end of the epoch, trainloop after the step
-            self.book.wants_stop, loop.end_requested = True, False
+            self.book.wants_stop = True
+            loop.note(end_requested=False)
 
 
 def _as_loss(value: float | Mapping[str, float]) -> Tensor | MultiLoss:
