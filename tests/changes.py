@@ -184,6 +184,7 @@ def removed_parameter(loop: Any) -> None:
     loop.optimizer.param_groups[0]["params"] = [
         p for p in loop.optimizer.param_groups[0]["params"] if p is not loop.model.head.bias
     ]
+    loop.optimizer.state.pop(loop.model.head.bias, None)  # as torch's state_dict requires
     loop.model.head.bias = None
 
 
@@ -441,12 +442,12 @@ class Again(Change):
     def on_resume(self) -> None:
         if self._is_past() and self.change in LOST:
             CHANGES[self.change](self.train_loop_obj)
-        self.done = self._is_past()
+        self.done = self.done or self._is_past()
 
     def _is_past(self) -> bool:
         loop = self.train_loop_obj
-        first = {"on_train_begin": 0, "on_epoch_end": 2}.get(self.moment, 1)
-        return loop.epoch >= first
+        # In on_train_begin, the change has just been made.
+        return self.moment != "on_train_begin" and loop.epoch >= (2 if self.moment == "on_epoch_end" else 1)
 
 
 STRUCTURE = {
@@ -457,6 +458,14 @@ LOST = {
     *("indices_in_place", "batch_size", "collate", "weights", "num_samples", "criterion", "criterion_of_sums"),
     *("reduction", "hooked", "attribute_of_model", "clipped", "accumulated"),
 }
+
+
+def resumes_alike(change: str, moment: str) -> bool:
+    """Whether a callback can make a change again in ``on_resume``, in the middle of the epoch in which it was made.
+
+    What takes effect at the next epoch can't: the rest of this epoch is read as it began.
+    """
+    return moment not in ("on_batch_begin", "on_batch_end") or change not in {*OF_DATA, "weights", "accumulated"}
 
 
 def resumed_differs(change: str, mode: str, moment: str, folder: Path, step: int = 7) -> float:

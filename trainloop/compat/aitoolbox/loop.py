@@ -352,7 +352,7 @@ class _Bookkeeping(AbstractCallback):
         loop = self.train_loop_obj
         if self.num_epochs:
             # AIToolbox counts epochs from the start of the first fit, or from the epoch that a callback has loaded.
-            loop.num_epochs = self.num_epochs - loop.epoch
+            loop.note(num_epochs=self.num_epochs - loop.epoch)
             if loop.num_epochs <= 0:
                 warn(
                     f"fit(num_epochs={self.num_epochs}) trains up to epoch {self.num_epochs}, but the loop is already "

@@ -1,0 +1,148 @@
+"""What callbacks change in ranks: the table of changes and moments in ``ddp`` and ``fsdp``, and resumes after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from changes import CHANGES, MOMENTS, Net, loop_of, resumed_differs, resumes_alike, trained
+from trainloop import AbstractCallback
+from trainloop.callbacks import ModelCheckpoint
+from trainloop.errors import TrainLoopError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(was assigned|was changed) in the ranks:UserWarning")
+
+_SHARDED = "of which this rank has a shard only"
+FSDP_REFUSES = {
+    "data_of_parameter": r"p\.data = \.\.\. on a parameter that is sharded",
+    "from_vector": _SHARDED,
+    "copied": _SHARDED,
+    "enlarged": _SHARDED,
+    "pruned": _SHARDED,
+    "removed_parameter": r"head\.bias was removed by a callback",
+    "parametrized": r"head\.weight was removed by a callback",
+}
+"""Changes that FSDP can't follow: an error names each of them, at each moment within a run."""
+MODES = ("ddp", "fsdp")
+
+
+def check(change: str, mode: str, moment: str) -> None:
+    refused = FSDP_REFUSES.get(change) if mode == "fsdp" and moment != "between fits" else None
+    if (change, moment) == ("accumulated", "between fits"):
+        refused = "can't be assigned between calls of fit"
+    if refused is not None:
+        with pytest.raises(TrainLoopError, match=refused):
+            trained(change, mode, moment)
+        return
+    weights, losses, after = trained(change, mode, moment)
+    assert max(weights, losses, after) < 1e-9, (change, mode, moment, weights, losses, after)
+
+
+@pytest.mark.parametrize(
+    "change, mode, moment",
+    [
+        ("new_loader", "ddp", "on_epoch_end"),
+        ("enlarged", "ddp", "on_batch_begin"),
+        ("pruned", "ddp", "on_epoch_begin"),
+        ("criterion_of_sums", "ddp", "on_batch_end"),
+        ("optimizer", "fsdp", "on_epoch_end"),
+        ("data_of_parameter", "fsdp", "on_batch_begin"),
+    ],
+)
+def test_a_change_in_ranks_has_its_effect_and_comes_back(change: str, mode: str, moment: str) -> None:
+    check(change, mode, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_change_in_ranks_has_its_effect_at_every_moment(change: str, mode: str) -> None:
+    for moment in MOMENTS:
+        check(change, mode, moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_in_ranks_resumed_after_a_change_is_the_uninterrupted_one(change: str, mode: str, tmp_path: Path) -> None:
+    if mode == "fsdp" and change in FSDP_REFUSES:
+        with pytest.raises(TrainLoopError, match=FSDP_REFUSES[change]):
+            resumed_differs(change, mode, "on_epoch_begin", tmp_path)
+        return
+    for moment in ("on_epoch_begin", "on_batch_end"):
+        if resumes_alike(change, moment):
+            assert resumed_differs(change, mode, moment, tmp_path / moment) == 0, moment
+
+
+class Steps(AbstractCallback):
+    """State of each rank's own, a loss that only rank 1 ends the epoch by, and a buffer that goes at the end."""
+
+    def __init__(self) -> None:
+        super().__init__("steps")
+        self.own = 0
+
+    def on_train_begin(self) -> None:
+        self.own = self.own or 100 * self.train_loop_obj.rank
+
+    def on_batch_end(self) -> None:
+        self.own += 1
+        loop = self.train_loop_obj
+        if loop.rank == 1 and loop.epoch == 0 and loop.global_step == 2:
+            loop.end_epoch()
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"own": self.own}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state["own"]
+
+    def on_epoch_end(self) -> None:
+        self.log("own of all ranks", float(self.own), reduce="sum")
+
+    def on_train_end(self) -> None:
+        del self.train_loop_obj.model.last
+
+
+def test_ranks_own_states_the_end_of_an_epoch_and_the_last_buffer(tmp_path: Path) -> None:
+    def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], int, Net]:
+        loop = loop_of("rate", "ddp", seed=0)
+        loop.model.register_buffer("last", torch.ones(1))
+        loop.fit(num_epochs=epochs, callbacks=[Steps(), ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        return loop.history["own of all ranks"], loop.global_step, loop.model
+
+    own, steps, model = fit(3, "whole")
+    # All ranks end the first epoch at the same step, which may be one later than rank 1's.
+    first = steps - 8
+    assert first in (2, 3)
+    assert own == [100 + 2 * first, 100 + 2 * (first + 4), 100 + 2 * (first + 8)]
+    assert "last" not in model.state_dict()
+    before, _, _ = fit(2, "parts")
+    again, steps_again, _ = fit(3, "parts", "last")
+    assert again == [*before, before[-1] + 8]
+    assert steps_again in (10, 11)
+
+
+def test_what_hooks_assign_in_ranks_comes_back_and_data_are_warned_of() -> None:
+    class Assigns(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            loop = self.train_loop_obj
+            loop.criterion = nn.L1Loss()
+            loop.gradient_clip_norm = 0.5
+            loop.end_auto_eval = 2
+            loop.train_loader.dataset.tensors = loop.train_loader.dataset.tensors
+
+    loop = loop_of("rate", "ddp")
+    with pytest.warns(UserWarning, match=r"tl\.train_loader or its dataset or sampler was changed in the ranks"):
+        loop.fit(num_epochs=2, callbacks=[Assigns("a"), _Longer("b")])
+    assert type(loop.criterion) is nn.L1Loss
+    assert (loop.gradient_clip_norm, loop.end_auto_eval) == (0.5, 2)
+
+
+class _Longer(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        data = self.train_loop_obj.train_loader.dataset
+        data.tensors = tuple(torch.cat([tensor, tensor]) for tensor in data.tensors)
