@@ -330,7 +330,13 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     inner = inner_optimizers(optimizer)
     groups = [one for one in inner.values() if _shares_groups(one, optimizer)]
     states = [one for one in inner.values() if one.state is optimizer.state]
+    before = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(saved["state"])
+    # A wrapper may have passed its state on to the optimizer within it, without taking over what that one has now.
+    if optimizer.param_groups is before[0]:
+        optimizer.param_groups = next((one.param_groups for one in groups), optimizer.param_groups)
+    if optimizer.state is before[1]:
+        optimizer.state = next((one.state for one in states), optimizer.state)
     for path, state in saved.get("inner", {}).items():
         if path in inner:
             inner[path].load_state_dict(state)

@@ -322,7 +322,7 @@ def _structure(module: nn.Module) -> list[Any]:
     persistent = sorted(module._non_persistent_buffers_set)
     hooks = [[(key, _Same(hook)) for key, hook in vars(module).get(name, {}).items()] for name in _HOOKS]
     parameters = [(name, _Same(p)) for name, p in module._parameters.items()]
-    return [type(module), parameters, buffers, persistent, list(module._modules), hooks]
+    return [type(module), parameters, buffers, persistent, list(module._modules.keys()), hooks]
 
 
 class _Same:
