@@ -25,6 +25,7 @@ from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import join, place_here, rank_from_launcher
 from trainloop._launch.main_guard import check_main_guard, main_place
+from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.rank_process import RankSpec, started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
@@ -114,7 +115,8 @@ def launch(
     Notes
     -----
     The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
-    its process-wide settings: see :mod:`trainloop._launch.settings`.
+    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.settings` and
+    :mod:`trainloop._launch.module_state`.
     """
     _check_caller()
     check_main_guard()
@@ -126,8 +128,17 @@ def launch(
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_inherited_at_start()]
-    settings = dumped_settings()
+        terms = [
+            chosen,
+            backend,
+            timeout_s,
+            environment,
+            num_threads,
+            start_method,
+            LoadedCode(),
+            *_inherited_at_start(),
+        ]
+    settings, modules = dumped_settings(), dumped_modules()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
         pack(function, roots=roots) as payload,
@@ -150,10 +161,11 @@ def launch(
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
+            modules=modules,
             main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.handle, payload.descriptors, settings, environment)
+        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, environment)
         starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
         result: T = starts.run()
         return result
@@ -165,6 +177,7 @@ class _GivenWork(NamedTuple):
     handle: PayloadHandle
     payload_fds: Sequence[int]
     settings: bytes
+    modules: bytes
     environment: dict[str, str]
 
 
@@ -407,9 +420,9 @@ class KeptRanks:
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks after their work has succeeded; ``undo`` then runs when they end."""
-        ending = undo.pop_all()
+        ending, self._terms = undo.pop_all(), terms
         if ranks is not self._ranks:  # otherwise ``undo`` contains only the call to close()
-            self._ranks, self._terms, self._undo = ranks, terms, ending
+            self._ranks, self._undo = ranks, ending
 
     def close(self) -> None:
         """End the ranks."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.main_guard import take_main_place
+from trainloop._launch.module_state import receive_modules
 from trainloop._launch.output import quieten_log_streams, rank_streams
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
@@ -100,6 +101,8 @@ class RankSpec:
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
+    modules: bytes = b""
+    """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
     outlives_work: bool = False
     """True if a rank waits for more work after the first."""
     main: tuple[str | None, str | None] = (None, None)
@@ -198,7 +201,8 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
             break
         work, received = given
         work.apply()
-        spec = replace(spec, handle=work.spec.handle, settings=work.spec.settings, main=work.spec.main)
+        sent = {name: getattr(work.spec, name) for name in ("handle", "settings", "modules", "main")}
+        spec = replace(spec, **sent)
     leave_group()
     _leave(exitcode)
 
@@ -267,7 +271,10 @@ def _set_up_and_call(
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
         quieten_log_streams(me)
+    write_late = receive_modules(spec.modules, device, warns=me.local_rank == 0) if spec.modules else None
     function = spec.handle.open(device, received)
+    if write_late is not None:
+        write_late()
     if not spec.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():

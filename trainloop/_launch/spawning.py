@@ -217,15 +217,24 @@ class Ranks:
         self.cause = self._reported = None
 
     def give(
-        self, handle: PayloadHandle, payload_fds: Sequence[int], settings: bytes, variables: dict[str, str]
+        self,
+        handle: PayloadHandle,
+        payload_fds: Sequence[int],
+        settings: bytes,
+        modules: bytes,
+        variables: dict[str, str],
     ) -> None:
         """Send the ranks more work, with the changes of this process's state."""
         env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
-        self._spec = replace(
-            self._spec, handle=handle, payload_fds=tuple(payload_fds), settings=settings, main=main_place()
-        )
+        given: dict[str, Any] = {
+            "handle": handle,
+            "payload_fds": tuple(payload_fds),
+            "settings": settings,
+            "modules": modules,
+        }
+        self._spec = replace(self._spec, **given, main=main_place())
         changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
         work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
         self._env, self._cpus = env, cpus
