@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
+from trainloop._launch.forwarding import Outlets, Targets, targets_here
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import join, place_here, rank_from_launcher
 from trainloop._launch.main_guard import check_main_guard, main_place
@@ -138,7 +139,7 @@ def launch(
             LoadedCode(),
             *_inherited_at_start(),
         ]
-    settings, modules = dumped_settings(), dumped_modules()
+    settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
         pack(function, roots=roots) as payload,
@@ -162,10 +163,11 @@ def launch(
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
             modules=modules,
+            targets=targets,
             main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, environment)
+        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, targets, environment)
         starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
         result: T = starts.run()
         return result
@@ -178,6 +180,7 @@ class _GivenWork(NamedTuple):
     payload_fds: Sequence[int]
     settings: bytes
     modules: bytes
+    targets: Targets
     environment: dict[str, str]
 
 
@@ -308,10 +311,13 @@ def _new_ranks(
     ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
+    outlets = Outlets()
+    undo.callback(outlets.close)
     spec = spec_with(
         slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
+        output_fd=outlets.sending_fd,
         record_fds=tuple(file("record") for _ in range(ranks_per_node)),
         stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
         scratch=undo.enter_context(scratch_folder(token)),
@@ -320,7 +326,7 @@ def _new_ranks(
     if hosts is not None:
         store = (*hosts.store_address, f"start {hosts.start}")
         spec = replace(spec, store=store, interface=hosts.interface)
-    ranks = Ranks(spec, token, hosts)
+    ranks = Ranks(spec, token, outlets, hosts)
     undo.callback(ranks.close)
     return ranks
 

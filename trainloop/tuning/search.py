@@ -20,6 +20,7 @@ import numpy as np
 from trainloop import checkpoint
 from trainloop._launch.module_state import SentModules
 from trainloop._support.keywords import refuses_unknown
+from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
 from trainloop._support.user_line import warn
@@ -380,7 +381,7 @@ class _Search:
         """Run until every trial has ended, the time limit is reached, or the user presses Ctrl-C."""
         why = "the search was interrupted"
         try:
-            with self.view:
+            with guarded_output(), self.view:
                 while not self.interrupted and self._fill():
                     self.view.show(self.begun)
                     for job in self.backend.wait(self._patience_s()):
