@@ -24,7 +24,7 @@ import torch
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.forwarding import Outlets, Targets, targets_here
 from trainloop._launch.hosts import Hosts, meet_hosts
-from trainloop._launch.joining import join, place_here, rank_from_launcher
+from trainloop._launch.joining import join, place_here, rank_from_launcher, warn_of_processes_alone
 from trainloop._launch.main_guard import check_main_guard, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.rank_process import RankSpec, started_by_launch
@@ -42,7 +42,15 @@ from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.resources.enforce import threads_in
 
-__all__ = ["RestartPolicy", "join", "rank_from_launcher", "keeping", "launch", "place_here"]
+__all__ = [
+    "RestartPolicy",
+    "join",
+    "keeping",
+    "launch",
+    "place_here",
+    "rank_from_launcher",
+    "warn_of_processes_alone",
+]
 
 logger = logging.getLogger("trainloop")
 

@@ -65,7 +65,7 @@ def _is_descriptor(stream: Any, name: str, number: int) -> bool:
     if stream is getattr(sys, f"__{name}__"):
         return True
     try:  # not an object that passes unknown attributes on, such as a Tee
-        return isinstance(stream, io.TextIOWrapper) and stream.fileno() == number
+        return isinstance(stream, io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), number)
     except (OSError, ValueError):
         return False
 

@@ -69,6 +69,8 @@ def execute(loop: TrainLoop[Any], work: Callable[..., Any], *args: Any, job: Fit
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
+    if job is not None:
+        launch.warn_of_processes_alone(loop.gpu_mode)
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         if loop.gpu_mode == "dp":
             _initialize_lazy_parameters(loop)
