@@ -8,6 +8,7 @@ function receives a :class:`~trainloop._support.stopping.StopAgreement`, and run
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
@@ -25,13 +26,13 @@ from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.forwarding import Outlets, Targets, targets_here
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import join, place_here, rank_from_launcher, warn_of_processes_alone
-from trainloop._launch.main_guard import check_main_guard, main_place
+from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.rank_process import RankSpec, started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._processes import NoServerError, begin_server, chosen_method, fixed_state, limits
-from trainloop._support.platform import blocked_signals, loopback_interface
+from trainloop._support.platform import blocked_signals, loopback_interface, resource
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
@@ -55,6 +56,8 @@ __all__ = [
 logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")
+
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)  # before each start that follows a start with an untrusted connection
 
 
 def launch(
@@ -150,6 +153,7 @@ def launch(
     settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
+        _descriptors_explained(),
         pack(function, roots=roots) as payload,
         meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
     ):
@@ -210,7 +214,7 @@ class _Starts:
         self._method, self._served = method, served
         self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
         self._first = True
-        self._disturbed = False  # True once a start was repeated because an untrusted process had connected
+        self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
         self._failed: WorkerFailedError | None = None
         """Failure after which the ranks restart; None before the first failure."""
 
@@ -267,9 +271,13 @@ class _Starts:
     def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
         """Raise the error if it ends the run; otherwise print or record why ranks restart."""
         # Not with several hosts: every host would have to restart its ranks.
-        if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
-            self._disturbed = True
-            print(f"Restarting the ranks (only once): {ranks.disturbance}", file=sys.stderr, flush=True)
+        again = self._disturbed < len(_PAUSES_S) and self._spec_with.keywords["num_nodes"] == 1
+        if ranks.disturbance and again:
+            pause_s = _PAUSES_S[self._disturbed]
+            self._disturbed += 1
+            attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
+            print(f"Restarting the ranks ({attempt}): {ranks.disturbance}", file=sys.stderr, flush=True)
+            time.sleep(pause_s)  # a scan of ports may be over by then
             return
         if self._policy is None or ranks.cause is None:
             raise error
@@ -281,12 +289,40 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
+        check_not_importing()
         raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
             "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
             "fit() with gpu_mode='single', or from the main process."
         )
+    if kept_here() is None:
+        _check_folder()
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the current folder of this process can't be read ({error.strerror}): it was probably deleted, and ranks "
+            "would start in it. Call os.chdir with an existing folder before fit."
+        ) from error
+
+
+@contextlib.contextmanager
+def _descriptors_explained() -> Iterator[None]:
+    """Explain the system's error about the limit of open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = "" if resource is None else f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        raise ConfigurationError(
+            f"ranks can't be started: the limit{limit} open files of this process is too low ({error.strerror}). Raise "
+            "it in the shell (ulimit -n 1024), or close files that are no longer used."
+        ) from error
 
 
 def _backend_for(devices: Sequence[torch.device]) -> str:
