@@ -361,6 +361,8 @@ JOINED: dict[str, tuple[dict[str, str], Rank | None]] = {
     "Slurm, few variables": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}, Rank(1, 2, 1, 2, 0, 1)),
     "one task": ({**SLURM, "SLURM_NTASKS": "1"}, None),
     "interactive shell": ({**SLURM, "SLURM_JOB_NAME": "bash"}, None),
+    "a batch script without srun": ({**SLURM, "SLURM_PROCID": "0", "SLURM_JOB_NAME": "train.sh"}, None),
+    "srun": ({**SLURM, "SLURM_JOB_NAME": "train.sh", "SLURM_STEP_ID": "0"}, Rank(3, 5, 1, 3, 1, 2)),
     "torchrun inside Slurm": ({**SLURM, **TORCHRUN, "MASTER_PORT": "1"}, Rank(5, 8, 1, 4, 1, 2)),
 }
 

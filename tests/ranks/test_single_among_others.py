@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from small_loop import make_loop
 from trainloop import AbstractCallback, distributed
+from trainloop._launch import warn_of_processes_alone
 from trainloop.callbacks import ModelCheckpoint
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -76,3 +78,54 @@ def test_a_rank_of_another_run_trains_without_the_other_ranks(tmp_path: Path) ->
     outer.fit(num_epochs=1, callbacks=[TrainsOnRankOne(tmp_path)])
     assert len(list(tmp_path.glob("*.pt"))) == 2
     assert outer.history["val_loss"]
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train.sh", "SLURM_NNODES": "2", **SLURM, "SLURM_PROCID": "0"}
+ALONE = {
+    "torchrun": (
+        {**TORCHRUN, "RANK": "0"},
+        "single",
+        "torchrun has started 2 processes.*Pass gpu_mode='ddp' or 'fsdp'",
+    ),
+    "srun": (
+        {**SLURM, "SLURM_PROCID": "0"},
+        "dp",
+        "srun has started 4 processes.*gpu_mode='dp' each of them trains a mod",
+    ),
+    "mpirun": (
+        {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "0"},
+        "ddp",
+        r"a launcher \(OMPI_COMM_WORLD_SIZE=3\) has started 3 processes.*starts ranks of its own.*by torchrun",
+    ),
+    "no rendezvous point": ({"RANK": "0", "WORLD_SIZE": "2"}, "single", r"a launcher \(WORLD_SIZE=2\) has started 2"),
+    "a batch script without srun": (BATCH, "ddp", "2 nodes, but srun has not started this process.*this node only"),
+    "another rank": ({**TORCHRUN, "RANK": "1"}, "single", None),
+    "one process": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}, "single", None),
+    "ranks": ({**TORCHRUN, "RANK": "0"}, "ddp", None),
+    "a batch script in one process": (BATCH, "single", None),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_processes_that_train_alone_are_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    environ, mode, message = ALONE[name]
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    if mode == "single":
+        make_loop().fit(num_epochs=1)
+        make_loop().evaluate_loss_on_validation_set()  # without a second warning
+    else:
+        warn_of_processes_alone(mode)
+    assert len(recwarn) == (message is not None)
+    if message is not None:
+        assert re.search(message, str(recwarn[0].message)), recwarn[0].message
+
+
+def test_a_batch_script_without_srun_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {**BATCH, "SLURM_NNODES": "1"}.items():
+        monkeypatch.setenv(key, value)
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    loop.fit(num_epochs=1)
+    assert len(loop.history["loss"]) == 1

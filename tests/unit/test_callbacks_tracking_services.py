@@ -6,6 +6,7 @@ What the stand-ins accept was compared with wandb 0.31 (offline) and mlflow 3.17
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -227,7 +228,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Client:
     mlflow: Any = ModuleType("mlflow")
     mlflow.MlflowClient = lambda tracking_uri: client
     entities: Any = ModuleType("mlflow.entities")
-    entities.Metric = lambda key, value, timestamp, step: (key, value, timestamp, step)
+    entities.Metric = namedtuple("Metric", ["key", "value", "timestamp", "step"])
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     return client
@@ -279,3 +280,93 @@ def test_mlflow_batches_are_small_enough(server: Client) -> None:
     tracking = MLflowTracking(log_every_n_steps=1)
     tracking.on_log([(step, {"a": 1.0, "b": 2.0, "c": 3.0}) for step in range(1, 900)])
     assert len(server.runs[0]["metrics"]) == 2697
+
+
+class Refused(Exception):
+    error_code = "INVALID_PARAMETER_VALUE"
+
+
+class Logs(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("logs")
+
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.log("acc@1", 0.5)
+        self.train_loop_obj.log("refused", 0.5)
+
+
+def test_mlflow_that_fails_gets_the_values_later(server: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, calls = Client.log_batch, []
+
+    def log_batch(self: Client, run_id: int, metrics: list[Any]) -> None:
+        calls.append(len(metrics))
+        if len(calls) in (2, 3):
+            raise ConnectionError("502 Bad Gateway")
+        if any(name == "refused" or "@" in name for name, *_ in metrics):
+            raise Refused("no")
+        accept(self, run_id, metrics)
+
+    monkeypatch.setattr(Client, "log_batch", log_batch)
+    loop = make_loop()
+    tracking = MLflowTracking(log_every_n_steps=None, hyperparams={1: 2, "a@b": 3}, tags={4: "x"})
+    with pytest.warns(RuntimeWarning) as warned:
+        loop.fit(num_epochs=6, callbacks=[Logs(), tracking])
+    [run] = server.runs
+    for name, metric in (("loss", "loss"), ("acc_1", "acc@1")):
+        assert [value for key, _, value in run["metrics"] if key == name] == loop.history[metric]
+    assert (run["params"], run["tags"], run["status"]) == ({"1": 2, "a_b": 3}, {"4": "x"}, "FINISHED")
+    texts = [str(one.message) for one in warned]
+    assert len([text for text in texts if "502 Bad Gateway" in text]) == 1
+    assert len([text for text in texts if "'acc@1', so it is sent as 'acc_1'" in text]) == 1
+    assert len([text for text in texts if "MLflow refuses values of 'refused'" in text]) == 1
+    assert len(texts) == 4
+
+
+def test_mlflow_that_never_works_again(server: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConnectionError("refused")
+
+    make_loop().fit(num_epochs=1, callbacks=[MLflowTracking(), ModelCheckpoint(tmp_path)])
+    for name in ("log_batch", "update_run", "set_terminated", "get_experiment_by_name"):
+        monkeypatch.setattr(Client, name, fails)
+    loop = make_loop()
+    with pytest.warns(RuntimeWarning) as warned:
+        loop.fit(num_epochs=3, callbacks=[MLflowTracking(), ModelCheckpoint(tmp_path)], resume_from="last")
+    assert len(loop.history["loss"]) == 3
+    assert len(warned) == 3  # the run, the values, and those that are lost:
+    assert "could not be sent until the end of the training, and are lost" in str(warned[2].message)
+    loop = make_loop()
+    with pytest.raises(
+        ConfigurationError, match=r"the run can't be opened \(ConnectionError: refused\). Check the add"
+    ):
+        loop.fit(num_epochs=1, callbacks=[MLflowTracking()])
+    assert "loss" not in loop.history  # before the first step
+
+
+def test_wandb_that_fails_gets_the_values_later(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    log, calls = Run.log, []
+
+    def flaky(self: Run, values: dict[str, float]) -> None:
+        calls.append(values)
+        if len(calls) == 2:
+            raise BrokenPipeError("the service has ended")
+        log(self, values)
+
+    def fails(self: Run, *_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(Run, "log", flaky)
+    for name in ("alert", "log_code", "finish"):
+        monkeypatch.setattr(Run, name, fails)
+    loop = make_loop()
+    tracking = WandBTracking(hyperparams={1: 2}, source_dirs=["src"], alerts=[AlertConfig("loss", 1e9)])
+    with pytest.warns(RuntimeWarning) as warned:
+        loop.fit(num_epochs=4, callbacks=[tracking])
+    assert [values["epoch/loss"] for values in runs[0].logged] == loop.history["loss"]
+    assert runs[0].arguments["config"] == {"1": 2}
+    assert sorted(str(one.message).partition(": ")[2].partition(" (")[0] for one in warned) == [
+        "the alert 'loss is too low' could not be sent",
+        "the code of 'src' could not be stored",
+        "the run could not be closed",
+        "values could not be sent",
+    ]

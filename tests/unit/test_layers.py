@@ -18,6 +18,7 @@ PACKAGE = Path(trainloop.__file__).parent
 # Lower layers first; a module may import those of lower rows and of its own part (a package's own files).
 LAYERS = [
     ["errors", "distribution", "platform", "screen", "user_line"],
+    ["output"],
     ["sharding", "nested", "keywords"],
     ["resources"],
     ["devices"],

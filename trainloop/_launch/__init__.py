@@ -8,6 +8,7 @@ function receives a :class:`~trainloop._support.stopping.StopAgreement`, and run
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
@@ -22,14 +23,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
+from trainloop._launch.forwarding import Outlets, Targets, targets_here
 from trainloop._launch.hosts import Hosts, meet_hosts
-from trainloop._launch.joining import join, place_here, rank_from_launcher
-from trainloop._launch.main_guard import check_main_guard, main_place
+from trainloop._launch.joining import join, place_here, rank_from_launcher, warn_of_processes_alone
+from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
+from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.rank_process import RankSpec, started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._processes import NoServerError, begin_server, chosen_method, fixed_state, limits
-from trainloop._support.platform import blocked_signals, loopback_interface
+from trainloop._support.platform import blocked_signals, loopback_interface, resource
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
@@ -40,11 +43,21 @@ from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.resources.enforce import threads_in
 
-__all__ = ["RestartPolicy", "join", "rank_from_launcher", "keeping", "launch", "place_here"]
+__all__ = [
+    "RestartPolicy",
+    "join",
+    "keeping",
+    "launch",
+    "place_here",
+    "rank_from_launcher",
+    "warn_of_processes_alone",
+]
 
 logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")
+
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)  # before each start that follows a start with an untrusted connection
 
 
 def launch(
@@ -114,7 +127,8 @@ def launch(
     Notes
     -----
     The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
-    its process-wide settings: see :mod:`trainloop._launch.settings`.
+    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.settings` and
+    :mod:`trainloop._launch.module_state`.
     """
     _check_caller()
     check_main_guard()
@@ -126,10 +140,20 @@ def launch(
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     terms = None
     if kept is not None:
-        terms = [chosen, backend, timeout_s, environment, num_threads, start_method, *_inherited_at_start()]
-    settings = dumped_settings()
+        terms = [
+            chosen,
+            backend,
+            timeout_s,
+            environment,
+            num_threads,
+            start_method,
+            LoadedCode(),
+            *_inherited_at_start(),
+        ]
+    settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
+        _descriptors_explained(),
         pack(function, roots=roots) as payload,
         meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
     ):
@@ -150,10 +174,12 @@ def launch(
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
             settings=settings,
+            modules=modules,
+            targets=targets,
             main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.handle, payload.descriptors, settings, environment)
+        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, targets, environment)
         starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
         result: T = starts.run()
         return result
@@ -165,6 +191,8 @@ class _GivenWork(NamedTuple):
     handle: PayloadHandle
     payload_fds: Sequence[int]
     settings: bytes
+    modules: bytes
+    targets: Targets
     environment: dict[str, str]
 
 
@@ -186,7 +214,7 @@ class _Starts:
         self._method, self._served = method, served
         self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
         self._first = True
-        self._disturbed = False  # True once a start was repeated because an untrusted process had connected
+        self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
         self._failed: WorkerFailedError | None = None
         """Failure after which the ranks restart; None before the first failure."""
 
@@ -243,9 +271,13 @@ class _Starts:
     def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
         """Raise the error if it ends the run; otherwise print or record why ranks restart."""
         # Not with several hosts: every host would have to restart its ranks.
-        if ranks.disturbance and not self._disturbed and self._spec_with.keywords["num_nodes"] == 1:
-            self._disturbed = True
-            print(f"Restarting the ranks (only once): {ranks.disturbance}", file=sys.stderr, flush=True)
+        again = self._disturbed < len(_PAUSES_S) and self._spec_with.keywords["num_nodes"] == 1
+        if ranks.disturbance and again:
+            pause_s = _PAUSES_S[self._disturbed]
+            self._disturbed += 1
+            attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
+            print(f"Restarting the ranks ({attempt}): {ranks.disturbance}", file=sys.stderr, flush=True)
+            time.sleep(pause_s)  # a scan of ports may be over by then
             return
         if self._policy is None or ranks.cause is None:
             raise error
@@ -257,12 +289,40 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
+        check_not_importing()
         raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
             "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
             "fit() with gpu_mode='single', or from the main process."
         )
+    if kept_here() is None:
+        _check_folder()
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the current folder of this process can't be read ({error.strerror}): it was probably deleted, and ranks "
+            "would start in it. Call os.chdir with an existing folder before fit."
+        ) from error
+
+
+@contextlib.contextmanager
+def _descriptors_explained() -> Iterator[None]:
+    """Explain the system's error about the limit of open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = "" if resource is None else f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        raise ConfigurationError(
+            f"ranks can't be started: the limit{limit} open files of this process is too low ({error.strerror}). Raise "
+            "it in the shell (ulimit -n 1024), or close files that are no longer used."
+        ) from error
 
 
 def _backend_for(devices: Sequence[torch.device]) -> str:
@@ -295,10 +355,13 @@ def _new_ranks(
     ranks_per_node = spec_with.keywords["local_world_size"]
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
+    outlets = Outlets()
+    undo.callback(outlets.close)
     spec = spec_with(
         slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
+        output_fd=outlets.sending_fd,
         record_fds=tuple(file("record") for _ in range(ranks_per_node)),
         stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
         scratch=undo.enter_context(scratch_folder(token)),
@@ -307,7 +370,7 @@ def _new_ranks(
     if hosts is not None:
         store = (*hosts.store_address, f"start {hosts.start}")
         spec = replace(spec, store=store, interface=hosts.interface)
-    ranks = Ranks(spec, token, hosts)
+    ranks = Ranks(spec, token, outlets, hosts)
     undo.callback(ranks.close)
     return ranks
 
@@ -407,9 +470,9 @@ class KeptRanks:
 
     def keep(self, ranks: Ranks, terms: object, undo: contextlib.ExitStack) -> None:
         """Keep these ranks after their work has succeeded; ``undo`` then runs when they end."""
-        ending = undo.pop_all()
+        ending, self._terms = undo.pop_all(), terms
         if ranks is not self._ranks:  # otherwise ``undo`` contains only the call to close()
-            self._ranks, self._terms, self._undo = ranks, terms, ending
+            self._ranks, self._undo = ranks, ending
 
     def close(self) -> None:
         """End the ranks."""

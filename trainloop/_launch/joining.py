@@ -20,13 +20,14 @@ from trainloop._support.forks import guard_forks
 from trainloop._support.platform import user_id
 from trainloop._support.signals import signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
+from trainloop._support.user_line import warn
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, barrier, exchange_ints
 from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
-__all__ = ["join", "rank_from_launcher", "place_here"]
+__all__ = ["join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
 
 T = TypeVar("T")
 
@@ -38,8 +39,8 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
     """Return the rank that ``torchrun`` or Slurm gave this process; ``None`` if ``fit`` has to start ranks itself.
 
     ``torchrun`` is detected by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; Slurm by
-    ``SLURM_PROCID`` and an ``SLURM_NTASKS`` above 1, outside of interactive shells. A process group that the caller
-    has created counts, too.
+    ``SLURM_PROCID`` and an ``SLURM_NTASKS`` above 1, in tasks that ``srun`` has started (not in a batch script itself)
+    and outside of interactive shells. A process group that the caller has created counts, too.
 
     Parameters
     ----------
@@ -61,7 +62,7 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
         local_rank = _number(env, "LOCAL_RANK", rank % max(local_world_size, 1))
         num_nodes = max(1, -(-world_size // max(local_world_size, 1)))
         node_rank = _number(env, "GROUP_RANK", rank // max(local_world_size, 1))
-    elif env.get("SLURM_PROCID") and _number(env, "SLURM_NTASKS", 1) > 1 and not _is_shell(env):
+    elif env.get("SLURM_PROCID") and _number(env, "SLURM_NTASKS", 1) > 1 and not _is_shell(env) and _is_task(env):
         rank, world_size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
         num_nodes = _number(env, "SLURM_NNODES", _number(env, "SLURM_JOB_NUM_NODES", 1))
         local_world_size = _tasks_of_node(env, world_size, num_nodes)
@@ -100,6 +101,68 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def _is_shell(env: Mapping[str, str]) -> bool:
     """Return True in an interactive shell: ``srun --pty bash`` sets the variables of a task, but runs one process."""
     return env.get("SLURM_JOB_NAME") in _INTERACTIVE_JOBS
+
+
+_OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+
+
+def _is_task(env: Mapping[str, str]) -> bool:
+    """Return True in a task that ``srun`` has started, of a job step.
+
+    Slurm sets the variables of task 0 for a batch script itself, too, and so for a Python or Jupyter that the script
+    starts without ``srun``: no other task exists. The name of the job is set in both.
+    """
+    return env.get("SLURM_PROCID") != "0" or not env.get("SLURM_JOB_NAME") or any(env.get(name) for name in _OF_A_STEP)
+
+
+_MPI = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("WORLD_SIZE", "RANK"),  # without a rendezvous point
+)
+
+
+def warn_of_processes_alone(gpu_mode: str) -> None:
+    """Warn once, on rank 0, if a launcher has started several processes and each of them trains by itself."""
+    if started_by_launch():
+        return
+    env, launcher, advice = os.environ, "", ""
+    here = None
+    with contextlib.suppress(ConfigurationError):  # variables that ``single`` does not need
+        here = rank_from_launcher(env)
+    size, rank = (here.world_size, here.rank) if here is not None else (1, 0)
+    if here is not None:
+        launcher = "torchrun" if env.get("RANK") else "srun"
+        advice = (
+            "Pass gpu_mode='ddp' or 'fsdp' to train one model in all of them, or start the script without the launcher."
+        )
+    else:
+        for size_name, rank_name in _MPI:
+            if env.get(size_name, "").isdecimal() and env.get(rank_name, "").isdecimal():
+                launcher = f"a launcher ({size_name}={env[size_name]})"
+                size, rank = int(env[size_name]), int(env[rank_name])
+                break
+        advice = (
+            "Start the script by torchrun with gpu_mode='ddp' or 'fsdp' to train one model in all of them (or set "
+            "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the environment before fit)."
+        )
+    has_mode_of_ranks = gpu_mode not in ("single", "dp")
+    if size > 1 and rank == 0 and not (has_mode_of_ranks and here is not None):
+        trains = "starts ranks of its own and trains" if has_mode_of_ranks else "trains"
+        warn(
+            f"{launcher} has started {size} processes, and with gpu_mode={gpu_mode!r} each of them {trains} a model of "
+            f"its own on all data, with files of the same names. {advice} If each process is meant to train by itself, "
+            "give it a folder of its own, and ignore this warning."
+        )
+    nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES") or "1"
+    if has_mode_of_ranks and here is None and env.get("SLURM_PROCID") and nodes.isdecimal() and int(nodes) > 1:
+        if _is_task(env) or _is_shell(env):
+            return
+        warn(
+            f"this Slurm job has {nodes} nodes, but srun has not started this process, so it trains on this node only. "
+            "Use srun python ..., which starts the processes of all nodes."
+        )
 
 
 def _tasks_of_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> int:
@@ -220,7 +283,15 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     outlives processes, if ``torchrun --max-restarts`` starts them again.
     """
     if init_method not in _stores:
-        _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
+        try:
+            _stores[init_method] = next(dist.rendezvous(init_method, me.rank, me.world_size, timeout=timeout))[0]
+        except dist.DistStoreError as error:
+            raise ConfigurationError(
+                f"the other processes did not connect to {init_method} within {timeout.total_seconds():g} s: according "
+                f"to the environment, this process is rank {me.rank} of {me.world_size} ({error}). Start all processes "
+                "by the launcher (torchrun, srun), or, to start ranks from here, unset RANK, WORLD_SIZE and "
+                "SLURM_PROCID."
+            ) from error
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
 

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from trainloop._launch.forwarding import ForwardedStream, Sender, Targets
+from trainloop._support.output import GuardedStream
 from trainloop.distributed import Rank
 
-__all__ = ["quieten_log_streams", "rank_streams"]
+__all__ = ["least_level", "quieten_log_streams", "rank_streams"]
 
 
 class _Prefixed(io.TextIOBase):
@@ -56,15 +58,20 @@ class _Prefixed(io.TextIOBase):
         return self._stream.encoding
 
 
+def least_level(me: Rank) -> int:
+    """Return the lowest level of records that a rank shows: on all ranks except global rank 0, warnings and errors."""
+    return logging.NOTSET if me.rank == 0 or _all_output_shown() else logging.WARNING
+
+
 def quieten_log_streams(me: Rank) -> None:
-    """On all ranks except global rank 0, let log handlers of the standard streams show only warnings and errors."""
-    if me.rank == 0 or _all_output_shown():
+    """Let log handlers of the standard streams show only records from :func:`least_level` on."""
+    if least_level(me) == logging.NOTSET:
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(log, "handlers", ()):
             # Not subclasses: a FileHandler writes to a file that the user has chosen.
             if type(handler) is logging.StreamHandler:
-                handler.setLevel(max(handler.level, logging.WARNING))
+                handler.setLevel(max(handler.level, least_level(me)))
 
 
 def _all_output_shown() -> bool:
@@ -72,23 +79,32 @@ def _all_output_shown() -> bool:
 
 
 @contextlib.contextmanager
-def rank_streams(me: Rank) -> Iterator[None]:
-    """Leave global rank 0's output unchanged; prefix other ranks' stderr, and hide their stdout by default."""
-    if me.rank == 0:
-        yield
-        return
-    stdout, stderr = sys.stdout, sys.stderr
-    prefix = f"[rank {me.rank}] "
-    errors = _Prefixed(stderr, prefix)
-    sys.stderr = errors
+def rank_streams(me: Rank, sender: Sender | None = None, targets: Targets | None = None) -> Iterator[None]:
+    """Leave global rank 0's output unchanged; prefix other ranks' stderr, and hide their stdout by default.
+
+    Streams that are objects of the caller's process get the output through ``sender``. Output that can't be written
+    does not end the rank's work.
+    """
+    before = sys.stdout, sys.stderr
+    own = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    if sender is not None and targets is not None:
+        own.update((name, ForwardedStream(sender, name, own[name], *facts)) for name, facts in targets.streams.items())
+    streams = {name: GuardedStream(stream, name) for name, stream in own.items() if stream is not None}
+    prefixed = []
     with open(os.devnull, "w") as nowhere:
-        shown = _all_output_shown()
-        output: Any = _Prefixed(stdout, prefix) if shown else nowhere
-        sys.stdout = output
+        for name, stream in streams.items():
+            shown: Any = stream
+            if me.rank != 0:
+                shown = nowhere
+                if name == "stderr" or _all_output_shown():
+                    shown = _Prefixed(stream, f"[rank {me.rank}] ")  # type: ignore[arg-type]  # it has what is used
+                    prefixed.append(shown)
+            setattr(sys, name, shown)
         try:
             yield
         finally:
-            sys.stdout, sys.stderr = stdout, stderr
-            errors.finish()
-            if shown:
-                output.finish()
+            sys.stdout, sys.stderr = before
+            for shown in prefixed:
+                shown.finish()
+            for stream in streams.values():
+                stream.flush()

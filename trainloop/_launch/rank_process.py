@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
+from trainloop._launch.forwarding import Sender, Targets, sent_records
 from trainloop._launch.main_guard import take_main_place
-from trainloop._launch.output import quieten_log_streams, rank_streams
+from trainloop._launch.module_state import receive_modules
+from trainloop._launch.output import least_level, quieten_log_streams, rank_streams
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
 from trainloop._support.forks import guard_forks
@@ -100,6 +102,12 @@ class RankSpec:
     """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
     settings: bytes = b""
     """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
+    modules: bytes = b""
+    """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
+    output_fd: int = -1
+    """Descriptor to which ranks write what the caller passes to its streams and handlers; -1 for none."""
+    targets: Targets = field(default_factory=Targets)
+    """The caller's streams and loggers that need it."""
     outlives_work: bool = False
     """True if a rank waits for more work after the first."""
     main: tuple[str | None, str | None] = (None, None)
@@ -109,7 +117,7 @@ class RankSpec:
         """Return all descriptors that a rank needs, as numbered in the launching process."""
         own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.payload_fds]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
-        own += [] if self.caller_fd is None else [self.caller_fd]
+        own += [self.output_fd, *([] if self.caller_fd is None else [self.caller_fd])]
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
 
     def numbered(self, received: Mapping[int, int]) -> RankSpec:
@@ -126,6 +134,7 @@ class RankSpec:
             record_fds=tuple(map(here, self.record_fds)),
             stack_fds=tuple(map(here, self.stack_fds)),
             scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
+            output_fd=here(self.output_fd),
             caller_fd=None if self.caller_fd is None else here(self.caller_fd),
         )
 
@@ -198,7 +207,8 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
             break
         work, received = given
         work.apply()
-        spec = replace(spec, handle=work.spec.handle, settings=work.spec.settings, main=work.spec.main)
+        sent = {name: getattr(work.spec, name) for name in ("handle", "settings", "modules", "targets", "main")}
+        spec = replace(spec, **sent)
     leave_group()
     _leave(exitcode)
 
@@ -218,14 +228,15 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
         contextlib.ExitStack() as undo,
     ):
         try:
-            undo.enter_context(rank_streams(me))
+            sender = Sender(spec.output_fd) if spec.output_fd >= 0 else None
+            undo.enter_context(rank_streams(me, sender, spec.targets))
             slots[state] = State.RUNNING
             if "nccl" in spec.backend:
                 unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # This opens the payload, too, so that an error in the user's imports is recorded like any other.
-            result = _set_up_and_call(spec, me, stop, undo, received)
+            result = _set_up_and_call(spec, me, stop, sender, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
             slots[state] = State.DONE
@@ -242,7 +253,12 @@ _groups: list[Any] = []
 
 
 def _set_up_and_call(
-    spec: RankSpec, me: Rank, stop: SharedStop, undo: contextlib.ExitStack, received: Mapping[int, int]
+    spec: RankSpec,
+    me: Rank,
+    stop: SharedStop,
+    sender: Sender | None,
+    undo: contextlib.ExitStack,
+    received: Mapping[int, int],
 ) -> Any:
     os.environ.update(
         RANK=str(me.rank),
@@ -267,7 +283,11 @@ def _set_up_and_call(
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
         quieten_log_streams(me)
+    undo.enter_context(sent_records(sender, spec.targets, me, least_level(me)))
+    write_late = receive_modules(spec.modules, device, warns=me.local_rank == 0) if spec.modules else None
     function = spec.handle.open(device, received)
+    if write_late is not None:
+        write_late()
     if not spec.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():

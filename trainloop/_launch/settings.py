@@ -35,8 +35,10 @@ __all__ = [
     "SettingsInit",
     "apply_settings",
     "dumped_settings",
+    "loggers",
     "numeric_settings",
     "read_settings",
+    "standard_stream_of",
     "write_settings",
 ]
 
@@ -224,14 +226,15 @@ class _NoWarning(Warning):
 _STREAMS = ("stdout", "stderr")
 
 
-def _loggers() -> dict[str, logging.Logger]:
+def loggers() -> dict[str, logging.Logger]:
+    """Return all loggers by name; the root logger's name is empty."""
     named = logging.root.manager.loggerDict
     return {"": logging.root, **{name: found for name, found in named.items() if isinstance(found, logging.Logger)}}
 
 
 def _read_log_levels() -> dict[str, tuple[int, bool, bool]]:
     default = (logging.NOTSET, False, True)
-    found = {name: (log.level, log.disabled, log.propagate) for name, log in _loggers().items()}
+    found = {name: (log.level, log.disabled, log.propagate) for name, log in loggers().items()}
     return {name: values for name, values in found.items() if values != default}
 
 
@@ -245,15 +248,27 @@ def _write_log_levels(levels: dict[str, tuple[int, bool, bool]]) -> None:
 def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
     """Return each logger's handlers that write to a standard stream, such as the handler of ``logging.basicConfig``."""
     found: dict[str, list[tuple[str, int, Any]]] = {}
-    for name, log in _loggers().items():
+    for name, log in loggers().items():
         for handler in log.handlers:
-            # Handlers of other classes, and filters, may depend on this process.
-            if type(handler) is logging.StreamHandler and not handler.filters:
-                for stream in _STREAMS:
-                    if handler.stream in (getattr(sys, stream), getattr(sys, f"__{stream}__")):
-                        found.setdefault(name, []).append((stream, handler.level, _formatter_of(handler)))
-                        break
+            stream = standard_stream_of(handler)
+            if stream is not None:
+                found.setdefault(name, []).append((stream, handler.level, _formatter_of(handler)))
     return found
+
+
+def standard_stream_of(handler: logging.Handler) -> str | None:
+    """Return the name of the standard stream that a handler writes to; None for a handler that ranks do not get.
+
+    Handlers of other classes, and filters, may depend on this process: see :mod:`trainloop._launch.forwarding`.
+    """
+    if type(handler) is not logging.StreamHandler or handler.filters:
+        return None
+    stream = getattr(handler.stream, "_guarded", handler.stream)
+    for name in _STREAMS:
+        now = getattr(sys, name)
+        if stream in (now, getattr(now, "_guarded", now), getattr(sys, f"__{name}__")):
+            return name
+    return None
 
 
 def _formatter_of(handler: logging.Handler) -> bytes:

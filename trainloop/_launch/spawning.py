@@ -17,6 +17,7 @@ from typing import Any
 
 from trainloop import _processes as processes
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
+from trainloop._launch.forwarding import Outlets, Targets
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop._launch.main_guard import main_place
@@ -72,6 +73,8 @@ class Ranks:
         Arguments of the processes.
     token : str
         String that marks this launch: it is in the names of the launch's files and in the environment of its processes.
+    outlets : Outlets
+        Receives the ranks' output for this process's streams and log handlers.
     hosts : Hosts, optional
         The other hosts of the run.
     """
@@ -80,10 +83,12 @@ class Ranks:
         self,
         spec: RankSpec,
         token: str,
+        outlets: Outlets,
         hosts: Hosts | None = None,
     ) -> None:
         self._spec = spec
         self._hosts = hosts
+        self._outlets = outlets
         self._map = mmap.mmap(spec.slots_fd, 0)
         self._slots = memoryview(self._map).cast("q")
         self.stop = SharedStop(self._slots, -1, spec.local_world_size)
@@ -162,12 +167,20 @@ class Ranks:
         KeyboardInterrupt, SystemExit
             With ``at_once``, after a signal; the caller ends the ranks.
         """
+        try:
+            self._watch(at_once)
+        finally:
+            self._outlets.pass_on()
+
+    def _watch(self, at_once: bool) -> None:
         busy = set(self._locals()) if self._spec.outlives_work else set()
         while True:
             alive = self._alive()
             if alive:
                 sentinels = [self._processes[r].sentinel for r in alive]
-                ready = connection.wait([*sentinels, *(self._lines[r] for r in busy)], timeout=_POLL_S)
+                awaited = [*sentinels, *(self._lines[r] for r in busy), *self._outlets.readable]
+                ready = connection.wait(awaited, timeout=_POLL_S)
+                self._outlets.pass_on()
                 busy -= {r for r in busy if self._lines[r] in ready and _has_answered(self._lines[r])}
             if at_once:
                 received = ReceivedSignals()
@@ -217,15 +230,20 @@ class Ranks:
         self.cause = self._reported = None
 
     def give(
-        self, handle: PayloadHandle, payload_fds: Sequence[int], settings: bytes, variables: dict[str, str]
+        self,
+        handle: PayloadHandle,
+        payload_fds: Sequence[int],
+        settings: bytes,
+        modules: bytes,
+        targets: Targets,
+        variables: dict[str, str],
     ) -> None:
         """Send the ranks more work, with the changes of this process's state."""
         env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
-        self._spec = replace(
-            self._spec, handle=handle, payload_fds=tuple(payload_fds), settings=settings, main=main_place()
-        )
+        given: dict[str, Any] = {"handle": handle, "payload_fds": tuple(payload_fds), "main": main_place()}
+        self._spec = replace(self._spec, **given, settings=settings, modules=modules, targets=targets)
         changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
         work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
         self._env, self._cpus = env, cpus
@@ -396,7 +414,9 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
             # This returns once one process has ended; the loop checks for others.
-            connection.wait([self._processes[r].sentinel for r in alive], timeout=left)
+            # A rank that prints would otherwise wait for this process.
+            connection.wait([*(self._processes[r].sentinel for r in alive), *self._outlets.readable], timeout=left)
+            self._outlets.pass_on()
 
     def _signal(self, local_rank: int, number: int) -> None:
         process = self._processes[local_rank]

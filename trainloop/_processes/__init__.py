@@ -154,7 +154,8 @@ def begin_server(modules: Sequence[str]) -> None:
                     "with this version of Python, every user of this host could connect to the server (CVE-2022-42919)"
                 )
             order["environment"] = {name: os.environ.get(name) for name in changed}
-            with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}):
+            # Under ``python -m pdb``, __main__ has no __spec__, which multiprocessing reads.
+            with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}), _main_not_imported_again():
                 forkserver.ensure_running()
     except OSError as error:  # ChildProcessError: this process is a fork of the one that owns the server
         raise NoServerError(f"the server can't be started ({error})") from error

@@ -61,9 +61,8 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
         keep += parts
         queue.extend(parts)
         if not parts and (error := _error_of(obj)) is not None:
-            found.append(
-                Unpicklable(path.lstrip("."), type(obj).__qualname__, _reason(error), advice or _GENERAL_ADVICE)
-            )
+            general = _ADVICE_OF_GLOBALS if "<global " in path else _GENERAL_ADVICE
+            found.append(Unpicklable(path.lstrip("."), type(obj).__qualname__, _reason(error), advice or general))
     return found
 
 
@@ -146,7 +145,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj)
     elif isinstance(obj, type):
-        yield from ((f".{name}", value) for name, value in vars(obj).items() if not _is_descriptor(value))
+        yield from ((f".{name}", value) for name, value in vars(obj).items() if not _is_pythons(name, value))
     elif isinstance(obj, (staticmethod, classmethod)):
         yield "", obj.__func__
     elif isinstance(obj, property):
@@ -159,8 +158,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from _reduced_parts(obj)
 
 
-def _is_descriptor(value: object) -> bool:
-    return isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
+def _is_pythons(name: str, value: object) -> bool:
+    """Return True for a part of a class that cloudpickle leaves out, since a new class gets its own."""
+    return name == "_abc_impl" or isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
 
 
 def _items(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
@@ -243,6 +243,10 @@ def _reason(error: Exception) -> str:
 
 _LAZILY = "create it at first use, in the rank, and leave it out of __getstate__."
 _GENERAL_ADVICE = f"{_LAZILY[0].upper()}{_LAZILY[1:]}"
+_ADVICE_OF_GLOBALS = (
+    "A function uses this global variable of the script: read the values that it needs in your process, and keep them "
+    f"in the object (self.scale = FLAGS.scale), or {_LAZILY}"
+)
 _FILE = "An open file belongs to one process: keep its path and open it at first use, or leave it out of __getstate__."
 _CONNECTION = f"A connection belongs to one process: keep its address; {_LAZILY}"
 # Keys: the module, or the name, of one of the class's bases.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
@@ -92,7 +95,7 @@ class Tracker(AbstractCallback):
             self._step_names.update(*(scalars for _, scalars in rows))
             chosen = [row for row in rows if row[0] % self.log_every_n_steps == 0]
             if chosen:
-                self._send(chosen)
+                self._pass(chosen)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
@@ -106,6 +109,9 @@ class Tracker(AbstractCallback):
     def on_exception(self, exception: BaseException) -> None:
         self._finish(exception)
 
+    def _pass(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        self._send(rows)
+
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         raise NotImplementedError
 
@@ -114,7 +120,7 @@ class Tracker(AbstractCallback):
             self._send_epoch(epoch, step, values)
 
     def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        self._send([(step, {self._epoch_name(name): value for name, value in values.items()})])
+        self._pass([(step, {self._epoch_name(name): value for name, value in values.items()})])
 
     def _epoch_name(self, name: str) -> str:
         return f"epoch/{name}" if name in self._step_names else name
@@ -131,6 +137,120 @@ class Tracker(AbstractCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id = state.get("run_id")
         self._epoch_values.load_state_dict(state["lengths"])
+
+
+_MOST_PENDING = 10_000  # rows
+_SHARE_OF_TIME = 10  # a failed request that took a second is followed by ten seconds without one
+
+
+class ServiceTracker(Tracker):
+    """Base of trackers whose service may fail: values are kept and sent later, and training continues.
+
+    Only a new training whose run can't be opened when it begins is an error, since then the address or the login is
+    wrong.
+    """
+
+    def __init__(
+        self, name: str, frequency: tuple[str, int | None], hyperparams: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(name, frequency, hyperparams)
+        self._pending: list[tuple[int, dict[str, float]]] = []  # rows that have not been sent
+        self._lost = 0
+        self._retry_at = 0.0  # time.monotonic() of the next attempt
+        self._reported: set[str] = set()
+        self._checked = False
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        if self.train_loop_obj.global_step == 0:
+            self._pending, self._lost = [], 0
+        self._retry_at, self._reported, self._checked = 0.0, set(), False
+
+    def on_restart(self, failure: Any) -> None:
+        """Let the run continue even if the service can't be reached now."""
+        self._checked = True
+
+    def on_epoch_begin(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        if self.train_loop_obj.global_step > 0:  # a resumed run, which continues without the service
+            self._attempt("the run could not be opened", self._open)
+            return
+        try:
+            self._open()
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"{self.callback_name}: the run can't be opened ({type(error).__name__}: {error}). Check the address, "
+                "the login and the arguments of the callback, or leave the callback out."
+            ) from error
+
+    def _open(self) -> Any:
+        """Open the service's run, or continue the run with the ID ``run_id``."""
+        raise NotImplementedError
+
+    def _pass(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        self._pending += rows
+        if time.monotonic() >= self._retry_at:
+            self._send_pending()
+        if len(self._pending) > _MOST_PENDING:
+            self._lost += len(self._pending) - _MOST_PENDING
+            del self._pending[:-_MOST_PENDING]
+
+    def _send_pending(self) -> None:
+        rows = self._pending
+        if rows and self._attempt("values could not be sent", lambda: self._send(rows)):
+            self._pending = []
+
+    def _attempt(self, what: str, call: Callable[[], object]) -> bool:
+        """Call a function of the service; return False if it failed, which is reported once."""
+        began = time.monotonic()
+        try:
+            call()
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of the service, its client, the network
+            now = time.monotonic()
+            self._retry_at = now + _SHARE_OF_TIME * (now - began)
+            self._report(
+                what,
+                f"{what} ({type(error).__name__}: {error}). Training continues; values are kept, and sent once the "
+                "service works again.",
+            )
+            return False
+        return True
+
+    def _report(self, what: str, text: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            try:
+                warn(f"{self.callback_name}: {text}", RuntimeWarning)
+            except Warning as error:  # warnings are errors: not this one, which would end the training
+                print(error, flush=True)
+
+    def _finish(self, exception: BaseException | None) -> None:
+        self._send_pending()
+        lost = self._lost + len(self._pending)
+        if lost:
+            self._report(
+                "lost", f"{lost} rows of values could not be sent until the end of the training, and are lost."
+            )
+        self._pending, self._lost = [], 0
+        if self._run is not None:
+            self._attempt("the run could not be closed", lambda: self._close(exception))
+        self._run = None
+
+    def _close(self, exception: BaseException | None) -> None:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "pending": [[step, dict(values)] for step, values in self._pending]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._pending = [(step, dict(values)) for step, values in state.get("pending", ())]
 
 
 @dataclass(frozen=True)
@@ -172,7 +292,7 @@ class AlertConfig:
         return f"{self.metric_name} is too {word}", text
 
 
-class WandBTracking(Tracker):
+class WandBTracking(ServiceTracker):
     """Send the run to Weights & Biases, from rank 0.
 
     Step values are sent under their names, and epoch values as ``epoch/<name>``, against ``global_step``. The training
@@ -254,7 +374,7 @@ class WandBTracking(Tracker):
                 "Leave wandb_pre_initialized out, so that rank 0 starts a run."
             )
 
-    def _active_run(self) -> Any:
+    def _open(self) -> Any:
         if self._run is not None:
             return self._run
         import wandb
@@ -272,7 +392,7 @@ class WandBTracking(Tracker):
                 **{
                     "project": self.project_name,
                     "name": self.experiment_name,
-                    "config": self.hyperparams,
+                    "config": None if self.hyperparams is None else _with_names(self.hyperparams),
                     "tags": self.tags,
                     "dir": self.log_dir,
                     **known,
@@ -281,7 +401,7 @@ class WandBTracking(Tracker):
             )
             self.run_id = self._run.id
         for folder in self.source_dirs:
-            self._run.log_code(folder)
+            self._attempt(f"the code of {folder!r} could not be stored", partial(self._run.log_code, folder))
         # wandb's own step must increase with each call, but epoch values have the same step as earlier step values.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
@@ -289,7 +409,7 @@ class WandBTracking(Tracker):
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         for step, scalars in rows:
-            self._active_run().log({**scalars, "global_step": step})
+            self._open().log({**scalars, "global_step": step})
 
     @logs_nothing
     def on_epoch_end(self) -> None:
@@ -306,21 +426,33 @@ class WandBTracking(Tracker):
             if message is not None:
                 title, text = message
                 level = {} if alert.wandb_alert_level is None else {"level": alert.wandb_alert_level}
-                self._active_run().alert(title=title, text=text, **level)
+                self._attempt(f"the alert {title!r} could not be sent", partial(self._alert, title, text, level))
+
+    def _alert(self, title: str, text: str, level: dict[str, Any]) -> None:
+        self._open().alert(title=title, text=text, **level)
 
     def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
         self._newest.update(values)
         names = values if self.metric_names is None else [name for name in values if name in self.metric_names]
         if names:
-            self._send([(step, {**{f"epoch/{name}": values[name] for name in names}, "epoch": epoch})])
+            self._pass([(step, {**{f"epoch/{name}": values[name] for name in names}, "epoch": epoch})])
 
-    def _finish(self, exception: BaseException | None) -> None:
-        if self._run is not None and not self.wandb_pre_initialized:
+    def _close(self, exception: BaseException | None) -> None:
+        if not self.wandb_pre_initialized:
             self._run.finish(exit_code=int(exception is not None))
-        self._run = None
 
 
-class MLflowTracking(Tracker):
+def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a mapping whose keys are strings, as the services require."""
+    return {str(key): value for key, value in values.items()}
+
+
+_REFUSED = re.compile(r"[^\w\-. :/]")
+_INVALID = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
+"""Error codes of MLflow for a value that it will never accept."""
+
+
+class MLflowTracking(ServiceTracker):
     """Send the run to MLflow, from rank 0.
 
     Values are sent under their names, against the global step. If a metric has step values, its epoch values are sent
@@ -366,35 +498,60 @@ class MLflowTracking(Tracker):
         self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri
         self.tags = None if tags is None else dict(tags)
 
-    def _active_client(self) -> Any:
+    def _open(self) -> Any:
         if self._run is not None:
             return self._run
         import mlflow
 
         # Uses a client, not mlflow's global run, which may be the user's.
-        self._run = client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+        client = mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
             name = self.experiment_name or "Default"
             found = client.get_experiment_by_name(name)
             experiment_id = client.create_experiment(name) if found is None else found.experiment_id
-            run = client.create_run(experiment_id, run_name=self.run_name, tags=self.tags)
+            tags = None if self.tags is None else _with_names(self.tags)
+            run = client.create_run(experiment_id, run_name=self.run_name, tags=tags)
             self.run_id = run.info.run_id
-            for key, value in (self.hyperparams or {}).items():
-                client.log_param(self.run_id, key, value)
+            for key, value in _with_names(self.hyperparams or {}).items():
+                call = partial(client.log_param, self.run_id, self._accepted(key), value)
+                self._attempt(f"the hyperparameter {key!r} could not be sent", call)
         else:
             client.update_run(self.run_id, status="RUNNING")
+        self._run = client
         return client
+
+    def _accepted(self, name: str) -> str:
+        """Return a name without the characters that MLflow refuses."""
+        accepted = _REFUSED.sub("_", name)
+        if accepted != name:
+            self._report(name, f"MLflow does not accept the name {name!r}, so it is sent as {accepted!r}.")
+        return accepted
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         from mlflow.entities import Metric
 
-        client, now = self._active_client(), int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
+        client, now = self._open(), int(time.time() * 1000)
+        metrics = [
+            Metric(self._accepted(name), value, now, step) for step, scalars in rows for name, value in scalars.items()
+        ]
         for start in range(0, len(metrics), 1000):  # MLflow's maximum per request
-            client.log_batch(self.run_id, metrics=metrics[start : start + 1000])
+            self._send_batch(client, metrics[start : start + 1000])
 
-    def _finish(self, exception: BaseException | None) -> None:
-        if self._run is not None:
-            failed = "KILLED" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "FAILED"
-            self._run.set_terminated(self.run_id, status="FINISHED" if exception is None else failed)
-        self._run = None
+    def _send_batch(self, client: Any, metrics: list[Any]) -> None:
+        try:
+            client.log_batch(self.run_id, metrics=metrics)
+        except Exception as error:
+            if getattr(error, "error_code", None) not in _INVALID:
+                raise
+            if len(metrics) == 1:
+                self._report(
+                    f"refused {metrics[0].key}",
+                    f"MLflow refuses values of {metrics[0].key!r} ({error}). Training continues without them.",
+                )
+                return
+            for half in (metrics[: len(metrics) // 2], metrics[len(metrics) // 2 :]):
+                self._send_batch(client, half)
+
+    def _close(self, exception: BaseException | None) -> None:
+        failed = "KILLED" if isinstance(exception, (KeyboardInterrupt, SystemExit)) else "FAILED"
+        self._run.set_terminated(self.run_id, status="FINISHED" if exception is None else failed)

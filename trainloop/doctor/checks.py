@@ -179,7 +179,11 @@ def check_launcher(r: Readings) -> Iterator[Check]:
         cpus, job = r.environ.get("SLURM_CPUS_PER_TASK", ""), r.environ.get("SLURM_JOB_ID", "?")
         found = f"job {job}, tasks: {tasks or '1'}, CPUs per task: {cpus or '1'}"
         if r.environ.get("SLURM_PROCID") and tasks.isdecimal() and int(tasks) > 1:
-            found += f": fit joins as rank {r.environ['SLURM_PROCID']}"
+            rank = r.environ["SLURM_PROCID"]
+            step = any(name.startswith("SLURM_STEP") for name in r.environ)
+            task = rank != "0" or step or not r.environ.get("SLURM_JOB_NAME")
+            joins = f"fit joins as rank {rank}"
+            found += f": {joins if task else 'srun has not started this process, so fit starts ranks itself'}"
         few = not cpus and tasks.isdecimal() and int(tasks) >= 1
         remedy = "without --cpus-per-task, each rank shares one CPU with its loaders' workers."
         yield _check("slurm", found, few, remedy)

@@ -18,6 +18,7 @@ from trainloop import _launch as launch
 from trainloop import distributed
 from trainloop._launch.failures import explain_shared_memory
 from trainloop._support import rng
+from trainloop._support.output import guarded_output
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import LocalStop, StopAgreement
 from trainloop._support.user_line import warn
@@ -68,6 +69,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
+    if job is not None:
+        launch.warn_of_processes_alone(loop.gpu_mode)
     if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
         if loop.gpu_mode == "dp":
             _initialize_lazy_parameters(loop)
@@ -75,9 +78,9 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
         applied_here = applied(
             loop.options.quota, device=loop.run_config.devices[0], loader_workers=_loader_workers(loop, ranks=1)
         )
-        with alone(True), applied_here, signals(stop), running(loop, stop, job) as run:
+        with guarded_output(), alone(True), applied_here, signals(stop), running(loop, stop, job) as run:
             return work(run, *args)
-    with alone(False):
+    with guarded_output(), alone(False):
         return _in_ranks(loop, work, args, job)
 
 

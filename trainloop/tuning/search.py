@@ -18,7 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from trainloop import checkpoint
+from trainloop._launch.module_state import SentModules
 from trainloop._support.keywords import refuses_unknown
+from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
 from trainloop._support.user_line import warn
@@ -320,13 +322,14 @@ class _Search:
                     length, targets = self._describe()
                 self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
-        # The file is written once for all children, because the data may be large. Each job only names the file.
-        write(self.store.folder / "work.pkl", {**self.work, "folds": self.folds}, "tune")
+        # The file is written once for all children, because the data may be large. Each job only names the file. The
+        # state of the user's modules is first in it, since the objects may read this state when they are unpickled.
+        write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": self.folds}, "tune")
 
     def _describe(self) -> tuple[int, Any]:
         """Return the number of rows and their targets."""
         # Only the loop knows its data, so a child process creates a loop and inspects it.
-        write(self.store.folder / "work.pkl", {**self.work, "folds": None}, "tune")
+        write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": None}, "tune")
         params = self.store.params(0) or self.searcher.propose(0) or {}
         self.store.begin_trial(0, params)
         folder = self.store.folder / "data"
@@ -378,7 +381,7 @@ class _Search:
         """Run until every trial has ended, the time limit is reached, or the user presses Ctrl-C."""
         why = "the search was interrupted"
         try:
-            with self.view:
+            with guarded_output(), self.view:
                 while not self.interrupted and self._fill():
                     self.view.show(self.begun)
                     for job in self.backend.wait(self._patience_s()):

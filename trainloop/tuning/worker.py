@@ -141,6 +141,7 @@ def _train(job: Job, folder: Path) -> None:
     with enforce.applied(quota, device=device):
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
+        work["modules"]()  # writes what refers to modules that the work has imported
         _seed(job.seed)
         if job.probe:
             length, targets = fitting.learn_rows(work["make_loop"], params)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.user_line import warn
 from trainloop.callbacks.trackers import AlertConfig
 from trainloop.compat.aitoolbox.callbacks import AbstractExperimentCallback, CompatCallback, experiment_arguments
 from trainloop.compat.aitoolbox.components import MessageHandling
@@ -166,6 +168,16 @@ class GradDistributionPlot(_Reports):
 
 
 # -- TensorBoard and Weights & Biases ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _beside_training(what: str) -> Iterator[None]:
+    """Let training continue if a service fails."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{what} failed ({type(error).__name__}: {error}). Training continues.", RuntimeWarning)
+
 
 _wandb = partial(import_extra, "wandb", "WandBTracking", "wandb")
 
@@ -375,16 +387,18 @@ class WandBTracking(AbstractExperimentCallback):
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj
         if self.batch_log_frequency is not None and loop.total_iteration_idx % self.batch_log_frequency == 0:
-            _wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
+            with _beside_training("Weights & Biases"):
+                _wandb().run.log(_batch_losses(loop), step=loop.total_iteration_idx)
 
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         values = {"epoch": loop.epoch, **_last_results(loop, self.metric_names, "loss_at_epoch_end")}
-        _wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
-        for alert in self.alerts or ():
-            message = alert.message(values[alert.metric_name])
-            if message is not None:
-                _wandb().alert(*message, level=alert.wandb_alert_level)
+        messages = [(alert, alert.message(values[alert.metric_name])) for alert in self.alerts or ()]
+        with _beside_training("Weights & Biases"):
+            _wandb().run.log(values, step=loop.total_iteration_idx, commit=True)
+            for alert, message in messages:
+                if message is not None:
+                    _wandb().alert(*message, level=alert.wandb_alert_level)
 
 
 # -- upload of a log file, and email ----------------------------------------------------------------------------------
@@ -425,7 +439,8 @@ class LogUpload(AbstractExperimentCallback):
         bucket = self.cloud_bucket
         if bucket is not None:
             name = os.path.basename(self.log_file_path)
-            bucket.save_file(self.log_file_path, bucket.experiment_path(*self.experiment_names, name))
+            with _beside_training("the upload of the log file"):
+                bucket.save_file(self.log_file_path, bucket.experiment_path(*self.experiment_names, name))
 
 
 @dataclass(eq=False, repr=False)
@@ -473,14 +488,15 @@ class EmailNotification(CompatCallback):
     def _send(self, subject: str, body: str) -> None:
         import boto3
 
-        boto3.client("ses", region_name=self.aws_region).send_email(
-            Source=f"{self.sender_name} <{self.sender_email}>",
-            Destination={"ToAddresses": [self.recipient_email]},
-            Message={
-                "Subject": {"Data": f"{subject}: {self.project_name}: {self.experiment_name}"},
-                "Body": {"Html": {"Data": body}},
-            },
-        )
+        with _beside_training("the email"):
+            boto3.client("ses", region_name=self.aws_region).send_email(
+                Source=f"{self.sender_name} <{self.sender_email}>",
+                Destination={"ToAddresses": [self.recipient_email]},
+                Message={
+                    "Subject": {"Data": f"{subject}: {self.project_name}: {self.experiment_name}"},
+                    "Body": {"Html": {"Data": body}},
+                },
+            )
 
 
 def _html_list(items: Mapping[str, Any]) -> str:

@@ -1,0 +1,192 @@
+"""What a script has set in its modules is the same in ranks, which import them again; otherwise a warning names it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODULES = {
+    "conf": """
+import os, threading
+from dataclasses import dataclass
+RANK = int(os.environ.get("RANK", -1))
+IS_FIRST = RANK < 1
+LR, SAME, NAMES, ARGS, CONNECTION = 0.1, 1, ["a"], None, None
+rank = 4  # of LoRA: not a process's
+CFG = {"optimizer": {"lr": 0.1}, "epochs": 1}
+OPTIMIZER = CFG["optimizer"]
+LOCK = threading.Lock()
+@dataclass
+class Config:
+    lr: float = 0.1
+class Options:
+    lr = 0.1
+    class Inner:
+        depth = 1
+    @staticmethod
+    def double(x):
+        return 2 * x
+    def triple(self, x):
+        return 3 * x
+config = Config()
+""",
+    "ops": """
+import functools
+from conf import CFG, IS_FIRST, LR, config
+TABLE = {}
+def register(f):
+    @functools.wraps(f)
+    def wrapper(*args):
+        return f(*args)
+    TABLE[f.__name__] = wrapper
+    return wrapper
+@register
+def scale(x):
+    return 10 * x
+def shift(x):
+    return x + 1
+def other(x):
+    return x - 1
+""",
+    "lazy": """
+DEPTH = 1
+def build():
+    return DEPTH
+""",
+}
+SCRIPT = """
+import argparse, contextlib, io, json, os, sys, warnings
+sys.dont_write_bytecode = True  # the test edits a file within a second
+import numpy, torch
+import torch.nn.functional as F
+import torch.distributed as dist
+import conf, ops, lazy
+from trainloop._launch import keeping, launch
+from trainloop.tuning import tune
+
+def readings(stop):
+    import conf, ops, torch
+    mine = {
+        "values": [conf.LR, conf.SAME, conf.NAMES, conf.rank, conf.ARGS.seed, conf.ADDED],
+        "imported before": ops.LR,
+        "dict": [conf.CFG, conf.OPTIMIZER, ops.CFG is conf.CFG],
+        "object": [conf.config.lr, ops.config is conf.config],
+        "class": [conf.Options.lr, conf.Options.Inner.depth, conf.Options.double(1), conf.Options().triple(1)],
+        "functions": [ops.shift(1), ops.other(1), ops.scale(1)],
+        "library": [float(torch.nn.functional.gelu(torch.ones(()))), torch.nn.Linear.extra_repr(torch.nn.Linear(1, 1))],
+        "rank": [conf.RANK, conf.IS_FIRST, ops.IS_FIRST],
+        "imported later": "lazy" in sys.modules,
+    }
+    import lazy
+    mine["lazy"] = lazy.build()
+    everybody = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
+
+def code(stop):
+    import lazy
+    return [lazy.build(), os.getpid()]
+
+class Estimator:
+    def fit(self, x, y):
+        self.seen = conf.LR, conf.Options.lr, lazy.DEPTH
+        return self
+    def predict(self, x):
+        return x[:, 0]
+    def score(self, x, y):
+        return conf.LR
+
+def make(params, fold=None):
+    return Estimator()
+
+def main():
+    conf.LR, conf.NAMES, conf.ADDED, conf.rank = 0.5, ["a", "b"], "new", 8
+    conf.ARGS = argparse.Namespace(seed=3)
+    conf.CFG["optimizer"]["lr"] = 0.5
+    conf.config.lr = 0.5
+    conf.CONNECTION = open(os.devnull)
+    conf.Options.lr, conf.Options.Inner.depth = 0.5, 7
+    conf.Options.double = staticmethod(lambda x: 20 * x)
+    conf.Options.triple = lambda self, x: 30 * x
+    ops.shift = lambda x: x + 100
+    lazy.DEPTH = 9
+    F.gelu = lambda x: x * 5
+    torch.nn.Linear.extra_repr = lambda self: "mine"
+    found = {}
+    for method in ("forkserver", "spawn"):
+        with warnings.catch_warnings(record=True) as here:
+            warnings.simplefilter("always")
+            found[method] = launch(readings, ranks_per_node=2, start_method=method)
+    data = numpy.ones((4, 1)), numpy.ones(4)
+    found["tune"] = tune(make, {"a": [1]}, data=data, num_trials=1, num_bag_folds=2, searcher="grid")
+    found["tune"] = found["tune"].predictor.models[0].seen
+    with keeping():
+        found["kept"] = [launch(code, ranks_per_node=1)]
+        lazy.DEPTH = 10
+        found["kept"].append(launch(code, ranks_per_node=1))
+        with open(lazy.__file__, "a") as file:
+            file.write("\\ndef build():\\n    return -DEPTH\\n")
+        found["kept"].append(launch(code, ranks_per_node=1))  # not reloaded: the old code here and there
+        print("EDITED", file=sys.stderr, flush=True)
+        found["edited"] = None
+    found["edited"] = launch(code, ranks_per_node=1)
+    print("RELOADED", file=sys.stderr, flush=True)
+    import importlib
+    with keeping():
+        found["reloaded"] = [launch(code, ranks_per_node=1)]
+        with open(lazy.__file__, "a") as file:
+            file.write("\\ndef build():\\n    return 2 * DEPTH\\n")
+        importlib.reload(lazy)
+        found["reloaded"].append(launch(code, ranks_per_node=1))
+    print(json.dumps(found))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.long
+def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
+    for name, text in {**MODULES, "script": SCRIPT}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for method in ("forkserver", "spawn"):
+        for rank, readings in enumerate(found[method]):
+            assert readings == {
+                "values": [0.5, 1, ["a", "b"], 8, 3, "new"],
+                "imported before": 0.1,  # as in the caller, where ``from conf import LR`` came first
+                "dict": [{"optimizer": {"lr": 0.5}, "epochs": 1}, {"lr": 0.5}, True],
+                "object": [0.5, True],
+                "class": [0.5, 7, 20, 30],
+                "functions": [101, 0, 10],
+                "library": [5.0, "mine"],
+                "rank": [rank, rank == 0, rank == 0],
+                "imported later": False,
+                "lazy": 9,
+            }
+    first, edited, _ = (
+        done.stderr.partition("EDITED")[0],
+        *done.stderr.partition("EDITED")[2].partition("RELOADED")[::2],
+    )
+    # Once for each start that imports the module; no other attribute is named.
+    assert first.count("conf.CONNECTION of this process can't be sent to the ranks") == 2, first
+    assert first.count("UserWarning") == 2, first
+    assert "conf.CONNECTION" not in edited  # conf is not imported by these ranks
+    assert found["tune"] == [0.5, 0.5, 9]
+    (value, pid), (later, same), (kept, again) = found["kept"]
+    assert [value, later, kept] == [9, 10, 10]
+    assert pid == same == again
+    assert "lazy.build: the file" in edited
+    assert "importlib.reload" in edited
+    assert found["edited"][0] == -10
+    (one, pid), (two, other) = found["reloaded"]
+    assert (one, two) == (-10, 2)  # reloading sets DEPTH again
+    assert pid != other

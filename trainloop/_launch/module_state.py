@@ -1,0 +1,594 @@
+"""Send what the script has set in its modules: a rank imports them again, and would use the values of the import.
+
+The caller describes the attributes of the user's modules and classes (:func:`dumped_modules`): plain values and small
+objects are sent, functions and classes are named. Once a rank has imported such a module, it compares the attributes
+with its own, and writes those that differ (:func:`receive_modules`). Only differences count, so an unchanged module
+costs one comparison, and values that the import derives from the rank (``LOCAL_RANK = int(os.environ[...])``) stay.
+Functions that the script has replaced in other libraries are sent, too, where the script's modules refer to them.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.machinery
+import io
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import types
+import warnings
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from trainloop._support.user_line import warn
+from trainloop._transfer import load_device
+from trainloop._transfer.pickling import Pickler
+
+__all__ = ["LoadedCode", "SentModules", "dumped_modules", "receive_modules"]
+
+_MOST_BYTES = 1 << 20  # of one value; a larger one is data, of which only type and length are compared
+_MOST_IN_ALL = 16 << 20
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+_METHODS = (staticmethod, classmethod, property)
+# Each process has its own: modules, and generators, which a rank seeds as the import does.
+_OWN = (types.ModuleType, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
+_MISSING = object()
+_FILE_LOADER = importlib.machinery.SourceFileLoader
+_PATHS = [path for path in sysconfig.get_paths().values() if path]
+_LIBRARIES = tuple({path + os.sep for path in [*_PATHS, *map(os.path.realpath, _PATHS)]})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class _Sent(NamedTuple):
+    """An attribute of a module or class of the caller."""
+
+    kind: str
+    """``'atom'``, ``'pickle'``, ``'function'``, or ``'unsent'``."""
+    value: Any
+    """The value, its pickle, a function's description, or the type and length of an object that can't be sent."""
+    extra: Any = None
+    """Pickle of a function that has no importable name; the reason why an object can't be sent."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In the caller
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def dumped_modules() -> bytes:
+    """Return a description of the state of the user's modules, for :func:`receive_modules` in a rank."""
+    users = users_modules()
+    limit = _Limit(_MOST_IN_ALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
+        found = {name: dict(_attributes(module, limit)) for name, module in users.items()}
+        for name, path, function in _patches(users):
+            found.setdefault(name, {})[path] = _function(function, name, path, None)
+    return pickle.dumps(found)
+
+
+def users_modules() -> dict[str, types.ModuleType]:
+    """Return the imported modules that belong to the user's program, by name, without ``__main__``."""
+    return {
+        name: module
+        for name, module in list(sys.modules.items())
+        if type(getattr(module, "__file__", None)) is str
+        and name not in ("__main__", "__mp_main__")
+        and getattr(getattr(module, "__spec__", None), "name", None) == name
+        and not _in_library(module.__file__)
+    }
+
+
+@functools.cache
+def _in_library(file: str) -> bool:
+    if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
+        return True
+    return file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE))
+
+
+class SentModules:
+    """The state of the user's modules in a pickle: unpickling calls :func:`receive_modules`, and returns its result."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receive_modules, (dumped_modules(),)
+
+
+class LoadedCode:
+    """The loaded versions of the user's modules and the functions replaced in them; kept ranks must have the same.
+
+    Comparisons consider modules that both objects know: a module that was imported later has no older version.
+    """
+
+    def __init__(self) -> None:
+        users = users_modules()
+        self._specs = {name: module.__spec__ for name, module in users.items()}  # reloading creates a new one
+        self._patches = {(name, path): function for name, path, function in _patches(users)}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LoadedCode):
+            return NotImplemented
+        both = self._specs.keys() & other._specs.keys()
+        return all(self._specs[name] is other._specs[name] for name in both) and self._patches == other._patches
+
+    __hash__ = None  # type: ignore[assignment]  # only compared
+
+
+def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, Any]]:
+    """Find functions of the user in modules and classes of libraries to which the user's modules refer."""
+    programs = [*users.values(), sys.modules["__main__"]]
+    own = {id(vars(module)) for module in programs}
+    named: dict[int, Any] = {}
+    found: list[Any] = [
+        *programs,
+        torch,
+        torch.nn,
+    ]  # a program with ``import torch`` may set ``torch.nn.functional.gelu``
+    for _ in range(2):
+        inside = {
+            id(value): value
+            for module in found
+            for name, value in list(vars(module).items())
+            if (type(value) is types.ModuleType or issubclass(type(value), type)) and name[0] != "_"
+        }
+        found = [value for key, value in inside.items() if type(value) is types.ModuleType and key not in named]
+        named.update(inside)
+    function = types.FunctionType
+    for owner in named.values():
+        patched = [
+            (path, value)
+            for path, value in list(vars(owner).items())
+            if type(value) is function and id(value.__globals__) in own
+        ]
+        name, prefix = owner.__name__, ""
+        if patched and isinstance(owner, type):
+            name, prefix = owner.__module__, f"{owner.__qualname__}."
+        if name not in users and name != "__main__" and name in sys.modules and "<locals>" not in prefix:
+            yield from ((name, prefix + path, value) for path, value in patched)
+
+
+def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
+    name, file = module.__name__, module.__file__
+    for path, value in _named(vars(module), name):
+        if type(value) in _ATOMS:
+            yield path, _Sent("atom", value)
+        elif isinstance(value, (*_FUNCTIONS, *_METHODS)):
+            sent = _function(value, name, path, file)
+            # Import hooks, such as pytest's, change the code; ranks may import the module without them.
+            yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
+        elif not isinstance(value, _OWN) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
+            yield path, _object(value, limit)
+
+
+def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module and of its own classes by their paths, without those of Python itself."""
+    for name, value in list(namespace.items()):
+        pythons_own = name.startswith("__") and name.endswith("__")
+        if pythons_own and not (prefix and isinstance(value, types.FunctionType)):
+            continue
+        path = prefix + name
+        yield path, value
+        own_class = isinstance(value, type) and value.__module__ == module and value.__qualname__ == path
+        if own_class and not hasattr(value, "__members__"):  # an enum can't be changed
+            yield from _named(vars(value), module, f"{path}.")
+
+
+def _function(value: Any, module: str, path: str, file: str | None) -> _Sent:
+    description = _description(value)
+    made_by = description[2]
+    own = description[:2] == (module, path)
+    # By name: its own code, code of a library's decorator or of a dataclass, and functions and classes of other places.
+    if own and (made_by in (None, file, "<string>") or _in_library(made_by)):
+        return _Sent("function", description)
+    if not own and _resolved(*description[:2]) is value:
+        return _Sent("function", description)
+    file_ = io.BytesIO()
+    try:
+        Pickler(file_).dump(_copy(value))
+    except Exception as error:  # whatever is in a closure
+        return _Sent("function", description, str(error))
+    return _Sent("function", description, file_.getvalue())
+
+
+def _copy(function: Any) -> Any:
+    """Return a copy of a function, which is sent by value although the original has a name in a module."""
+    if type(function) is not types.FunctionType:
+        return function
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__, copy.__qualname__, copy.__module__ = (
+        function.__kwdefaults__,
+        function.__qualname__,
+        function.__module__,
+    )
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+def _description(value: Any) -> tuple[Any, ...]:
+    """Return a function's or class's module, name, file and code, to compare it between processes."""
+    inner = [value]
+    if isinstance(value, property):
+        inner = [part for part in (value.fget, value.fset, value.fdel) if part is not None]
+    elif isinstance(value, staticmethod | classmethod):
+        inner = [value.__func__]
+    first = inner[0] if inner else value
+    code = getattr(first, "__code__", None)
+    place = (getattr(first, "__module__", None), getattr(first, "__qualname__", ""))
+    if code is None:
+        return (*place, None, type(value).__name__)
+    return (*place, code.co_filename, type(value).__name__, tuple(_digest(getattr(f, "__code__", None)) for f in inner))
+
+
+def _digest(code: types.CodeType | None) -> int:
+    if code is None:
+        return 0
+    parts = [code.co_code, repr(code.co_names).encode()]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            parts.append(str(_digest(constant)).encode())
+        elif isinstance(constant, frozenset):  # its order differs between processes
+            parts.append(repr(sorted(map(repr, constant))).encode())
+        else:
+            parts.append(repr(constant).encode())
+    return zlib.crc32(b"\0".join(parts))
+
+
+def _resolved(module: str | None, qualname: str) -> Any:
+    found: Any = sys.modules.get(module or "") if module != "__main__" else None
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class _Limit(io.RawIOBase):
+    """A file of limited size. ``left`` is the number of bytes that all values may still use."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._parts: list[bytes] = []
+
+    def write(self, data: Any) -> int:
+        data = bytes(memoryview(data))
+        self.left -= len(data)
+        if self.left < 0 or sum(map(len, self._parts)) + len(data) > _MOST_BYTES:
+            raise _TooLargeError
+        self._parts.append(data)
+        return len(data)
+
+    def taken(self) -> bytes:
+        data, self._parts = b"".join(self._parts), []
+        return data
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class _NotPlainError(Exception):
+    pass
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickle built-in containers of plain values, at the speed of C."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        raise _NotPlainError
+
+
+class _ObjectPickler(Pickler):
+    keeps_shared = False
+
+
+def _object(value: Any, limit: _Limit) -> _Sent:
+    """Return the pickle of an object; its type and length if it can't be sent."""
+    reason = ""
+    for pickler in (_PlainPickler, _ObjectPickler):
+        try:
+            if pickler is _PlainPickler:
+                _PlainPickler(limit, 5).dump(value)
+            else:
+                _ObjectPickler(limit).dump(value)
+            return _Sent("pickle", limit.taken())
+        except _NotPlainError:
+            limit.left += len(limit.taken())
+        except _TooLargeError:
+            limit.left += len(limit.taken())
+            reason = "it is larger than 1 MiB"
+            break
+        except Exception as error:  # whatever a __reduce__ raises
+            limit.left += len(limit.taken())
+            reason = f"{type(error).__name__}: {error}"
+    length = None
+    with contextlib.suppress(Exception):
+        length = len(value)
+    return _Sent("unsent", (type(value).__module__, type(value).__qualname__, length), reason)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a rank
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def receive_modules(dumped: bytes, device: torch.device | None = None, warns: bool = True) -> Callable[[], None]:
+    """Give the user's modules of this process the caller's state: now, or as soon as they have been imported.
+
+    Parameters
+    ----------
+    dumped : bytes
+        The caller's :func:`dumped_modules`.
+    device : torch.device, optional
+        Destination of tensors that were on a CUDA device; the CPU by default.
+    warns : bool
+        True on the rank that warns about attributes that could not be sent.
+
+    Returns
+    -------
+    callable
+        To be called once the work has been opened: writes the attributes that refer to modules imported later.
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Receiver)]
+    receiver = _Receiver(pickle.loads(dumped), device, warns)
+    sys.meta_path.insert(0, receiver)
+    for name in receiver.sent:
+        if name in sys.modules:
+            receiver.write(sys.modules[name])
+    return receiver.finish
+
+
+class _NotImportedError(Exception):
+    pass
+
+
+class _Receiver:
+    """Writes the caller's attributes into modules, at the end of their import: a finder of ``sys.meta_path``."""
+
+    def __init__(self, sent: dict[str, dict[str, _Sent]], device: torch.device | None, warns: bool) -> None:
+        self.sent = sent
+        self._device, self._warns = device, warns
+        self._late: list[tuple[types.ModuleType, str]] | None = []
+        """Attributes to be written at the end; None after the end."""
+        self._finding: set[str] = set()
+        self._written: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that finally calls :meth:`write`."""
+        if name not in self.sent or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec = None if find is None or finder is self else find(name, path, target)
+                if spec is not None:
+                    self._write_after(spec.loader)
+                    return spec
+        finally:
+            self._finding.discard(name)
+        return None
+
+    def _write_after(self, loader: Any) -> None:
+        execute: Any = getattr(loader, "exec_module", None)
+
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            self.write(module)
+
+        if execute is not None and not isinstance(loader, type):
+            with contextlib.suppress(AttributeError):  # a loader without attributes of its own: written at the end
+                loader.exec_module = exec_module
+
+    def write(self, module: types.ModuleType) -> None:
+        """Write the caller's attributes into a module that has been imported."""
+        edited = []
+        self._written.add(module.__name__)
+        for path, sent in self.sent[module.__name__].items():
+            *parents, name = path.split(".")
+            owner: Any = module
+            for part in parents:
+                owner = getattr(owner, part, None)
+            own = vars(owner).get(name, _MISSING) if owner is not None else _MISSING
+            if owner is None or self._is_same(own, sent):
+                continue
+            if sent.kind == "function" and own is not _MISSING and _description(own)[:4] == sent.value[:4]:
+                if sent.value[2] == module.__file__ and type(module.__loader__) is _FILE_LOADER:
+                    edited.append(path)  # the same function, with other code
+                continue
+            if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
+                continue
+            try:
+                self._set(owner, name, own, sent)
+            except Exception as error:
+                if self._late is not None:
+                    self._late.append((module, path))
+                elif not isinstance(error, _NotImportedError) or own is _MISSING:
+                    self._warn(module, path, own, str(error))
+        if edited and self._warns and not set(edited) & rank_dependent(module.__name__):
+            others = f" and {len(edited) - 1} more functions" if len(edited) > 1 else ""
+            warn(
+                f"the ranks have other code than this process for {module.__name__}.{edited[0]}{others}: the file "
+                f"{module.__file__} has changed since this process imported it, and the ranks import the new version. "
+                "Reload the module (importlib.reload), or start the program again."
+            )
+
+    def finish(self) -> None:
+        """Write the remaining attributes, now that the modules of the work have been imported."""
+        late, self._late = self._late or [], None
+        for name in self.sent.keys() & sys.modules.keys() - self._written:  # their loaders could not be extended
+            self.write(sys.modules[name])
+        for module, path in late:
+            name, sent = module.__name__, self.sent[module.__name__]
+            self.sent[name] = {path: sent[path]}
+            try:
+                self.write(module)
+            finally:
+                self.sent[name] = sent
+
+    def _is_same(self, own: Any, sent: _Sent) -> bool:
+        if sent.kind == "atom":
+            return type(own) is type(sent.value) and (own == sent.value or own != own)
+        if own is _MISSING:
+            return False
+        if sent.kind == "function":
+            return isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own)[: len(sent.value)] == sent.value
+        found = _object(own, _Limit(_MOST_IN_ALL))
+        return found[:2] == sent[:2]
+
+    def _set(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
+        if sent.kind == "unsent":
+            raise TypeError(sent.extra)
+        if sent.kind == "atom":
+            new = sent.value
+        elif sent.kind == "pickle":
+            new = self._loaded(sent.value)
+        elif isinstance(sent.extra, bytes):
+            new = self._loaded(sent.extra)
+        else:
+            module, qualname = sent.value[:2]
+            if module in self.sent and module not in sys.modules:
+                importlib.import_module(module)
+            new = _resolved(module, qualname)
+            if new is None or (isinstance(owner, types.ModuleType) and (module, qualname) == (owner.__name__, name)):
+                raise TypeError(sent.extra or f"{module}.{qualname} can't be found by its name")
+        merged = _merged(own, new)
+        if merged is not own:
+            setattr(owner, name, merged)
+
+    def _loaded(self, stream: bytes) -> Any:
+        with load_device(self._device):
+            return _Unpickler(io.BytesIO(stream), self.sent).load()
+
+    def _warn(self, module: types.ModuleType, path: str, own: Any, reason: str) -> None:
+        if self._warns:
+            has = "nothing" if own is _MISSING else f"the {type(own).__qualname__} of its import"
+            warn(
+                f"{module.__name__}.{path} of this process can't be sent to the ranks, which import the module again "
+                f"({reason}). They have {has}. Set it when the module is imported, or keep it in the model, the "
+                "dataset or a callback."
+            )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, users: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._users = users
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find a class, but don't import modules of the user that this rank has not imported so far."""
+        if module in self._users and module not in sys.modules:
+            raise _NotImportedError(f"the ranks have not imported {module}")
+        return super().find_class(module, name)
+
+
+def _merged(own: Any, new: Any) -> Any:
+    """Write ``new`` into the object ``own``, to which other modules may refer; return the object to be used."""
+    if type(own) is not type(new) or isinstance(own, type):
+        return new
+    if isinstance(own, dict):
+        items = {key: _merged(own[key], value) if key in own else value for key, value in dict.items(new)}
+        own.clear()
+        dict.update(own, items) if type(own) is not OrderedDict else own.update(items)
+    elif isinstance(own, list) and type(own) is list:
+        own[:] = new
+    elif type(own) in (set, bytearray):
+        own.clear()
+        own.update(new) if isinstance(own, set) else own.extend(new)
+    elif type(own).__reduce_ex__ is not object.__reduce_ex__ or hasattr(type(own), "__setstate__"):
+        return new
+    if type(getattr(own, "__dict__", None)) is dict and not callable(own):
+        attributes = vars(own)
+        items = {key: _merged(attributes.get(key), value) for key, value in vars(new).items()}
+        attributes.clear()
+        attributes.update(items)
+        return own
+    return own if isinstance(own, dict | list | set | bytearray) else new
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Names whose values depend on the rank
+# --------------------------------------------------------------------------------------------------------------------
+
+_RANKS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+_RANKS_NAMES = {
+    *("get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_global_zero"),
+    *("getpid", "getppid", "current_process", "parent_process"),
+}
+
+
+def rank_dependent(module: str) -> frozenset[str]:
+    """Return the names that a module derives from the rank when it is imported, as in ``os.environ["RANK"]``."""
+    return _rank_dependent(module, frozenset())
+
+
+def _rank_dependent(name: str, visited: frozenset[str]) -> frozenset[str]:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name in visited or not file or not file.endswith(".py") or _in_library(file):
+        return frozenset()
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    found: set[str] = set()
+    imported = {part for statement in tree.body for part in _imported(statement, name)}
+    for other in imported & sys.modules.keys():
+        found |= _rank_dependent(other, visited | {name})
+    units = list(_units(tree.body))
+    while True:
+        more = {path for paths, words in units if words & found or words & _RANKS_NAMES for path in paths} - found
+        if not more:
+            return frozenset(found)
+        found |= more
+
+
+def _imported(statement: ast.stmt, module: str) -> Iterator[str]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = getattr(sys.modules[module], "__package__", None) or ""
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def _units(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
+    """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from _units(statement.body, f"{prefix}{statement.name}.")
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                name = (alias.asname or alias.name).partition(".")[0]
+                yield {prefix + name}, {alias.name.rpartition(".")[2]}
+            continue
+        bound, words = set(), set()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            bound.add(statement.name)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                words.add(node.id)
+                if isinstance(node.ctx, ast.Store):
+                    bound.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, ast.alias):
+                bound.add((node.asname or node.name).partition(".")[0])
+                words.add(node.name.rpartition(".")[2])
+            elif isinstance(node, ast.Constant) and node.value in _RANKS_VARIABLES:
+                words.add("get_rank")
+        yield {prefix + name for name in bound}, words

@@ -1,0 +1,99 @@
+"""Keep output that can't be written, to a closed terminal or a full disk, from ending the training."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from trainloop._support.user_line import warn
+
+__all__ = ["GuardedStream", "guarded_output"]
+
+_NAMES = ("stdout", "stderr")
+
+
+class GuardedStream:
+    """A stream whose ``write`` and ``flush`` never raise an ``OSError``; the first one is reported by a warning.
+
+    Each call tries again, since a disk may have space later. All other attributes are those of the stream.
+    """
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._guarded, self._guarded_name = stream, name
+        self._failed = False
+
+    def write(self, text: str) -> int:
+        """Write text; return the number of its characters."""
+        try:
+            written: int = self._guarded.write(text)
+            return written
+        except OSError as error:
+            self._report(error)
+        except ValueError as error:  # it was closed
+            if not getattr(self._guarded, "closed", False):
+                raise
+            self._report(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write a list of lines."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        try:
+            self._guarded.flush()
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not getattr(self._guarded, "closed", False):
+                raise
+            self._report(error)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_guarded"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._guarded, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._guarded)
+
+    def _report(self, error: Exception) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        with contextlib.suppress(Exception):  # warnings may be errors, and stderr may be closed, too
+            warn(
+                f"sys.{self._guarded_name} can't be written to ({type(error).__name__}: {error}): its reader has "
+                "ended, or its disk is full. Training continues, and tries again at each output.",
+                RuntimeWarning,
+            )
+
+
+_lock = threading.Lock()
+_users = 0
+_guards: dict[str, GuardedStream] = {}
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """Guard ``sys.stdout`` and ``sys.stderr`` in this context; several threads may be in it."""
+    global _users
+    with _lock:
+        _users += 1
+        for name in _NAMES if _users == 1 else ():
+            stream = getattr(sys, name)
+            if stream is not None:
+                _guards[name] = GuardedStream(stream, name)
+                setattr(sys, name, _guards[name])
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            for name in _NAMES if _users == 0 else ():
+                guard = _guards.pop(name, None)
+                if guard is not None and getattr(sys, name) is guard:  # else the user has replaced it meanwhile
+                    setattr(sys, name, guard._guarded)
