@@ -173,7 +173,7 @@ class Gradients:
             if scale is not None:
                 return loss * scale
             return loss / count if count > 1 else loss
-        units = self._exact(weight) * (share / size)
+        units = self._exact(weight) * (share / max(size, 1))
         self._add(units, 1.0)
         return loss * _like(loss, units)
 
@@ -216,7 +216,7 @@ class Gradients:
         if not self.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
             self._always_later = self.reduced_later = True
-        units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
+        units = {name: self._exact(weight) * (share / max(size, 1)) for name, weight in weights.items()}
         for name, weight in units.items():
             part = self._parts.setdefault(name, _Part())
             part.weight = part.weight + weight
