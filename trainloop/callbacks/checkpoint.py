@@ -185,14 +185,15 @@ class ModelCheckpoint(Saver):
         return self._checkpoints.best if self._received is None else self._received[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Load the weights of the best checkpoint into the loop's model.
+        """Load the weights of the best checkpoint into the loop's model, and into its criterion if that is a module.
 
-        During training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
+        If ``monitor`` is the loss of an average of the weights (``ema_val_loss``), the model gets this average. During
+        training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
 
         Parameters
         ----------
         model : nn.Module, optional
-            Model to load the weights into. Default: the loop's model.
+            Model to load the weights into; the criterion then stays unchanged. Default: the loop's model.
 
         Returns
         -------
@@ -214,9 +215,23 @@ class ModelCheckpoint(Saver):
             )
         state = checkpoint.load(path)
         loop = self.train_loop_obj
-        load_model(model or loop.model, state)
+        load_model(model or loop.model, self._judged(state, model or loop.model))
         if model in (None, loop.model):
+            if state.get("criterion") and hasattr(loop.criterion, "load_state_dict"):
+                loop.criterion.load_state_dict(state["criterion"])
             loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
+        return state
+
+    def _judged(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Return a checkpoint's state with the weights whose metric was monitored: the model's, or their average."""
+        for callback in state["callbacks"]:
+            metric = callback.get("state", {}).get("metric")
+            if isinstance(metric, str) and self.monitor is not None and self.monitor.startswith(metric):
+                average = callback["state"]["average"]
+                name_of = {id(p): name for name, p in model.named_parameters()}  # an average has tied parameters once
+                every = model.named_parameters(remove_duplicate=False)
+                averages = {name: average[name_of[id(p)]] for name, p in every if name_of[id(p)] in average}
+                return {**state, "model": {**state["model"], **averages}}
         return state
 
     # -- for the loop --------------------------------------------------------------------------------------------------
