@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch.optim.optimizer as torch_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainloop.errors import ConfigurationError
@@ -291,6 +291,41 @@ def optimizers_of(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimize
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, MultiOptimizer) else [optimizer]
+
+
+def criterion_modules(criterion: Any) -> list[nn.Module]:
+    """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
+    if isinstance(criterion, nn.Module):
+        return [criterion]
+    parts = criterion.values() if isinstance(criterion, Mapping) else criterion
+    return (
+        [m for part in parts for m in criterion_modules(part)] if isinstance(parts, (list, tuple, ValuesView)) else []
+    )
+
+
+def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:
+    """Return all modules that a loop trains: the model, and the criterion if it is a module or contains modules."""
+    return [model, *criterion_modules(criterion)]
+
+
+def named_trained_parameters(model: nn.Module, criterion: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, parameter)`` for all parameters that a loop trains, each once: the model's, then the criterion's.
+
+    The names of a criterion's parameters begin with ``criterion.``
+    """
+    seen: set[int] = set()
+    prefix = ""
+    for module in trained_modules(model, criterion):
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+        prefix = "criterion."
+
+
+def trained_parameters(model: nn.Module, criterion: Any) -> list[Tensor]:
+    """Return all parameters that a loop trains: the model's, then the criterion's."""
+    return [parameter for _, parameter in named_trained_parameters(model, criterion)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

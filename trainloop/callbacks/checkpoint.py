@@ -217,8 +217,10 @@ class ModelCheckpoint(Saver):
         loop = self.train_loop_obj
         load_model(model or loop.model, self._judged(state, model or loop.model))
         if model in (None, loop.model):
-            if state.get("criterion") and hasattr(loop.criterion, "load_state_dict"):
-                loop.criterion.load_state_dict(state["criterion"])
+            if state.get("criterion") and hasattr(
+                loop.criterion, "load_state_dict"
+            ):  # without the tensors of the model
+                loop.criterion.load_state_dict({**loop.criterion.state_dict(), **state["criterion"]})
             loop.left_behind = loop.left_behind and any(p.is_meta for p in loop.model.parameters())
         return state
 

@@ -18,7 +18,7 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of
+from trainloop.optim import MultiLoss, optimizers_of, parameters_of, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
@@ -96,8 +96,7 @@ class Gradients:
         loop = self._training.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
         # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
-        beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
-        self.learned: list[Tensor] = [*self.parameters, *beside]
+        self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion)
         self._beside: set[int] = set()
         if self._place.collective:  # parameters outside of the wrapper
             known = {id(p) for p in self._place.wrapper.whole_parameters}

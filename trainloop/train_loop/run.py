@@ -34,6 +34,7 @@ from trainloop.data.loader_copies import with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.devices import has_ranks
 from trainloop.model import TTModel
+from trainloop.optim import trained_modules
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
@@ -275,12 +276,13 @@ class Run:
 
         The training around the evaluation is not affected: modules' modes and random states are restored.
         """
-        model = self.loop.model
+        # A criterion may have dropout, statistics or a memory, too.
+        modules = trained_modules(self.loop.model, self.loop.criterion)
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
-        buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
+        buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
-        with buffers, self.listening(recorder), evaluating(model), rng.isolated(), watched:
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), watched:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
@@ -382,12 +384,12 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 
 @contextmanager
-def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside the block, all ranks use rank 0's buffers.
 
     (Buffers differ between ranks if DDP doesn't broadcast them.)
     """
-    buffers = list(model.buffers())
+    buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:
         torch.distributed.broadcast(buffer, 0)

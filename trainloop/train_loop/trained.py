@@ -14,7 +14,7 @@ from torch import nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of, parameters_of
+from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import comm_hooks_of
 from trainloop.parallel.shards import bit_sums
@@ -55,9 +55,12 @@ class TrainedParameters:
     def __init__(self, model: nn.Module, criterion: Any, timeout_s: float) -> None:
         self._model = model
         self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
-        self._beside = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
+        of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # a criterion may hold the model
+        named = named_trained_parameters(model, criterion)
+        self._beside: list[Any] = [p for _, p in named if id(p) not in of_model]
+        buffers = [b for module in criterion_modules(criterion) for b in module.buffers() if id(b) not in of_model]
         if distributed.get_world_size() > 1:
-            for tensor in (*self._beside, *(criterion.buffers() if isinstance(criterion, nn.Module) else ())):
+            for tensor in (*self._beside, *buffers):
                 # DDP's constructor does the same with the model's parameters.
                 dist.broadcast(tensor.detach(), 0)
         self.note()

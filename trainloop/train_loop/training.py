@@ -478,7 +478,7 @@ class Training(Run):
     def step(self) -> None:
         """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
         gradients = self.gradients
-        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
