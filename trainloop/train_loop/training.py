@@ -423,7 +423,7 @@ class Training(Run):
                     if weight is None:
                         weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, sizes[i])
                     if self.class_losses.uneven:
-                        self._check_averages(weight, count)
+                        self._check_averages(loss, weight, count)
                     scale = None if scales is None else scales[i]
                     scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
                     try:
@@ -441,10 +441,14 @@ class Training(Run):
         factor = gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
-    def _check_averages(self, weight: Any, count: int) -> None:
+    def _check_averages(self, loss: Any, weight: Any, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
-        loop, self.class_losses.uneven = self.loop, False
+        loop, calls = self.loop, self.class_losses.calls
+        self.class_losses.uneven, self.class_losses.calls = False, 0
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
+        # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
+        if isinstance(weight, dict):
+            weight = None if sum(divisor_of(part) is not None for part in loss.values()) < calls else weight
         if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
@@ -452,8 +456,8 @@ class Training(Run):
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
             "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
-            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each loss under its "
-            "own name."
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
+            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
         )
 
     @staticmethod
