@@ -196,6 +196,10 @@ class TTModel(nn.Module, ABC):
         their first axis instead, and the length of this axis may differ between ranks. Gradients flow back to the
         tensors of every rank, so a loss over the rows of all ranks trains as in one process; see
         :func:`~.distributed.all_gather`.
+
+        In evaluations and predictions, each rank has whole batches, which one process would see one after another.
+        There, as in one process, the result has this rank's values only: the new axis has length 1, or with ``concat``
+        the value is unchanged. In ``dp``, a replica has only a part of the batch, so the call is an error.
         """
 
         return all_gather(value, concat=concat)

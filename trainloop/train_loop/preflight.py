@@ -21,6 +21,7 @@ from trainloop._support.nested import parts_of
 from trainloop._support.reduction import sum_rule
 from trainloop._transfer import pack
 from trainloop.data import SplitBatches, TrainFeed
+from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss, optimizers_of
 from trainloop.parallel import TTFullyShardedDataParallel
@@ -316,7 +317,14 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     # But if ranks share each batch, a step has only one batch.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
     # Another check reports parameters without a gradient; this check compares the others.
-    unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
+    exchanges: list[str] = []
+    with noting_exchanges(exchanges):
+        unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
+    if exchanges:
+        return (
+            f"not compared: get_loss calls {exchanges[0]}, so its loss over the rows of all ranks is not the mean of "
+            "the losses of batches"
+        )
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
         return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"

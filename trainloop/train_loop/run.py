@@ -33,6 +33,7 @@ from trainloop.data import EvalFeed
 from trainloop.data.loader_copies import with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.devices import has_ranks
+from trainloop.distributed.ranks import whole_batch
 from trainloop.model import TTModel
 from trainloop.optim import trained_modules
 from trainloop.resources.enforce import cap_workers
@@ -149,7 +150,7 @@ class Run:
         model = self.place.evaluated
 
         def get_loss(batch: Any) -> Any:
-            with self.place.autocast:
+            with self.place.autocast, whole_batch():
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
@@ -222,7 +223,7 @@ class Run:
         dataset_info = {**dataset_info, "pass": "predictions"}
 
         def forward(batch: Any) -> Any:
-            with self.place.autocast:
+            with self.place.autocast, whole_batch():
                 return model.get_predictions(batch, device)
 
         def get_predictions(batch: Any, size: int) -> Any:
