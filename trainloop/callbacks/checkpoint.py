@@ -50,7 +50,10 @@ class ModelCheckpoint(Saver):
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at the end of epochs are ranked. Whenever the metric improves, a
-        checkpoint is written, in addition to the checkpoints of ``every_n_*``.
+        checkpoint is written, in addition to the checkpoints of ``every_n_*``. With ``every_n_steps`` or
+        ``every_n_minutes``, the metric may also be logged within an epoch, such as a validation every 500 steps: each
+        checkpoint is then ranked by the newest value at that moment. (A metric that every step logs is ranked by its
+        mean over the epoch.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
@@ -342,7 +345,9 @@ class ModelCheckpoint(Saver):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
-        value = self._metric.new_value(loop) if self._metric is not None else None
+        value = self._value_within()
+        if value is None and self._metric is not None:
+            value = self._metric.new_value(loop)
         improved = False
         if self._metric is not None:
             self._finish_writing()
@@ -365,6 +370,11 @@ class ModelCheckpoint(Saver):
         self._finish_writing(_OTHERS_S)  # wait no longer, because other ranks may have ended
         self._host_copy = checkpoint.HostCopy()
 
+    def _value_within(self) -> float | None:
+        """Return the metric's newest value if it is logged within epochs. All logs have been exchanged before."""
+        within = self.every_n_steps is not None or self.every_n_minutes is not None
+        return self._metric.newest_within(self.train_loop_obj, shared=True) if within and self._metric else None
+
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
@@ -382,6 +392,8 @@ class ModelCheckpoint(Saver):
                 )
             state = without(state, self._left_out)
         self._restart_clock()
+        if reason in ("steps", "time"):
+            value = self._value_within()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
         copy = self._host_copy.copy if self.async_save and not final else None
         give_up: Callable[[], None] | None = None

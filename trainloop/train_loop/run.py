@@ -323,6 +323,11 @@ class Run:
         else:
             self.recorder.compact()
 
+    def share_logs(self) -> None:
+        """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
+        self.publish(self.recorder.exchange_steps())
+        self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
+
     def publish(self, steps: StepValues) -> None:
         """Add step values to the history and, on rank 0, pass them to ``on_log``."""
         self.loop.history.record_steps(steps)
