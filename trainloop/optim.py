@@ -328,6 +328,16 @@ def trained_parameters(model: nn.Module, criterion: Any) -> list[Tensor]:
     return [parameter for _, parameter in named_trained_parameters(model, criterion)]
 
 
+def explain_sparse(model: nn.Module, criterion: Any, what: str) -> None:
+    """Called after an error of clipping: raise an error that names the parameter if a gradient is sparse."""
+    for name, parameter in named_trained_parameters(model, criterion):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigurationError(
+                f"{what}: the gradient of {name} is sparse, and torch can't clip sparse gradients. Use sparse=False in "
+                "its embedding, or clip the other gradients yourself in a callback's on_after_gradient_update."
+            )
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -139,3 +139,15 @@ def test_a_criterion_may_hold_the_model(mode: str, tmp_path: Path) -> None:
         weights.append((model.net.weight.detach(), loop.history["val_loss"][-1]))
     torch.testing.assert_close(weights[0][0], weights[1][0], rtol=0, atol=1e-12)
     assert weights[0][1] == pytest.approx(weights[1][1])
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_for_gradients_are_reported_in_ddp(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    getattr(model.net.weight, kind)(clamped)
+    loop_of(model, nn.MSELoss(), optim.SGD(model.parameters(), lr=0.05), "ddp").fit(1)
+    assert f"net.weight has a hook for its gradient ({kind})" in capfd.readouterr().err
+
+
+def clamped(gradient: Tensor) -> None:
+    gradient.clamp(-1, 1)

@@ -191,3 +191,14 @@ def test_a_batch_that_replicas_can_not_share_is_explained(batch: Any, message: s
     loss = Ctc()
     with pytest.raises((RuntimeError, ConfigurationError), match=f"(?s){message}"):
         TTDataParallel(loss, devices=2).get_loss(batch, None, torch.device("cpu"))
+
+
+def test_replicas_may_change_their_parts_in_place() -> None:
+    class Masks(Net):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            x[x < 0] = 0.0
+            return nn.functional.mse_loss(self(x.mul_(2)), y)
+
+    (ours, losses), (theirs, their_losses) = trained(Masks(), "dp"), trained(Masks(), "single")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, named_trained_parameters, parameters_of, trained_parameters
+from trainloop.optim import MultiOptimizer, explain_sparse, named_trained_parameters, parameters_of, trained_parameters
 from trainloop.parallel.shards import clip_gradients, is_sharded, norms_over_ranks
 
 __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
@@ -100,10 +100,14 @@ class GradientClipping(GradientCallbackBase):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         parameters = self.parameters(optimizer_idx)
-        if self.max_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.max_value)
-        if self.max_norm is not None:
-            clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
+        try:
+            if self.max_value is not None:
+                nn.utils.clip_grad_value_(parameters, self.max_value)
+            if self.max_norm is not None:
+                clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
+        except (RuntimeError, NotImplementedError):
+            explain_sparse(self.train_loop_obj.model, self.train_loop_obj.criterion, type(self).__name__)
+            raise
 
 
 class GradientStats(GradientCallbackBase):

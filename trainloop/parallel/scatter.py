@@ -94,7 +94,10 @@ def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
                 "sequences and their lengths, and pack them in get_loss, or use gpu_mode='ddp'."
             )
         if isinstance(item, Tensor):
-            return item.narrow(dim, begin, end - begin) if _length(item, dim) == length else item
+            if _length(item, dim) != length:
+                return item
+            # From data: an in-place change of one part must not make autograd reject what it has saved of another part.
+            return (item if item.requires_grad else item.data).narrow(dim, begin, end - begin)
         if isinstance(item, np.ndarray):
             return item.take(range(begin, end), dim) if _length(item, dim) == length else item
         if _list_length(item) == length:

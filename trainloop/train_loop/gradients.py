@@ -18,7 +18,7 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of, parameters_of, trained_parameters
+from trainloop.optim import MultiLoss, explain_sparse, optimizers_of, parameters_of, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
@@ -402,7 +402,11 @@ class Gradients:
         if training.loop.gradient_clip_norm is not None:
             # torch's function can't stack the norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
-            clip(parameters, training.loop.gradient_clip_norm)
+            try:
+                clip(parameters, training.loop.gradient_clip_norm)
+            except (RuntimeError, NotImplementedError):
+                explain_sparse(training.loop.model, training.loop.criterion, "gradient_clip_norm")
+                raise
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""

@@ -34,11 +34,12 @@ from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, INTERRUPT, TERMI
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver
 from trainloop.data import StepBatches, TrainFeed
-from trainloop.optim import drop_gradients
+from trainloop.optim import drop_gradients, named_trained_parameters
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.ending import End, described_ends, has_work_at_end
+from trainloop.train_loop.fsdp_checks import hooked_parameters
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
 from trainloop.train_loop.options import FitJob
@@ -317,6 +318,15 @@ class Training(Run):
                 f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
                 f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
+            )
+
+        hooked = hooked_parameters(named_trained_parameters(self.loop.model, self.loop.criterion))
+        if hooked and self.parallel and not self.place.collective:
+            _warn(
+                f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
+                "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
+                "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
+                "on_after_gradient_update instead, which gets the average."
             )
 
     def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
