@@ -40,7 +40,7 @@ from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.display import Progress
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, padded_batches
-from trainloop.train_loop.losses import loss_of
+from trainloop.train_loop.losses import explained_evaluation, loss_of
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
 
@@ -150,7 +150,7 @@ class Run:
         model = self.place.evaluated
 
         def get_loss(batch: Any) -> Any:
-            with self.place.autocast, whole_batch():
+            with self.place.autocast, whole_batch(), explained_evaluation():
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
@@ -223,7 +223,7 @@ class Run:
         dataset_info = {**dataset_info, "pass": "predictions"}
 
         def forward(batch: Any) -> Any:
-            with self.place.autocast, whole_batch():
+            with self.place.autocast, whole_batch(), explained_evaluation():
                 return model.get_predictions(batch, device)
 
         def get_predictions(batch: Any, size: int) -> Any:
