@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.distributed import all_gather, all_reduce
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.parallel import TTDataParallel
@@ -202,3 +202,19 @@ def test_replicas_may_change_their_parts_in_place() -> None:
     (ours, losses), (theirs, their_losses) = trained(Masks(), "dp"), trained(Masks(), "single")
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert losses == pytest.approx(their_losses, abs=1e-12)
+
+
+def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
+    class Calls(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            if right:
+                y_pred, _, _ = self.train_loop_obj.predict_with_model([(torch.ones(2, 3, dtype=D), torch.ones(2))])
+                assert y_pred.shape == (2, 1)
+            else:
+                self.train_loop_obj.model(torch.ones(2, 3, dtype=D))
+
+    right = True
+    trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])
+    right = False
+    with pytest.raises(WorkerFailedError, match=r"outside of get_loss.*predict_with_model\(\[batch\]\)"):
+        trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])

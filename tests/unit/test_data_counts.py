@@ -224,3 +224,37 @@ def test_a_sampler_that_never_ends_is_an_error_in_evaluation() -> None:
     loader: Any = DataLoader(Items(), batch_sampler=Endless(), collate_fn=as_lists)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Endless has a length of 7"):
         list(EvalFeed(loader).batches())
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_sampler_s_length_may_change_with_the_epoch(seed: int | None) -> None:
+    class Grows:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(len(self)))
+
+        def __len__(self) -> int:
+            return 3 + 2 * self.epoch
+
+    feed = TrainFeed(DataLoader(Items(), 2, sampler=Grows(), collate_fn=as_lists), seed=seed)  # type: ignore[arg-type]
+    sizes = []
+    for epoch in range(3):
+        feed.set_epoch(epoch)
+        sizes.append([size for step in feed.steps(1) for size in step.sizes])
+    assert sizes == [[2, 1], [2, 2, 1], [2, 2, 2, 1]]
+    feed = TrainFeed(DataLoader(Rows(), 2, sampler=Grows()), seed=seed)  # type: ignore[arg-type]
+    for epoch, expected in enumerate(sizes):
+        feed.set_epoch(epoch)
+        assert [size for step in feed.steps(1) for size in step.sizes] == expected
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3)

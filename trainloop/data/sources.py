@@ -197,6 +197,8 @@ class UserLoader(Source):
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator must be created now, in the caller's random state.
+        if self._plan is not None:
+            self._plan = plan_of(self.loader)  # the sampler may have another length in each epoch
         passed = 0 if self._place is not None and self._place.resumes else first_batch
         batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
         if self._plan is None and self._counted is not None:

@@ -131,6 +131,11 @@ class TrainFeed:
             holder.set_epoch(epoch)
         libraries.set_epoch(self._users_loader, epoch)
 
+    @property
+    def reads_again(self) -> bool:
+        """True if the steps before a resumed position are read again and discarded: a stream without a state."""
+        return self._source.position is None and loaders.is_stream(self._users_loader)
+
     def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
         """Yield one epoch's optimizer steps.
 

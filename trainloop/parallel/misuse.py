@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
 
-__all__ = ["WatchedForwards", "WatchedTensors", "explain_sharded", "refuse_other_parameters"]
+__all__ = ["WatchedForwards", "WatchedTensors", "explain_outside", "explain_sharded", "refuse_other_parameters"]
 
 
 def explain_sharded(error: RuntimeError) -> None:
@@ -35,6 +35,17 @@ def explain_sharded(error: RuntimeError) -> None:
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
             f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
+        ) from error
+
+
+def explain_outside(error: BaseException) -> None:
+    """Raise an explanation if a model was called outside of its wrapper, such as in a callback."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='fsdp': the model was called outside of get_loss, get_loss_eval and get_predictions, such as in "
+            "a callback, where its parameters are shards. In a callback, on all ranks, call "
+            "self.train_loop_obj.predict_with_model([batch]), which calls get_predictions, or evaluate_model_loss. "
+            f"torch says: {error}"
         ) from error
 
 

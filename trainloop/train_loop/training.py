@@ -35,6 +35,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.optim import drop_gradients, named_trained_parameters
+from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.consistency import check_same_on_all_ranks, requested_settings, share_refusals
@@ -166,6 +167,8 @@ class Training(Run):
         except BaseException as exception:
             progress.end_epoch()
             self._notify_exception(exception)
+            if self.place.collective:
+                explain_outside(exception)
             raise
         finally:
             progress.end_epoch()
@@ -208,6 +211,11 @@ class Training(Run):
             restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
+            if self.skip_steps and self.feed.reads_again:
+                line += (
+                    f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
+                    "are done are read again and discarded)"
+                )
             self.progress.write(line)
             if loop.is_global_zero:
                 logger.info(line)  # progress_bar=False hides the printed line
