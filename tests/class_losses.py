@@ -41,6 +41,11 @@ class Classifier(TTModel):
             return criterion(functional.log_softmax(scores, 1), y)
         if self.kind == "several":
             return MultiLoss({"classes": criterion(scores, y), "size": (scores**2).mean()})
+        if self.kind == "factors":  # of Python and of torch
+            aux = functional.cross_entropy(scores, y.clamp(min=0), weight=CLASS_WEIGHTS)
+            return MultiLoss({"out": criterion(scores, y) / 2, "aux": 0.5 * aux, "other": -criterion(scores, y)})
+        if self.kind == "factor":
+            return criterion(scores, y) * torch.tensor(0.3)
         if self.kind == "several optimizers":
             parts = {"body": criterion(scores, y), "head": self.inner(scores, y.clamp(min=0))}
             return MultiLoss(parts)
@@ -76,6 +81,8 @@ CASES: dict[str, tuple[str, Any, TensorDataset]] = {
     "the model's own criterion": ("own criterion", None, samples(37)),
     "MultiLoss": ("several", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, later ignored": ("several", nn.CrossEntropyLoss(), samples(37, first=4)),
+    "MultiLoss, factors": ("factors", nn.CrossEntropyLoss(), samples(37)),
+    "factor": ("factor", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, optimizers": ("several optimizers", nn.CrossEntropyLoss(), samples(37)),
 }
 

@@ -74,8 +74,10 @@ class TTModel(nn.Module, ABC):
         -------
         Tensor, tuple of (Tensor, weight), or MultiLoss
             A 0-d loss: the mean over the batch's samples, or their sum if :attr:`loss_reduction` or the criterion's
-            ``reduction`` is ``'sum'``. In a tuple, the loss is a mean over units (such as tokens), and the weight is
-            the number of units. Micro-batches and ranks are weighted by this number.
+            ``reduction`` is ``'sum'``. In a tuple, the loss (or MultiLoss) is a mean over units (such as tokens), and
+            the weight is the number of units. Micro-batches and ranks are weighted by this number. In a MultiLoss
+            without a weight, each loss of a criterion with class weights or ignored targets has that criterion's
+            divisor as its weight, also if it is multiplied by a number.
 
         Yields
         ------
@@ -194,6 +196,10 @@ class TTModel(nn.Module, ABC):
         their first axis instead, and the length of this axis may differ between ranks. Gradients flow back to the
         tensors of every rank, so a loss over the rows of all ranks trains as in one process; see
         :func:`~.distributed.all_gather`.
+
+        In evaluations and predictions, each rank has whole batches, which one process would see one after another.
+        There, as in one process, the result has this rank's values only: the new axis has length 1, or with ``concat``
+        the value is unchanged. In ``dp``, a replica has only a part of the batch, so the call is an error.
         """
 
         return all_gather(value, concat=concat)

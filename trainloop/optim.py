@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from operator import is_
 from typing import Any
 
 import torch.optim.optimizer as torch_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainloop.errors import ConfigurationError
@@ -349,6 +349,51 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
 
 def _shares_groups(one: Optimizer, other: Optimizer) -> bool:
     return len(one.param_groups) == len(other.param_groups) and all(map(is_, one.param_groups, other.param_groups))
+
+
+def criterion_modules(criterion: Any) -> list[nn.Module]:
+    """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
+    if isinstance(criterion, nn.Module):
+        return [criterion]
+    parts = criterion.values() if isinstance(criterion, Mapping) else criterion
+    return (
+        [m for part in parts for m in criterion_modules(part)] if isinstance(parts, (list, tuple, ValuesView)) else []
+    )
+
+
+def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:
+    """Return all modules that a loop trains: the model, and the criterion if it is a module or contains modules."""
+    return [model, *criterion_modules(criterion)]
+
+
+def named_trained_parameters(model: nn.Module, criterion: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, parameter)`` for all parameters that a loop trains, each once: the model's, then the criterion's.
+
+    The names of a criterion's parameters begin with ``criterion.``
+    """
+    seen: set[int] = set()
+    prefix = ""
+    for module in trained_modules(model, criterion):
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+        prefix = "criterion."
+
+
+def trained_parameters(model: nn.Module, criterion: Any) -> list[Tensor]:
+    """Return all parameters that a loop trains: the model's, then the criterion's."""
+    return [parameter for _, parameter in named_trained_parameters(model, criterion)]
+
+
+def explain_sparse(model: nn.Module, criterion: Any, what: str) -> None:
+    """Called after an error of clipping: raise an error that names the parameter if a gradient is sparse."""
+    for name, parameter in named_trained_parameters(model, criterion):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigurationError(
+                f"{what}: the gradient of {name} is sparse, and torch can't clip sparse gradients. Use sparse=False in "
+                "its embedding, or clip the other gradients yourself in a callback's on_after_gradient_update."
+            )
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -8,6 +8,8 @@ The packages here use scikit-learn's metrics (extra ``metrics``), computed over 
 
 from __future__ import annotations
 
+import inspect
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -100,6 +102,31 @@ def evaluate_result_package(
         f"{package!r} can't score predictions.{hint} Pass a result package such as ClassificationResultPackage(), a "
         "function of (y_pred, y_true, metadata), a torchmetrics metric, or a list or dict of these."
     )
+
+
+def check_metric_functions(package: Any, owner: str) -> None:
+    """Raise an error if a function in a package can't be called with ``(y_pred, y_true, metadata)``.
+
+    Raises
+    ------
+    ConfigurationError
+        The message names the function.
+    """
+    if isinstance(package, Mapping):
+        package = list(package.values())
+    if isinstance(package, Sequence) and not isinstance(package, str):
+        for one in package:
+            check_metric_functions(one, owner)
+    elif isinstance(package, types.FunctionType):
+        signature = inspect.signature(package, follow_wrapped=False)
+        try:
+            signature.bind("y_pred", "y_true", "metadata")
+        except TypeError as error:
+            name = package.__name__
+            raise ConfigurationError(
+                f"{owner}: {name} takes {signature}, but is called with (y_pred, y_true, metadata): {error}. Define it "
+                f"as {name}(y_pred, y_true, metadata)."
+            ) from None
 
 
 def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, float]:

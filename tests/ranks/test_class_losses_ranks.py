@@ -6,7 +6,7 @@ import pytest
 import torch
 from class_losses import CASES, trained
 
-MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", "MultiLoss", "MultiLoss, optimizers")
+MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", "MultiLoss", "MultiLoss, factors", "MultiLoss, optimizers")
 
 
 def _compare(case: str, mode: str, ranks: int, accumulation: int) -> None:

@@ -44,7 +44,13 @@ def test_names_of_other_libraries(name: str, arguments: dict[str, Any], words: s
 
 
 def test_signatures_are_those_of_init() -> None:
-    assert list(inspect.signature(EarlyStopping).parameters) == ["monitor", "min_delta", "patience", "mode"]
+    assert list(inspect.signature(EarlyStopping).parameters) == [
+        "monitor",
+        "min_delta",
+        "patience",
+        "mode",
+        "every_n_steps",
+    ]
     for name in callbacks.__all__:
         kind = getattr(callbacks, name)
         if not issubclass(kind, AbstractCallback):

@@ -158,3 +158,23 @@ def test_looking_changes_nothing() -> None:
     loops[1].fit(num_epochs=2, callbacks=[GradientStats(1, per_parameter=True)])
     for plain, watched in zip(loops[0].model.parameters(), loops[1].model.parameters(), strict=True):
         assert torch.equal(plain, watched)
+
+
+@pytest.mark.parametrize("how", ["argument", "callback"])
+def test_a_sparse_gradient_that_can_not_be_clipped_is_named(how: str) -> None:
+    class Words(TTModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, 3, sparse=True)
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return criterion(self.words(batch_data[1]), batch_data[1])
+
+        def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+            raise NotImplementedError
+
+    model = Words()
+    limit: dict[str, Any] = {"gradient_clip_norm": 1.0} if how == "argument" else {}
+    loop = make_loop(model, validation=False, optimizer=optim.SGD(model.parameters(), lr=0.1), **limit)
+    with pytest.raises(ConfigurationError, match=r"words\.weight is sparse"):
+        loop.fit(1, callbacks=[] if limit else [GradientClipping(1.0)])

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from trainloop import TrainLoop
+from trainloop import MultiLoss, TrainLoop
 from trainloop._support.reduction import ClassLosses, divisor_of
 
 
@@ -66,7 +66,9 @@ def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
     criterion = nn.CrossEntropyLoss(weight=weight)
     loss = criterion(scores, targets)
     assert divisor_of(loss) == pytest.approx(float(weight[targets[:-1]].sum()))
-    assert divisor_of(loss * 1.0) is None
+    assert divisor_of(loss * 0.5) == divisor_of(-loss / 2) == divisor_of(3 * loss) == divisor_of(loss)
+    assert divisor_of(loss + 1.0) is None
+    assert divisor_of(loss * scores.mean()) is None  # a learned factor
     assert divisor_of(functional.cross_entropy(scores, scores.softmax(1))) is None  # over samples
     assert divisor_of(functional.mse_loss(scores, scores)) is None
     summed = nn.CrossEntropyLoss(reduction="sum")
@@ -82,7 +84,11 @@ def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
 def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
     class Combined(Classifier):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-            return super().get_loss(batch_data, criterion, device) + 0.1 * (self.head.weight**2).sum()
+            loss = super().get_loss(batch_data, criterion, device)
+            penalty = 0.1 * (self.head.weight**2).sum()
+            if self.kind == "one of two":  # the other keeps its divisor
+                return MultiLoss({"sum": loss + penalty, "out": super().get_loss(batch_data, criterion, device)})
+            return loss + penalty
 
     model = Combined().double()
 
@@ -96,6 +102,10 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="get_loss returns another loss"):
         loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
+    model.kind = "one of two"
+    with pytest.warns(UserWarning, match="get_loss returns another loss"):
+        loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
+    model.kind = "plain"
     # In one process, step by step and without evaluation, nothing is averaged: no warning, as warnings are errors here.
     alone = loop(nn.CrossEntropyLoss())
     alone.validation_loader = None

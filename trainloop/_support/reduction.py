@@ -4,10 +4,10 @@ If a loss is a sum, gradients must be added over ranks, replicas and micro-batch
 sums are detected, as far as the model or the criterion declares them.
 
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
-This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. The divisor is known
-only if ``get_loss`` returns the same tensor object that the criterion created, because the tensor's autograd node
-contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the criterion
-attaches the divisor to the tensor.
+This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is known only if
+``get_loss`` returns the tensor that the criterion created, or its product with a number, because autograd's node of the
+criterion contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the
+criterion attaches the divisor to the tensor.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def _is_of_scalar(node: Any) -> bool:
 # -- losses of class indices -------------------------------------------------------------------------------------------
 
 _NODES = ("NllLossBackward0", "NllLoss2DBackward0")
+_FACTORS = ("MulBackward0", "DivBackward0", "NegBackward0")
 _MEAN = 1  # torch's number for reduction='mean'
 
 
@@ -127,6 +128,10 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
     if attached is not None:
         return attached
     node: Any = loss.grad_fn
+    while node is not None and type(node).__name__ in _FACTORS:
+        # A factor without a graph does not change what the loss is a mean over; any other operand makes a new loss.
+        operands = [before for before, _ in node.next_functions]
+        node = operands[0] or operands[-1] if None in operands or len(operands) == 1 else None
     if node is None or type(node).__name__ not in _NODES or node._saved_reduction != _MEAN:
         return None
     try:
@@ -178,9 +183,13 @@ class ClassLosses:
     uneven : bool
         True after such a criterion has weighted its targets or ignored some, as far as this is known without waiting
         for the device. The reader must reset it.
+    calls : int
+        Number of such calls in training since the reader has reset it.
     """
 
     uneven = False
+    calls = 0
+    _in_training = True
     _forwards: ClassVar[set[Any]] = {nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
 
     def __init__(self, *roots: Any) -> None:
@@ -202,7 +211,9 @@ class ClassLosses:
             False in an evaluation, where there are no graphs. True in training: then a criterion is watched only if it
             has class weights, an ignored class or label smoothing, since a hook costs microseconds per step.
         """
+        before, self._in_training = self._in_training, with_graphs
         with ExitStack() as undo:
+            undo.callback(setattr, self, "_in_training", before)
             for criterion in self._declared if with_graphs else self._others:
                 undo.callback(criterion.register_forward_hook(self._after, with_kwargs=True).remove)
             yield
@@ -221,7 +232,9 @@ class ClassLosses:
         if found := _found.get():  # the entry of the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
-        self.uneven = self.uneven or ignores or _weighs_targets(criterion)
+        if ignores or _weighs_targets(criterion):
+            self.uneven = True
+            self.calls += self._in_training
 
 
 def _weighs_targets(criterion: Any) -> bool:
@@ -233,7 +246,7 @@ def _is_declared(criterion: Any) -> bool:
 
 
 class _FunctionalLosses(TorchFunctionMode):
-    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``."""
+    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``, and to their products with numbers."""
 
     def __init__(self, found: list[bool]) -> None:
         super().__init__()
@@ -248,7 +261,24 @@ class _FunctionalLosses(TorchFunctionMode):
             if not target.is_floating_point() and divisor_of(result) is None:
                 self._found.append(True)
                 attach_divisor(result, _divisor(target, weight, kwargs.get("ignore_index", -100)))
+        elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
+            divisors = [d for d in map(_attached, args) if d is not None]
+            if len(divisors) == 1:
+                self._found.append(True)
+                attach_divisor(result, divisors[0])
         return result
+
+
+# Python's operators pass the methods of Tensor.
+_PRODUCTS = {
+    *(torch.mul, torch.multiply, torch.div, torch.divide, torch.neg),
+    *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.divide, Tensor.neg),
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__neg__),
+}
+
+
+def _attached(value: Any) -> Tensor | float | None:
+    return getattr(value, "trainloop_divisor", None) if isinstance(value, Tensor) else None
 
 
 _found: ContextVar[list[bool] | None] = ContextVar("_found", default=None)

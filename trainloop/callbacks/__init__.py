@@ -36,6 +36,7 @@ from trainloop.callbacks.train_schedule import LearningRateMonitor as LearningRa
 from trainloop.callbacks.train_schedule import LRScheduler as LRScheduler
 from trainloop.callbacks.weight_averages import ExponentialMovingAverage as ExponentialMovingAverage
 from trainloop.callbacks.weight_averages import StochasticWeightAveraging as StochasticWeightAveraging
+from trainloop.callbacks.weight_averages import WeightAverage as WeightAverage
 
 __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 

@@ -50,7 +50,10 @@ class ModelCheckpoint(Saver):
         ``on_batch_end``, have run by then, so their changes and logs are in the checkpoint.
     monitor : str, optional
         Metric in ``history`` by which checkpoints at the end of epochs are ranked. Whenever the metric improves, a
-        checkpoint is written, in addition to the checkpoints of ``every_n_*``.
+        checkpoint is written, in addition to the checkpoints of ``every_n_*``. With ``every_n_steps`` or
+        ``every_n_minutes``, the metric may also be logged within an epoch, such as a validation every 500 steps: each
+        checkpoint is then ranked by the newest value at that moment. (A metric that every step logs is ranked by its
+        mean over the epoch.)
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
@@ -185,14 +188,15 @@ class ModelCheckpoint(Saver):
         return self._checkpoints.best if self._received is None else self._received[1]
 
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Load the weights of the best checkpoint into the loop's model.
+        """Load the weights of the best checkpoint into the loop's model, and into its criterion if that is a module.
 
-        During training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
+        If ``monitor`` is the loss of an average of the weights (``ema_val_loss``), the model gets this average. During
+        training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
 
         Parameters
         ----------
         model : nn.Module, optional
-            Model to load the weights into. Default: the loop's model.
+            Model to load the weights into; the criterion then stays unchanged. Default: the loop's model.
 
         Returns
         -------
@@ -214,9 +218,25 @@ class ModelCheckpoint(Saver):
             )
         state = checkpoint.load(path)
         loop: Any = self.train_loop_obj
-        load_model(model or loop.model, state)
+        load_model(model or loop.model, self._judged(state, model or loop.model))
         if model in (None, loop.model):
+            if state.get("criterion") and hasattr(
+                loop.criterion, "load_state_dict"
+            ):  # without the tensors of the model
+                loop.criterion.load_state_dict({**loop.criterion.state_dict(), **state["criterion"]})
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
+        return state
+
+    def _judged(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Return a checkpoint's state with the weights whose metric was monitored: the model's, or their average."""
+        for callback in state["callbacks"]:
+            metric = callback.get("state", {}).get("metric")
+            if isinstance(metric, str) and self.monitor is not None and self.monitor.startswith(metric):
+                average = callback["state"]["average"]
+                name_of = {id(p): name for name, p in model.named_parameters()}  # an average has tied parameters once
+                every = model.named_parameters(remove_duplicate=False)
+                averages = {name: average[name_of[id(p)]] for name, p in every if name_of[id(p)] in average}
+                return {**state, "model": {**state["model"], **averages}}
         return state
 
     # -- for the loop --------------------------------------------------------------------------------------------------
@@ -327,7 +347,9 @@ class ModelCheckpoint(Saver):
     def on_epoch_end(self) -> None:
         loop = self.train_loop_obj
         self._saved_step = None  # the history has a new row
-        value = self._metric.new_value(loop) if self._metric is not None else None
+        value = self._value_within()
+        if value is None and self._metric is not None:
+            value = self._metric.new_value(loop)
         improved = False
         if self._metric is not None:
             self._finish_writing()
@@ -350,6 +372,11 @@ class ModelCheckpoint(Saver):
         self._finish_writing(_OTHERS_S)  # wait no longer, because other ranks may have ended
         self._host_copy = checkpoint.HostCopy()
 
+    def _value_within(self) -> float | None:
+        """Return the metric's newest value if it is logged within epochs. All logs have been exchanged before."""
+        within = self.every_n_steps is not None or self.every_n_minutes is not None
+        return self._metric.newest_within(self.train_loop_obj, shared=True) if within and self._metric else None
+
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
@@ -367,6 +394,8 @@ class ModelCheckpoint(Saver):
                 )
             state = without(state, self._left_out)
         self._restart_clock()
+        if reason in ("steps", "time"):
+            value = self._value_within()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
         copy = self._host_copy.copy if self.async_save and not final else None
         give_up: Callable[[], None] | None = None

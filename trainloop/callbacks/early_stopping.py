@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.errors import ConfigurationError
 
@@ -56,6 +56,9 @@ class EarlyStopping(_EndsByMetric):
         ``'min'`` if lower is better, ``'max'`` if higher is; ``'auto'`` decides by words in the name (``loss``,
         ``rmse``, ``accuracy``) or, if a torchmetrics metric has the name, by that metric. For other names, pass the
         mode.
+    every_n_steps : int, optional
+        Decide after every n-th optimizer step instead of at the end of epochs, for a metric that is logged within
+        epochs, such as a validation every ``n`` steps. Ranks exchange their logs at these steps.
 
     Attributes
     ----------
@@ -79,9 +82,17 @@ class EarlyStopping(_EndsByMetric):
     counters = ("best", "best_epoch", "epochs_without_improvement")
 
     def __init__(
-        self, monitor: str = "val_loss", min_delta: float = 0.0, patience: int = 0, mode: Mode = "auto"
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: Mode = "auto",
+        *,
+        every_n_steps: int | None = None,
     ) -> None:
         super().__init__("EarlyStopping", monitor, mode, patience)
+        self.every_n_steps = count_of("EarlyStopping", "every_n_steps", every_n_steps, optional=True)
+        self._judged_step = 0
         self.min_delta = _at_least_zero("EarlyStopping", "min_delta", min_delta)
         self.best: float | None = None
         self.best_epoch = 0
@@ -97,10 +108,23 @@ class EarlyStopping(_EndsByMetric):
         self.epochs_without_improvement = 0
         self.stopped_epoch = None
 
+    def on_batch_end(self) -> None:
+        if self.every_n_steps is None:
+            return
+        loop = self.train_loop_obj
+        step = loop.global_step
+        # Before the last micro-batch of a step, the step does not count yet.
+        if step % self.every_n_steps == 0 and step != self._judged_step:
+            self._judged_step = step
+            self._judge(self._metric.newest_within(loop))
+
     @logs_nothing
     def on_epoch_end(self) -> None:
+        if self.every_n_steps is None:
+            self._judge(self._metric.new_value(self.train_loop_obj))
+
+    def _judge(self, value: float | None) -> None:
         loop = self.train_loop_obj
-        value = self._metric.new_value(loop)
         if value is None:
             return
         if self._metric.improves(value, self.best, self.min_delta):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainloop.callbacks.base import AbstractCallback, count_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, parameters_of
+from trainloop.optim import MultiOptimizer, explain_sparse, named_trained_parameters, parameters_of, trained_parameters
 from trainloop.parallel.shards import clip_gradients, is_sharded, norms_over_ranks
 
 __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
@@ -44,16 +44,21 @@ class GradientCallbackBase(AbstractCallback):
         super().__init__(callback_name, execution_order=execution_order)
 
     def parameters(self, optimizer_idx: int = 0) -> list[Tensor]:
-        """Return the parameters of the model or, if there are several optimizers, of the given optimizer."""
+        """Return the parameters of the model and the criterion or, with several optimizers, of the given optimizer."""
         loop = self.train_loop_obj
         if isinstance(loop.optimizer, MultiOptimizer):
             return parameters_of(loop.optimizer[optimizer_idx])
-        return list(loop.model.parameters())
+        return trained_parameters(loop.model, loop.criterion)
 
     def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
-        """Return ``(name, parameter)`` for each of the :meth:`parameters` that the model contains."""
+        """Return ``(name, parameter)`` for each of the :meth:`parameters` that the model or the criterion contains.
+
+        Names of the criterion's parameters begin with ``criterion.``
+        """
+        loop = self.train_loop_obj
         chosen = {id(parameter) for parameter in self.parameters(optimizer_idx)}
-        return [named for named in self.train_loop_obj.model.named_parameters() if id(named[1]) in chosen]
+        named = named_trained_parameters(loop.model, loop.criterion)
+        return [(name, parameter) for name, parameter in named if id(parameter) in chosen]
 
 
 class GradientClipping(GradientCallbackBase):
@@ -95,10 +100,14 @@ class GradientClipping(GradientCallbackBase):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         parameters = self.parameters(optimizer_idx)
-        if self.max_value is not None:
-            nn.utils.clip_grad_value_(parameters, self.max_value)
-        if self.max_norm is not None:
-            clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
+        try:
+            if self.max_value is not None:
+                nn.utils.clip_grad_value_(parameters, self.max_value)
+            if self.max_norm is not None:
+                clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
+        except (RuntimeError, NotImplementedError):
+            explain_sparse(self.train_loop_obj.model, self.train_loop_obj.criterion, type(self).__name__)
+            raise
 
 
 class GradientStats(GradientCallbackBase):

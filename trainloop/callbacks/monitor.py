@@ -130,6 +130,21 @@ class Monitor:
         self._seen = len(values)
         return float(values[-1])
 
+    def newest_within(self, loop: Any, *, shared: bool = False) -> float | None:
+        """Return the newest value of a metric that is recorded at some steps of an epoch; ``None`` for other metrics.
+
+        A metric that every step logs, such as an accuracy in training, is judged by its mean over the epoch instead.
+        Collective, unless ``shared`` is True because the logs have just been exchanged.
+        """
+        if not shared:
+            loop.running.share_logs()
+        history, steps = loop.history, loop.history.step_indices(self.name)
+        if steps:
+            at_some_steps = len(steps) < steps[-1] - steps[0] + 1 or (len(steps) == 1 and steps[0] > 1)
+            return float(history.steps(self.name)[-1]) if at_some_steps else None
+        epochs = history.epochs(self.name)
+        return float(history[self.name][-1]) if epochs and epochs[-1] == loop.history_epoch else None
+
     def _appears_later(self, loop: Any) -> bool:
         every = loop.end_auto_eval
         return self.name.startswith("val_") and every is not True and loop.epoch + 1 < every

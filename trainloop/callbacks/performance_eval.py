@@ -17,7 +17,7 @@ from trainloop._support.distribution import import_extra
 from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
-from trainloop.result_package import classes_of, evaluate_result_package
+from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
 
 __all__ = [
     "ConfusionMatrix",
@@ -93,6 +93,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         self.check_loaders()
+        check_metric_functions(self.result_package, type(self).__name__)
         self._latest = None
         if hasattr(self.result_package, "hyperparameters") and self.args:
             self.result_package.hyperparameters = self.args

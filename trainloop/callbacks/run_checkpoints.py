@@ -85,10 +85,10 @@ class RunCheckpoints:
         self._stamp = max(time.time_ns(), self._stamp + 1)
         info = replace(info, stamp=self._stamp)
         # A checkpoint replaces the one of the same step. But the final checkpoint does not replace one with a metric:
-        # the weights may have changed since, and the metric would not fit.
+        # the weights may have changed since, and the metric would not fit. Nor does any checkpoint without a metric.
         place = (info.epoch, info.step)
         replaced = [f for f in files if f.info is not None and (f.info.epoch, f.info.step) == place]
-        if info.reason == "end":
+        if info.reason == "end" or info.value is None:
             replaced = [f for f in replaced if f.info is not None and f.info.value is None]
         # A folder can't be replaced in one operation, so the new one gets another name.
         name = self._free_name(info, [] if in_folder else [f.name for f in replaced], in_folder=in_folder)

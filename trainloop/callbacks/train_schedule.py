@@ -67,7 +67,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     interval : {'step', 'epoch'}, optional
         When to step. Default: ``'epoch'``, as in most torch examples. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
-        Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``.
+        Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``. With ``interval='step'``, a metric that is logged
+        within epochs, such as a validation every ``frequency`` steps.
     optimizer_idx : int or Optimizer, optional
         The optimizer of a :class:`trainloop.MultiOptimizer` to schedule. Required for a ``MultiOptimizer``, unless
         ``scheduler`` is a scheduler object.
@@ -85,8 +86,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ------
     ConfigurationError
         At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
-        ``interval='step'``. At ``fit``: if there is no optimizer, if ``optimizer_idx`` is missing or out of range, if
-        the scheduler belongs to another optimizer, or if the metric does not exist.
+        ``interval='step'`` and no ``monitor`` or ``frequency``. At ``fit``: if there is no optimizer, if
+        ``optimizer_idx`` is missing or out of range, if the scheduler belongs to another optimizer, or if the metric
+        does not exist.
 
     Notes
     -----
@@ -134,6 +136,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
         self._metric: Monitor | None = None
+        self._judged_step = 0
         if _is_plateau(scheduler):
             self._check_plateau()
 
@@ -194,10 +197,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         )
 
     def _check_plateau(self) -> None:
-        if self.interval == "step":
+        if self.interval == "step" and (self.monitor is None or self.frequency == 1):
             raise ConfigurationError(
-                "LRScheduler: ReduceLROnPlateau needs a metric, and metrics are known only once per epoch. Use "
-                "interval='epoch'."
+                "LRScheduler: ReduceLROnPlateau needs a metric, and most metrics are known only once per epoch. Use "
+                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n to read it after "
+                "every n-th step."
             )
 
     def _optimizer(self) -> Optimizer:
@@ -234,8 +238,19 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
-        if self.interval == "step" and not self.train_loop_obj.step_skipped:
+        if self.interval == "step" and self._metric is None and not self.train_loop_obj.step_skipped:
             self._step()
+
+    def on_batch_end(self) -> None:
+        # A plateau's metric may be logged in this hook, by callbacks before this one.
+        loop = self.train_loop_obj
+        if self.interval != "step" or self._metric is None or loop.global_step in (0, self._judged_step):
+            return
+        if loop.global_step % self.frequency == 0:
+            self._judged_step = loop.global_step
+            value = self._metric.newest_within(loop)
+            if value is not None:
+                self.scheduler.step(value)
 
     @logs_nothing
     def on_epoch_end(self) -> None:

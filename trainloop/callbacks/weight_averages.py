@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
+from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.parallel.shards import local_shard, shard_like
+from trainloop.parallel.shards import is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
 
 __all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging", "WeightAverage"]
@@ -24,22 +27,35 @@ __all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging", "WeightAvera
 class WeightAverage(AbstractCallback):
     """Base of callbacks that keep an average of the weights; subclasses decide when and how to update it.
 
-    Every rank computes the average itself, from equal weights. Integer parameters and buffers are not averaged.
+    Every rank computes the average itself, from equal weights. Integer parameters and buffers are not averaged. The
+    average of 16-bit weights is kept in float32, since 16 bits can't represent its small changes.
 
     Parameters
     ----------
     apply_on_train_end : bool
         If True, the average replaces the model's weights at the end.
 
+    Attributes
+    ----------
+    average : dict of str to Tensor
+        The average, by the parameters' names; available from ``on_train_begin`` on.
+    updates : int
+        Number of updates so far. Subclasses count them.
+
     Examples
     --------
     The mean of the weights at each epoch's end::
 
         class EpochMean(WeightAverage):
+            def __init__(self):
+                super().__init__(apply_on_train_end=True)
+
             def on_epoch_end(self):
-                for name, weight in self._weights().items():
-                    self.average[name].lerp_(weight, 1 / (self.updates + 1))
-                self.updates += 1
+                def mean(averages, weights, updates):
+                    for average, weight in zip(averages, weights):
+                        average.lerp_(weight, 1 / (updates + 1))
+
+                self.update(mean)
     """
 
     def __init__(self, apply_on_train_end: bool) -> None:
@@ -49,39 +65,80 @@ class WeightAverage(AbstractCallback):
         self.average: dict[str, Tensor] = {}
         self.updates = 0
         self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
+        # The average's tensors, and the parameters; of sharded tensors, the local shards.
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._is_lazy = False
 
     def reset(self) -> None:
         super().reset()
         self.average, self.updates, self._trained = {}, 0, None
 
     def on_train_begin(self) -> None:
-        weights = self._weights()
+        weights = self.weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:
             # This is a second fit. If the model still has the average, training continues from the trained weights.
             # Otherwise the user has loaded other weights, and training starts from these.
-            same = all(_equal(weights[name], value) for name, value in self.average.items())
+            same = all(_equal(weights[name], value) for name, value in self.average.items() if name in weights)
             if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank compares only its shards
                 _copy(weights, self._trained)
             self._trained = None
-        if not self.average:
-            self.average = {name: weight.clone() for name, weight in weights.items()}
-        self._pair(weights)
+        self._pair()
 
-    def _weights(self) -> dict[str, Tensor]:
+    def on_epoch_begin(self) -> None:
+        self._pair()  # callbacks may have added or replaced parameters
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights that are averaged, by name, detached; lazy parameters only once they have a shape."""
+        return {name: parameter.detach() for name, parameter in self._parameters().items()}
+
+    def update(self, rule: Callable[[list[Tensor], list[Tensor], int], object] | None = None) -> None:
+        """Update the average by a rule, and count the update.
+
+        Parameters
+        ----------
+        rule : callable, optional
+            ``rule(averages, weights, updates)`` changes the tensors of the list ``averages`` in place; functions for
+            ``multi_avg_fn`` of ``torch.optim.swa_utils.AveragedModel`` have this form. ``weights`` are the current
+            weights, in the precision of the average; ``updates`` is the number of earlier updates. Default: copy the
+            weights.
+        """
+        if self._is_lazy:
+            self._pair()
+        averages = self._pairs[0]
+        # Parameters, not their memory: an optimizer, or vector_to_parameters, may give a parameter other memory.
+        weights = [weight.detach().to(average.dtype) for average, weight in zip(averages, self._pairs[1], strict=True)]
+        with torch.no_grad():
+            (rule or _copy_all)(averages, weights, self.updates)
+        self.updates += 1
+
+    def _parameters(self) -> dict[str, Tensor]:
         # named_parameters() yields tied parameters once. Integer parameters can't be averaged.
         named = self.train_loop_obj.model.named_parameters()
-        return {name: parameter.detach() for name, parameter in named if parameter.is_floating_point()}
+        found = {name: p for name, p in named if p.is_floating_point() or p.is_complex()}
+        self._is_lazy = any(map(is_lazy, found.values()))
+        return {name: p for name, p in found.items() if not is_lazy(p)}
 
-    def _pair(self, weights: dict[str, Tensor]) -> None:
-        self.average = {name: self.average[name].to(weight.device) for name, weight in weights.items()}
-        self._pairs = (list(map(local_shard, self.average.values())), list(map(local_shard, weights.values())))
+    def _pair(self) -> None:
+        """Find the parameters of the average. The average of a new parameter begins with its value."""
+        parameters = self._parameters()
+        self.average = {
+            name: self.average[name].to(p.device) if name in self.average else _wide(p.detach()).clone()
+            for name, p in parameters.items()
+        }
+        # to_local() of a sharded parameter takes long; nobody can give it other memory.
+        weights = [local_shard(p) if is_sharded(p) else p for p in parameters.values()]
+        self._pairs = (list(map(local_shard, self.average.values())), weights)
+
+    def _before_use(self) -> None:
+        """Called before the average is read."""
+        self._pair()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the average into the model for the duration of a ``with`` block. In ``ddp``, use it on every rank."""
-        weights = self._weights()
+        self._before_use()
+        weights = self.weights()
         trained = {name: weight.clone() for name, weight in weights.items()}
         _copy(weights, self.average)
         try:
@@ -91,8 +148,9 @@ class WeightAverage(AbstractCallback):
 
     @logs_nothing
     def on_train_end(self) -> None:
+        self._before_use()
         if self.apply_on_train_end:
-            weights = self._weights()
+            weights = self.weights()
             self._trained = {name: weight.clone() for name, weight in weights.items()}
             _copy(weights, self.average)
         self._pairs = ([], [])
@@ -110,7 +168,7 @@ class WeightAverage(AbstractCallback):
         return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        weights = self._weights()
+        weights = self.weights()
         if set(state["average"]) != set(weights):
             missing = sorted(set(weights) ^ set(state["average"]))
             raise CheckpointError(
@@ -118,13 +176,13 @@ class WeightAverage(AbstractCallback):
                 f"these weights is in only one of the two: {', '.join(missing[:5])}. Resume with the model whose "
                 "weights were averaged."
             )
-        self.average = _like({name: value.clone() for name, value in state["average"].items()}, weights)
+        self.average = _like({name: _wide(value).clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
             _copy(weights, state["trained"])  # training continues from these weights
             if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
-        self._pair(weights)
+        self._pair()
 
 
 @dataclass(eq=False, repr=False)
@@ -134,6 +192,9 @@ class ExponentialMovingAverage(WeightAverage):
     After each optimizer step that AMP did not skip, ``torch.optim.swa_utils`` updates the average to
     ``decay * average + (1 - decay) * weights``. Every rank computes the average itself, from equal weights. Buffers,
     such as BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained model.
+    The average of 16-bit weights is kept in float32.
+
+    If training ends before the first update, the model keeps the trained weights, and a warning says so.
 
     Parameters
     ----------
@@ -143,6 +204,15 @@ class ExponentialMovingAverage(WeightAverage):
         Optimizer steps between two updates.
     start_step : int
         Optimizer steps before averaging starts; until then, the average equals the weights.
+    warmup : bool or float or callable
+        Let the decay grow at the beginning. The decay of an update after ``n`` earlier updates is then
+        ``min(decay, 1 - (1 + n) ** -power)``. The power is ``warmup`` or, for True, 2/3, as in timm, diffusers
+        (``use_ema_warmup``) and ema_pytorch. A function takes ``n`` and returns the decay, which is limited by
+        ``decay``.
+    start_from : {'first', 'initial'}
+        Start of the average: ``'first'`` is a copy of the weights at the first update, as in torch's ``AveragedModel``;
+        ``'initial'`` are the weights before training, as in DDPM, DINO and timm. With ``start_step``, the average
+        always starts from the weights at that step.
     evaluate : bool
         After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``.
     apply_on_train_end : bool
@@ -170,13 +240,25 @@ class ExponentialMovingAverage(WeightAverage):
     start_step: int = 0
     evaluate: bool = False
     apply_on_train_end: bool = True
+    warmup: bool | float | Callable[[int], float] = False
+    start_from: Literal["first", "initial"] = "first"
 
     def __post_init__(self) -> None:
         super().__init__(self.apply_on_train_end)
         if not 0.0 <= self.decay <= 1.0:
             raise ConfigurationError(f"ExponentialMovingAverage: decay={self.decay}: must be between 0 and 1.")
+        if self.start_from not in ("first", "initial"):
+            raise ConfigurationError(
+                f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
+            )
+        if not callable(self.warmup) and not (isinstance(self.warmup, (bool, int, float)) and self.warmup >= 0):
+            raise ConfigurationError(
+                f"ExponentialMovingAverage: warmup={self.warmup!r}: must be True, False, a power above 0, or a "
+                "function that takes the number of updates and returns the decay."
+            )
         check_counts(self, "every_n_steps")
         check_counts(self, "start_step", least=0)
+        self._copies = 0  # updates up to start_step, which copied the weights
 
     def on_train_loop_registration(self) -> None:
         if self.evaluate:
@@ -186,14 +268,54 @@ class ExponentialMovingAverage(WeightAverage):
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
         # A skipped step did not change the weights; averaging would count them twice.
-        if loop.step_skipped or loop.global_step % self.every_n_steps:
+        if loop.step_skipped:
             return
-        averages, weights = self._pairs
-        # Like torch's AveragedModel, the first update copies the weights.
-        decay = self.decay if self.updates and loop.global_step > self.start_step else 0.0
-        with torch.no_grad():
-            get_ema_multi_avg_fn(decay)(averages, weights, self.updates)
-        self.updates += 1
+        if loop.global_step <= self.start_step:
+            self.update()
+            self._copies = self.updates
+        elif loop.global_step % self.every_n_steps == 0:
+            # By default, like torch's AveragedModel, the first update copies the weights.
+            if not self.updates and self.start_from == "first":
+                self.update()
+            else:
+                self.update(get_ema_multi_avg_fn(self._decay_now()))
+
+    def _decay_now(self) -> float:
+        n = self.updates - self._copies
+        if callable(self.warmup):
+            return min(self.decay, float(self.warmup(n)))
+        if not self.warmup:
+            return self.decay
+        return min(self.decay, 1 - (1 + n) ** -(2 / 3 if self.warmup is True else self.warmup))
+
+    def _before_use(self) -> None:
+        super()._before_use()
+        loop = self.train_loop_obj
+        follows = not self.updates and self.start_from == "first"  # the first update is still to come
+        if follows or 0 < loop.global_step <= self.start_step:
+            _copy(self.average, self.weights())
+
+    @logs_nothing
+    def on_train_end(self) -> None:
+        if self.updates or not self.train_loop_obj.global_step:
+            super().on_train_end()
+            return
+        self._before_use()
+        self._pairs = ([], [])
+        if self.train_loop_obj.is_global_zero:
+            warn(
+                f"ExponentialMovingAverage(every_n_steps={self.every_n_steps}): training ended after "
+                f"{self.train_loop_obj.global_step} steps, before the first update, so there is no average. The model "
+                "keeps the trained weights. Use a smaller every_n_steps."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        self._before_use()
+        return {**super().state_dict(), "copies": self._copies, "metric": "ema_val_loss"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._copies = state.get("copies", 0)
 
     def on_epoch_end(self) -> None:
         if self.evaluate:
@@ -204,6 +326,16 @@ class ExponentialMovingAverage(WeightAverage):
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return 16-bit values in float32, other values unchanged."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() <= 2 else tensor
+
+
+def _copy_all(averages: list[Tensor], weights: list[Tensor], _: int) -> None:
+    for average, weight in zip(averages, weights, strict=True):
+        average.copy_(weight)
+
+
 def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
@@ -211,6 +343,8 @@ def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
     for name, target in targets.items():
+        if name not in sources:  # added since
+            continue
         local_shard(target).copy_(local_shard(shard_like(sources[name], target)))
 
 
@@ -219,8 +353,8 @@ def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, T
     return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(local_shard(one).cpu(), local_shard(other).cpu())
+def _equal(weight: Tensor, average: Tensor) -> bool:
+    return torch.equal(local_shard(weight).cpu(), local_shard(average).to(weight.dtype).cpu())
 
 
 @dataclass(eq=False, repr=False)
@@ -309,6 +443,7 @@ class StochasticWeightAveraging(WeightAverage):
         return int(self.start * self.train_loop_obj.num_epochs)
 
     def on_epoch_begin(self) -> None:
+        super().on_epoch_begin()
         loop = self.train_loop_obj
         since = loop.epoch - self.start_epoch
         if since < 0 or self.swa_lr is None:
@@ -330,14 +465,8 @@ class StochasticWeightAveraging(WeightAverage):
     def on_epoch_end(self) -> None:
         if self.train_loop_obj.epoch < self.start_epoch:
             return
-        averages, weights = self._pairs
-        with torch.no_grad():
-            if self.updates:
-                get_swa_multi_avg_fn()(averages, weights, self.updates)
-            else:
-                for average, weight in zip(averages, weights, strict=True):
-                    average.copy_(weight)
-        self.updates += 1
+        self._pair()
+        self.update(get_swa_multi_avg_fn() if self.updates else None)
 
     @logs_nothing
     def on_train_end(self) -> None:
@@ -350,7 +479,9 @@ class StochasticWeightAveraging(WeightAverage):
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return
         self._pass = _StatisticsPass(norms)
-        loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; the result is not recorded
+        # Graphs were compiled for BatchNorm's other mode. Before dynamo is imported, nothing can be compiled.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+            loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; the result is not recorded
         self._pass.finish()
         self._pass = None
 
@@ -373,13 +504,18 @@ class StochasticWeightAveraging(WeightAverage):
 
 
 class _StatisticsPass:
-    """Recompute BatchNorm's running statistics in one pass over a dataset, and average them over ranks."""
+    """Recompute BatchNorm's running statistics in one pass over a dataset, and average them over ranks.
+
+    As with torch's ``update_bn``, each layer counts its own batches: a layer may be called in some batches only, or
+    several times for a batch. A layer without a batch on any rank keeps the statistics of the training.
+    """
 
     def __init__(self, norms: list[Any]) -> None:
         self.norms = norms
         self.before = [(norm.momentum, norm.training) for norm in norms]
+        self.trained = [[buffer.clone() for buffer in _statistics(norm)] for norm in norms]
         self.sums: list[Any] = []
-        self.batches = 0
+        self.batches: list[int] = []
 
     def begin(self) -> None:
         for norm in self.norms:
@@ -389,15 +525,21 @@ class _StatisticsPass:
 
     def end(self) -> None:
         # The sums are taken now, because each rank's buffers are restored after the pass.
-        self.batches = int(self.norms[0].num_batches_tracked)
         for norm, (momentum, training) in zip(self.norms, self.before, strict=True):
-            self.sums.append([norm.running_mean * self.batches, norm.running_var * self.batches])
+            batches = int(norm.num_batches_tracked)
+            self.batches.append(batches)
+            self.sums.append([norm.running_mean * batches, norm.running_var * batches])
             norm.momentum, norm.training = momentum, training
 
     def finish(self) -> None:
         """Average the statistics over the batches of all ranks. Collective."""
-        batches = distributed.all_reduce(self.batches, "sum")
-        for norm, (mean, var) in zip(self.norms, distributed.all_reduce(self.sums, "sum"), strict=True):
-            norm.running_mean.copy_(mean / batches)
-            norm.running_var.copy_(var / batches)
-            norm.num_batches_tracked.fill_(batches)
+        counts = distributed.all_reduce(self.batches, "sum")
+        sums = distributed.all_reduce(self.sums, "sum")
+        for norm, trained, batches, (mean, var) in zip(self.norms, self.trained, counts, sums, strict=True):
+            new = [mean / batches, var / batches, batches] if batches else trained
+            for buffer, value in zip(_statistics(norm), new, strict=True):
+                buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
+
+
+def _statistics(norm: Any) -> list[Tensor]:
+    return [norm.running_mean, norm.running_var, norm.num_batches_tracked]

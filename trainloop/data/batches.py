@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import Subset, default_collate, default_convert
 
 from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.user_line import warn
 
 T = TypeVar("T")
 
@@ -74,6 +77,141 @@ def _length(batch: Any, seen: dict[int, Any]) -> int | None:
         return len(batch)
     except TypeError:
         return None
+
+
+# -- batches whose number of samples may differ from the number of indices ---------------------------------------------
+
+
+def may_change_count(loader: Any) -> bool:
+    """Return True if a loader's own code makes batches from samples, and so may leave out or multiply samples."""
+    if getattr(loader, "collate_fn", default_collate) not in (default_collate, default_convert):
+        return True
+    dataset = getattr(loader, "dataset", None)
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+class SampleCounter:
+    """Count the samples of a loader's batches; warn once if a batch can't be counted.
+
+    Parameters
+    ----------
+    name : str
+        The user's name for the loader.
+    batch_size : int or None
+        Result for a batch without any countable part.
+    """
+
+    def __init__(self, name: str, batch_size: int | None = None) -> None:
+        self._name = name
+        self._batch_size = batch_size
+        self._warned = False
+
+    def count(self, batch: Any, planned: int | None = None) -> int:
+        """Return the number of samples in a batch that was made of ``planned`` samples (None: unknown)."""
+        count = count_collated(batch, planned)
+        if count is None:
+            count = count_samples(batch, self._batch_size) if planned is None else planned
+            if not self._warned:
+                self._warned = True
+                of = "" if planned is None else f", which was made of {planned} samples"
+                warn(
+                    f"{self._name}: the number of samples in a batch can't be counted, because the lengths of its "
+                    f"parts differ{of}. It is taken to be {count}. If this is wrong, return (loss, n) from get_loss, "
+                    "where n is the number of samples."
+                )
+        return count
+
+
+def count_collated(batch: Any, planned: int | None = None) -> int | None:
+    """Return the number of samples in a batch that was made of ``planned`` samples; None if it can't be counted.
+
+    The result is ``planned`` if any part of the batch has this length. Otherwise, samples were left out or multiplied,
+    and the result is the length that all parts have in common.
+
+    Examples
+    --------
+    >>> time_first = torch.zeros(9, 4, 2), torch.tensor([9, 8, 8, 2])
+    >>> count_collated(time_first, 4)
+    4
+    >>> count_collated((torch.zeros(3, 2), torch.zeros(3)), 4)
+    3
+    """
+    if batch is None:
+        return 0
+    columns = list(_lengths(batch, {}, top=True))
+    if not columns:
+        return planned if planned is not None else count_samples(batch)
+    if planned is not None and any(planned in column for column in columns):
+        return planned
+    common = set.intersection(*columns)
+    # With equal lengths on the second axis, samples may also be on that axis.
+    if len(common) != 1 or (planned and _all_have_on_second_axis(batch, planned)):
+        return None
+    return common.pop()
+
+
+def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator[set[int]]:
+    """Yield, for each column of a batch, the numbers of samples that it may have."""
+    if getattr(value, "is_nested", False):
+        yield {int(value.size(0))}
+        return
+    shape = _shape(value)
+    if shape is not None:
+        if shape:
+            yield {int(shape[0])}
+        return
+    if isinstance(value, PackedSequence):
+        yield {int(value.batch_sizes[0])}
+        return
+    if isinstance(num_graphs := getattr(value, "num_graphs", None), int):
+        yield {num_graphs}
+        return
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        for part in _parts(value, seen):
+            yield from _lengths(part, seen)
+        return
+    kinds = [_kind(part) for part in value]
+    sequences = [part for part in value if isinstance(part, (list, tuple))]
+    if not any(_shape(part) for part in value) and not sequences:
+        # Samples, such as strings or dicts; but entries of a tuple at the top may be columns, such as dicts of tensors.
+        columns = [column for part in value for column in _lengths(part, seen)] if top else []
+        if columns and (isinstance(value, tuple) or len(set(kinds)) > 1):
+            yield from columns
+        else:
+            yield {len(value)}
+        return
+    are_rows = False
+    if len(sequences) == len(value):  # samples of the form (x, y), or columns (all x, all y)
+        inner_kinds = [[_kind(item) for item in part] for part in sequences]
+        are_rows = all(kinds_of == inner_kinds[0] for kinds_of in inner_kinds)
+        if are_rows and len(set(inner_kinds[0])) > 1:
+            yield {len(value)}
+            return
+    same = len({_shape(part) for part in value}) == 1 and (are_rows or not sequences)
+    if top and not (isinstance(value, list) and same):
+        for part in value:
+            yield from _lengths(part, seen)
+        return
+    columns = [column for part in value for column in _lengths(part, seen)]
+    yield {len(value)} | (set.intersection(*columns) if columns else set())
+
+
+def _kind(value: Any) -> Any:
+    shape = _shape(value)
+    return type(value) if shape is None else (type(value), len(shape))
+
+
+def _all_have_on_second_axis(batch: Any, size: int) -> bool:
+    shapes: list[tuple[Any, ...]] = []
+
+    def note(value: Any) -> Any:
+        shape = _shape(value)
+        return shapes.append(shape) if shape else map_parts(note, value)
+
+    note(batch)
+    return bool(shapes) and all(len(shape) > 1 and shape[1] == size for shape in shapes)
 
 
 def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:

@@ -131,7 +131,7 @@ class EvalFeed:
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""
-        rank, known = self._rank, self._source.sizes_known
+        rank, known = self._rank, self._source.sizes_known and not self._source.counts
         least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
             size = sizes[rank] if known else sizes
@@ -169,8 +169,9 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
     if loaders.is_indexed(loader, given):
         shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
-    # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both.
+    # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both, and
+    # counts the samples of each batch.
     shared = world_size > 1 and not given
-    if loaders.is_stream(loader) and not loaders.iterates_itself(loader) and (shared or loader.num_workers > 0):
+    if loaders.is_stream(loader) and not loaders.iterates_itself(loader):
         loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
     return Opaque(loader, rank, world_size, seed, name, given=given, with_position=False)

@@ -14,7 +14,7 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import index_blocks, shard_size
 from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
-from trainloop.data.batches import count_samples
+from trainloop.data.batches import SampleCounter, may_change_count
 from trainloop.data.loader_copies import copy_loader
 from trainloop.data.orders import length_of, order_by_position
 from trainloop.data.randomness import IsolatedRandomState
@@ -90,6 +90,8 @@ class Indexed(Source):
         self._name, self._rank, self._shard = name, shard.rank, shard
         self._users_loader, self._indexes = loader, rows is not None
         self.sizes_known = shard.sizes_known
+        self.counts = rows is None and may_change_count(loader)
+        self._counter = SampleCounter(name, loader.batch_size)
         plain = loaders.plain_batches(loader)
         self._requested = LoggedBatchSampler(
             shard,
@@ -144,17 +146,19 @@ class Indexed(Source):
         # In each pass, since the dataset's tensors and indices may have changed.
         rows = TensorRows.of(self._users_loader) if self._indexes else None
         items = self._read(epoch, first_batch) if rows is None else self._index(rows, first_batch)
-        return items if self.sizes_known else self._with_own_sizes(items)
+        return self._with_own_sizes(items) if self.counts or not self.sizes_known else items
 
     def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
-        """Yield the items with only this rank's size, counted if unknown."""
-        rank, batch_size = self._rank, self.loader.batch_size
+        """Yield the items with only this rank's size, counted if it is unknown or may differ from the plan."""
+        rank, counter = self._rank, self._counter
         for sizes, batch in items:
             size = sizes[rank]
             if size == 0:
                 yield -1, None
+            elif size < 0:
+                yield counter.count(batch), batch
             else:
-                yield count_samples(batch, batch_size) if size < 0 else size, batch
+                yield counter.count(batch, size) if self.counts else size, batch
 
     def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Yield batches by indexing, without the loader."""

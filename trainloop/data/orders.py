@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -14,6 +14,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
 from trainloop.data.randomness import IsolatedRandomState
+
+T = TypeVar("T")
 
 
 def length_of(sized: Any) -> int | None:
@@ -60,6 +62,19 @@ def _plain(index: Any) -> Any:
         return index if isinstance(index, str) else type(index).__name__
 
 
+def rest_of(iterator: Iterator[T]) -> Iterator[T]:
+    """Yield the rest of an iterator by ``next`` only: at ``iter``, some iterators start again and return themselves.
+
+    (Speech samplers such as lhotse's do this, and so do litdata's streams.) ``for`` and ``itertools`` call ``iter``.
+    """
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
 def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
     """Yield lists of ``at_once`` items, drawn under an isolated random state that depends only on the seed.
 
@@ -67,7 +82,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
     """
     isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
     with isolated:
-        iterator = iter(iterable)
+        iterator = rest_of(iter(iterable))
     while True:
         with isolated:
             chunk = list(islice(iterator, at_once))

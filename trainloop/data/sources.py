@@ -18,16 +18,17 @@ from torch.utils.data import DataLoader, MapDataPipe
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, shard_size
 from trainloop._support.signals import started
+from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
-from trainloop.data.batches import count_samples
+from trainloop.data.batches import SampleCounter, may_change_count
 from trainloop.data.columns import SplitBatches, read_columns
 from trainloop.data.loader_copies import copy_loader
-from trainloop.data.orders import length_of
+from trainloop.data.orders import length_of, rest_of
 from trainloop.data.positions import InProcess, Position, StreamPlaces
 from trainloop.data.randomness import IsolatedRandomState, isolated_iter
 from trainloop.data.samplers import RankSizes
 from trainloop.data.stops import guard_stop_iteration, slipped_out
-from trainloop.data.streams import StreamPart, seed_stream, stream_loader
+from trainloop.data.streams import StreamPart, counting_loader, seed_stream, stream_loader
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 
 
@@ -42,6 +43,10 @@ class Source:
 
     sizes_known: bool = True
     """True if items are ``(sizes, batch)``, with the sizes of all ranks; False for ``(size, batch)`` of this rank."""
+
+    counts: bool = False
+    """True if the loader's own code may leave out or multiply samples, so that each batch is counted when it arrives:
+    items are ``(size, batch)`` even if the plan of sizes is known."""
 
     num_batches: int | None = None
     """Global batches of a pass; None if unknown before reading."""
@@ -118,7 +123,10 @@ class LoggedIndices:
 
     def __iter__(self) -> Iterator[Any]:
         self.log.clear()
-        for indices in self.base:
+        return self._logged(iter(self.base))  # now: the sampler may draw random numbers when its iteration starts
+
+    def _logged(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for indices in rest_of(batches):
             self.log.append(indices)
             yield indices
 
@@ -130,11 +138,23 @@ class LoggedIndices:
             raise AttributeError(name)
         return getattr(self.base, name)
 
+    def taken_size(self) -> int | None:
+        """Remove the entry of the batch that has arrived; return its number of indices, or None if it is no list."""
+        indices = self.log.popleft() if self.log else None
+        return len(indices) if isinstance(indices, (list, tuple)) else None
+
     def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and remove the entry of each batch from the log."""
         for batch in batches:
             self.log.popleft()
             yield batch
+
+
+_REPEATED = (
+    "{}: its IterableDataset does not divide its samples over the loader's {} workers, so each worker yields every "
+    "sample, as in a hand-written loop. Pass TrainLoop(seed=...), with which trainloop divides the samples (as in ddp "
+    "and fsdp), use torch.utils.data.get_worker_info() in the dataset's __iter__, or use num_workers=1."
+)
 
 
 class UserLoader(Source):
@@ -148,38 +168,66 @@ class UserLoader(Source):
         self.num_batches = None if loaders.is_stream(loader) else length_of(loader)
         self.num_samples = None if self._plan is None else self._plan.num_taken
         self.global_batch_size = self._batch_size if self._plan is None else self._plan.batch_size
-        self.position = self._place = InProcess.of(loader, name)
+        self.counts = may_change_count(loader)
+        self._counter = SampleCounter(name, self._batch_size)
         self._counted: LoggedIndices | None = None
+        self._warned = False
+        # The workers of a loader with persistent workers are those of the user's loader, so it is not copied.
+        reads_loader = isinstance(loader, DataLoader) and not loaders.iterates_itself(loader)
+        if reads_loader and loaders.is_stream(loader) and not loader.persistent_workers:
+            self.loader = counting_loader(loader, name)
+        self.position = self._place = InProcess.of(self.loader, name)
+        self._copyable = (
+            self._place is None
+            and reads_loader
+            and loader.batch_sampler is not None
+            and not loaders.is_stream(loader)
+            and not loader.persistent_workers
+        )
+        if self._plan is None:  # only the sampler knows how many samples a batch has
+            self.note_indices()
 
     def note_indices(self) -> None:
-        loader = self.loader
-        if (
-            self._counted is None
-            and self._place is None
-            and isinstance(loader, DataLoader)
-            and loader.batch_sampler is not None
-            and not loaders.iterates_itself(loader)
-            and not loaders.is_stream(loader)
-            and not loader.persistent_workers  # the workers are those of the user's loader
-        ):
-            self._counted = LoggedIndices(loader.batch_sampler)
-            self.loader = copy_loader(loader, batch_sampler=self._counted)
+        if self._counted is None and self._copyable:
+            self._counted = LoggedIndices(self.loader.batch_sampler)
+            self.loader = copy_loader(self.loader, batch_sampler=self._counted)
 
     def next_indices(self) -> Any:
         return self._counted.log[0] if self._counted is not None and self._counted.log else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator must be created now, in the caller's random state.
+        if self._plan is not None:
+            self._plan = plan_of(self.loader)  # the sampler may have another length in each epoch
         passed = 0 if self._place is not None and self._place.resumes else first_batch
         batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
+        if self._plan is None and self._counted is not None:
+            return islice(self._sized_by_sampler(batches, self._counted), passed, None)
         if self._counted is not None:
             batches = self._counted.taken(batches)
         return self._sized(islice(batches, passed, None), first_batch)
 
-    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[Any, Any]]:
         planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
         for batch in batches:
-            yield next(planned, ()) or (max(1, count_samples(batch, self._batch_size)),), batch
+            sizes = next(planned, None)
+            if isinstance(batch, StreamPart):
+                if batch.repeated and not self._warned:
+                    self._warned = True
+                    warn(_REPEATED.format(self._name, self.loader.num_workers))
+                yield (batch.size if self.counts else (batch.size,)), batch.batch
+            elif self.counts or sizes is None:
+                size = self._counter.count(batch, None if sizes is None else sizes[0])
+                yield (size if self.counts else (max(1, size),)), batch
+            else:
+                yield sizes, batch
+
+    def _sized_by_sampler(self, batches: Iterator[Any], sampler: LoggedIndices) -> Iterator[tuple[Any, Any]]:
+        for batch in batches:
+            size = sampler.taken_size()
+            if self.counts or size is None:
+                size = self._counter.count(batch, size)
+            yield (size if self.counts else (max(1, size),)), batch
 
 
 def _batches_of(loader: Any, name: str) -> Iterator[Any]:
@@ -201,7 +249,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
         except StopIteration as stop:
             raise slipped_out(stop, name) from stop
 
-    return map(load, batches_of_indices)
+    return map(load, rest_of(batches_of_indices))
 
 
 class Tensors(Source):
@@ -288,7 +336,7 @@ class Opaque(Source):
         self._name, self.shares = name, not given
         self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if given else []))
         self._rank, self._step = (0, 1) if given else (rank, world_size)
-        self._batch_size = getattr(loader, "batch_size", None)
+        self._counter = SampleCounter(name, getattr(loader, "batch_size", None))
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
@@ -309,7 +357,7 @@ class Opaque(Source):
             if isinstance(batch, StreamPart):
                 yield batch.size, batch.batch
             else:
-                yield count_samples(batch, self._batch_size), batch
+                yield self._counter.count(batch), batch
 
 
 class Columns(Source):

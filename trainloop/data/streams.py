@@ -8,13 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
 
 from trainloop._support import rng
 from trainloop._support.rng import derive_seed
-from trainloop.data.batches import count_samples
+from trainloop.data.batches import SampleCounter
 from trainloop.data.libraries import is_split, same_on_all_ranks
 from trainloop.data.loader_copies import copy_loader
+from trainloop.data.orders import rest_of
 from trainloop.data.positions import Place, is_stateful, retry_if_empty, unpacked
 from trainloop.data.randomness import IsolatedRandomState, SeedOnArrival, seed_cpu
 from trainloop.data.stops import slipped_out
@@ -32,13 +33,17 @@ class StreamPart:
         """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
         """True if the part has no global batch, and only says that it is the worker's turn."""
+        self.repeated = False
+        """True if other workers yield the same samples, because the dataset does not divide them over workers."""
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Return the part with its batch in pinned memory; a loader with ``pin_memory`` calls this."""
         # torch's function for nested containers; not public up to 2.13.
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
+        part = StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
+        part.repeated = self.repeated
+        return part
 
 
 class StreamShard(IterableDataset[Any]):
@@ -143,7 +148,7 @@ class StreamShard(IterableDataset[Any]):
         stream = iter(self.dataset)
         if draws is not None:
             rng.restore(draws)
-        return _rest_of(stream)
+        return rest_of(stream)
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // ((self.batch_size or 1) * self.world_size))
@@ -175,7 +180,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
         stream = iter(dataset)
         if draws is not None:
             rng.restore(draws)
-        first = list(islice(_rest_of(stream), 1))
+        first = list(islice(rest_of(stream), 1))
     finally:
         for name, function in own.items():
             setattr(dist, name, function)
@@ -187,17 +192,7 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
             f"over ranks. If it does, set {kind}.is_distributed = True, and each rank reads its own samples. If it "
             "yields the same samples on all ranks, set this to False, and trainloop splits them."
         )
-    return chain(first, _rest_of(stream))
-
-
-def _rest_of(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the rest of an iterator by ``next`` only: some iterators, such as litdata's, restart at each ``iter``."""
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        yield item
+    return chain(first, rest_of(stream))
 
 
 class PartCollate:
@@ -219,6 +214,8 @@ class PartCollate:
         self.batched = batched
         self.rank = rank
         self.world_size = world_size
+        self._counter = SampleCounter(name)
+        self._trusts_plan = collate_fn in (default_collate, default_convert)
         self.epoch_seed = 0
         """The epoch's seed, set before each epoch for loading without workers (workers receive it with indices)."""
 
@@ -238,7 +235,10 @@ class PartCollate:
             seed = self.epoch_seed if _EpochSeed.seed is None else _EpochSeed.seed
             with IsolatedRandomState(derive_seed(seed, "collate", self.rank, group_index)):
                 batch = self._collate(samples)
-        return StreamPart(batch, len(samples) if self.batched else count_samples(batch))
+        planned = len(samples) if self.batched else None
+        if planned is None or not self._trusts_plan:
+            planned = self._counter.count(batch, planned)
+        return StreamPart(batch, planned)
 
     def _collate(self, samples: list[Any]) -> Any:
         try:
@@ -294,6 +294,11 @@ class _WatchedWorkerInfo:
         """True if the dataset has read the worker's number."""
         return bool(self.__dict__["_asked"])
 
+    @property
+    def repeats(self) -> bool:
+        """True if there are other workers, and the dataset has not asked which one this is."""
+        return not self.asked and self.__dict__["_info"].num_workers > 1
+
     def takes(self, group_index: int) -> bool:
         """Return True if this worker yields the global batch ``group_index`` of its stream."""
         info = self.__dict__["_info"]
@@ -315,10 +320,8 @@ class WatchWorker:
 
     def __call__(self, worker_id: int) -> None:
         info: Any = torch_worker._worker_info
-        shard = info.dataset
-        user_info = torch_worker.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=shard.dataset
-        )
+        dataset = info.dataset.dataset if isinstance(info.dataset, StreamShard) else info.dataset
+        user_info = torch_worker.WorkerInfo(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=dataset)
         torch_worker._worker_info = _WatchedWorkerInfo(user_info)  # type: ignore[assignment]  # has its attributes
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker_id)
@@ -338,6 +341,34 @@ def stream_loader(loader: Any, rank: int, world_size: int, *, shared: bool, with
     if loader.num_workers > 0:
         changes["worker_init_fn"] = WatchWorker(loader.worker_init_fn)
     return copy_loader(loader, **changes)
+
+
+class CountingCollate:
+    """Collate samples by the user's function, and count them.
+
+    Parameters
+    ----------
+    collate_fn, batched, name
+        As for :class:`PartCollate`.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, name: str) -> None:
+        self.collate_fn, self.batched = collate_fn, batched
+        self._counter = SampleCounter(name)
+
+    def __call__(self, samples: Any) -> StreamPart:
+        batch = self.collate_fn(samples)
+        part = StreamPart(batch, self._counter.count(batch, len(samples) if self.batched else None))
+        worker = _WatchedWorkerInfo.current()
+        part.repeated = worker is not None and worker.repeats
+        return part
+
+
+def counting_loader(loader: Any, name: str) -> Any:
+    """Return a copy of an iterable dataset's loader that yields each batch as a :class:`StreamPart`, with its size."""
+    collate = CountingCollate(loader.collate_fn, loader.batch_sampler is not None, name)
+    init = {"worker_init_fn": WatchWorker(loader.worker_init_fn)} if loader.num_workers > 0 else {}
+    return copy_loader(loader, collate_fn=collate, **init)
 
 
 def seed_stream(loader: Any, seed: int) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import default_collate
 
+from trainloop.data.orders import rest_of
+
 _BATCHES_AT_ONCE = 256
 
 
@@ -137,7 +139,7 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
         if one and not sampler.replacement:
             yield from _shuffled(rows, sampler, size, drop_last)
             return
-    for indices in batches_of_indices:
+    for indices in rest_of(batches_of_indices):
         yield rows.take_list(indices)
 
 

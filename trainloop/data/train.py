@@ -70,7 +70,7 @@ class TrainFeed:
         if world_size > 1 and seed is None:
             seed = 0
         self._source = _source_of(loader, rank, world_size, seed, name)
-        if not self._source.sizes_known and world_size > 1 and exchange_ints is None:
+        if (self._source.counts or not self._source.sizes_known) and world_size > 1 and exchange_ints is None:
             raise ConfigurationError(
                 f"{name}: {world_size} ranks must exchange their numbers of samples, but exchange_ints is None. Pass "
                 "exchange_ints=trainloop.distributed.exchange_ints."
@@ -135,6 +135,11 @@ class TrainFeed:
             self._replaces_workers = True
         libraries.set_epoch(self._users_loader, epoch)
 
+    @property
+    def reads_again(self) -> bool:
+        """True if the steps before a resumed position are read again and discarded: a stream without a state."""
+        return self._source.position is None and loaders.is_stream(self._users_loader)
+
     def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
         """Yield one epoch's optimizer steps.
 
@@ -164,10 +169,10 @@ class TrainFeed:
             items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":
             items = self._ahead(items, self._device)
-        if self._source.sizes_known:
+        if self._source.sizes_known and not self._source.counts:
             steps = steps_of_known(items, grad_accumulation, self._rank)
         elif self._world_size == 1:
-            steps = steps_of_known((((max(1, size),), batch) for size, batch in items), grad_accumulation, 0)
+            steps = steps_of_exchanged(items, grad_accumulation, 0, lambda mine: [mine])
         else:
             assert self._exchange_ints is not None  # __init__ has checked it
             steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)

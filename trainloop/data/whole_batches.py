@@ -11,8 +11,9 @@ from torch.utils.data import BatchSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order
-from trainloop.data.orders import digest_of, order_by_position
+from trainloop.data.orders import digest_of, length_of, order_by_position
 from trainloop.data.samplers import BatchShardSampler, RankSizes
+from trainloop.errors import ConfigurationError
 
 _ROUNDS_AT_ONCE = 64
 
@@ -65,7 +66,14 @@ class WholeBatches(BatchShardSampler):
         world_size = self.num_replicas
         # Without a seed, the sampler and the dataset draw alternately from the same generators.
         rounds = 1 if self.seed is None else _ROUNDS_AT_ONCE
+        length = length_of(self.base)
         for units in self._read(world_size * rounds):
+            if length is not None and len(self._visited) > 10 * length + 1000:
+                raise ConfigurationError(
+                    f"{type(self.base).__name__} has a length of {length}, but has yielded {len(self._visited)} items "
+                    "in one pass, so an evaluation may never end. Make its iterator end, or evaluate on a loader with "
+                    "another sampler."
+                )
             for start in range(0, len(units), world_size):
                 group = units[start : start + world_size]
                 self._visited += map(_compact, group)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainloop._support.user_line import warn
 from trainloop.distributed.peers import only_trusted_peers
-from trainloop.distributed.ranks import get_world_size, has_group, is_alone
+from trainloop.distributed.ranks import exchanges_nothing, get_world_size, has_group
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
 
@@ -249,7 +249,7 @@ def barrier() -> None:
     """
     if has_group():
         _gather_bytes("barrier", Form.RAW, b"")
-    elif not is_alone() and os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1":
+    elif not exchanges_nothing() and os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1":
         warn(
             "barrier() did not wait for the other processes of torchrun, because there is no process group yet. Call "
             "torch.distributed.init_process_group() before it; fit then uses this group.",

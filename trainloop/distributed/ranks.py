@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _REST_S = 2.0
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
+_whole_batch: ContextVar[bool] = ContextVar("whole_batch", default=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,8 +60,32 @@ class Rank:
 
 
 def has_group() -> bool:
-    """Return True if this process is in a process group, and not :func:`alone`."""
+    """Return True if this process exchanges values: it is in a process group, not :func:`alone`, and not in
+    :func:`whole_batch`."""
+    return _in_group() and not _whole_batch.get()
+
+
+def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized() and not is_alone()
+
+
+@contextlib.contextmanager
+def whole_batch() -> Iterator[None]:
+    """In the block, exchanges are those of a single process, although this process keeps its rank.
+
+    Used for the batches of an evaluation: each rank has whole batches that one process would see apart, and ranks may
+    have different numbers of them.
+    """
+    token = _whole_batch.set(True)
+    try:
+        yield
+    finally:
+        _whole_batch.reset(token)
+
+
+def exchanges_nothing() -> bool:
+    """Return True in :func:`alone` and :func:`whole_batch`."""
+    return is_alone() or _whole_batch.get()
 
 
 @contextlib.contextmanager
@@ -140,7 +165,7 @@ def get_rank() -> int:
     """
     if is_alone():
         return 0
-    if has_group():
+    if _in_group():
         return dist.get_rank()
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         text = os.environ.get(name, "").strip()

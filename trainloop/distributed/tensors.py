@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -144,10 +146,47 @@ def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, 
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):
             raise TypeError(f"{call}: on rank {rank}, {theirs}.")
+        if not (isinstance(theirs, tuple) and len(theirs) == 2 and isinstance(theirs[0], str)):
+            raise ValueError(
+                f"ranks called different exchanges (this rank: {call}; rank {rank}: gather_object, maybe by the loop "
+                f"itself, at the end of an epoch or an evaluation). {SAME_CALLS}"
+            )
     return everyone  # type: ignore[return-value]  # no str is left
 
 
+@contextlib.contextmanager
+def in_replica() -> Iterator[None]:
+    """In the block, exchanges of tensors raise an error: this thread has one replica's part of a batch (``dp``)."""
+    token = _replica.set(True)
+    try:
+        yield
+    finally:
+        _replica.reset(token)
+
+
+@contextlib.contextmanager
+def noting_exchanges(calls: list[str]) -> Iterator[None]:
+    """In the block, append the name of each exchange of tensors to the list."""
+    token = _noted.set(calls)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+
+
+_replica: ContextVar[bool] = ContextVar("replica", default=False)
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+
+
 def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
+    if (noted := _noted.get()) is not None:
+        noted.append(call)
+    if _replica.get():
+        raise ConfigurationError(
+            f"{call} in gpu_mode='dp': each replica has only a part of the batch, and replicas can't exchange values, "
+            "so the result would be that of the part. Use gpu_mode='ddp' (or 'single'), which gives the result of the "
+            "whole batch."
+        )
     try:
         return _leaves(value)
     except TypeError as e:

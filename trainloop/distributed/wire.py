@@ -47,8 +47,9 @@ CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "bar
 """Functions that exchange messages."""
 
 SAME_CALLS = (
-    "Every rank must make the same calls in the same order. The usual cause is code under `if rank == 0:`. A callback "
-    "such as ModelCheckpoint must run on every rank, too."
+    "Every rank must make the same calls in the same order. The usual causes are code under `if rank == 0:`, and a "
+    "rank without samples in an epoch's last batch, which doesn't call get_loss: for a loss over the rows of all "
+    "ranks, pass drop_last=True to the loader. A callback such as ModelCheckpoint must run on every rank, too."
 )
 
 

@@ -16,12 +16,20 @@ from torch.nn.parallel import DataParallel, replicate
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
 from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
+from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
+from trainloop.parallel.misuse import WatchedTensors
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
 __all__ = ["TTDataParallel"]
+
+_UNCUT = (
+    "Each replica gets only a part of the batch's samples, but these tensors of the batch whole, because their length "
+    "is not the number of samples: {}. If get_loss needs their part (such as concatenated targets), make them one row "
+    "for each sample (such as padded targets), or use gpu_mode='ddp'."
+)
 
 
 class TTDataParallel(Transparent, DataParallel):
@@ -66,7 +74,9 @@ class TTDataParallel(Transparent, DataParallel):
     3 samples; with 8 replicas, 7 get one sample each and one is idle.
 
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
-    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part.
+    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
+    ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such as
+    ``all_gather`` are errors in a replica.
 
     On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In mode
     ``single`` it gets none.) Therefore an optimizer with weight decay changes this parameter.
@@ -116,6 +126,7 @@ class TTDataParallel(Transparent, DataParallel):
         self._become_transparent()
 
     _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
+    _tt_watches = False
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
@@ -144,7 +155,17 @@ class TTDataParallel(Transparent, DataParallel):
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
-            outputs = self._outputs(calls, devices)
+            watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
+            watched = WatchedTensors(self.module) if watches else None
+            try:
+                outputs = self._outputs(calls, devices)
+            except (RuntimeError, ValueError, IndexError) as error:
+                uncut = parts.not_cut(given.get("batch_data", args[0] if args else None), self.dim)
+                if uncut and type(error) in (RuntimeError, ValueError, IndexError):
+                    error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
+                raise
+            if watched is not None:
+                watched.check(replicas)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
@@ -267,16 +288,29 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
     if devices[0].type == "cpu":
         replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
     else:
-        replicas = replicate(module, devices, not torch.is_grad_enabled())
+        with torch.enable_grad():
+            replicas = replicate(module, devices)
     for replica, size in zip(replicas, sizes, strict=True):
         for part in replica.modules():
             part.__dict__["_log_batch_size"] = size  # weight of the values in TTModel.log
             # torch leaves parameters() of a replica empty, so a penalty on the weights in get_loss would be lost.
             if not isinstance(part, torch.jit.ScriptModule):
-                part._parameters.update(part.__dict__.get("_former_parameters", {}))
+                _register(part)
             # This attribute would run the compiled module instead of the replica.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas
+
+
+def refuse_changes_in_get_loss(wrapper: TTDataParallel) -> None:
+    """Let a wrapper raise an error if ``get_loss`` changes buffers (except BatchNorm's) or frozen parameters."""
+    wrapper.__dict__["_tt_watches"] = True
+
+
+def _register(part: nn.Module) -> None:
+    """Make a replica's tensors its parameters, not attributes: torch.func.functional_call replaces only parameters."""
+    for name, tensor in part.__dict__.get("_former_parameters", {}).items():
+        part.__dict__.pop(name, None)
+        part._parameters[name] = tensor
 
 
 def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
@@ -287,7 +321,7 @@ def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
             for name, tensor in newer_part.__dict__["_former_parameters"].items():
                 setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
             part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
-            part._parameters.update(newer_part._parameters)
+            _register(part)
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
@@ -304,7 +338,8 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
                 copy._parameters[name] = None
             else:
                 # The backward of alias accepts sparse gradients; the backward of view_as does not.
-                view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
+                with torch.enable_grad():  # an evaluation may enable gradients itself, such as for an inner loop
+                    view = views.setdefault(parameter, torch.ops.aten.alias(parameter))
                 setattr(copy, name, view)  # setattr, since an RNN's __setattr__ updates its list of weights
                 copy._former_parameters[name] = view
         for name, buffer in part._buffers.items():
@@ -323,7 +358,7 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
 
     def work(i: int) -> None:
         try:
-            with settings(devices[i]):
+            with settings(devices[i]), in_replica():
                 results[i] = calls[i]()
         except BaseException:
             results[i] = ExceptionWrapper(where=f"in replica {i} on {devices[i]}")

@@ -14,7 +14,7 @@ from trainloop._support.keywords import refuses_unknown
 from trainloop.distributed.objects import backend_of
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.parallel.misuse import WatchedForwards, explain_sharded
+from trainloop.parallel.misuse import WatchedForwards, explain_sharded, refuse_other_parameters
 from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 from trainloop.parallel.undoing import can_undo, parameter_groups, undo_fully_shard
@@ -163,7 +163,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
-        self._tt_hooks = []
+        self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         for buffer in module.buffers() if sends else ():
             buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
         for p in self._tt_whole:

@@ -1,4 +1,4 @@
-"""Detect and explain operations of a model that can't work with sharded parameters."""
+"""Detect and explain operations of a model that can't work with sharded parameters, or in a replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
 
-__all__ = ["WatchedForwards", "explain_sharded"]
+__all__ = ["WatchedForwards", "WatchedTensors", "explain_outside", "explain_sharded", "refuse_other_parameters"]
 
 
 def explain_sharded(error: RuntimeError) -> None:
@@ -24,12 +24,96 @@ def explain_sharded(error: RuntimeError) -> None:
             "if you call only a submodule), use weight_decay for a penalty over self.parameters(), choose larger "
             f"blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
+    if "differentiated Tensor" in text and "not have been used in the graph" in text:
+        raise ConfigurationError(
+            "gpu_mode='fsdp': a gradient was requested for a tensor that the loss doesn't depend on. If the tensor is "
+            "a parameter (as in an inner loop with torch.func.functional_call), the parameter is one rank's shard, but "
+            f"the forward used a gathered copy. Use gpu_mode='ddp' for such models. torch says: {text}"
+        ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
             f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
+
+
+def explain_outside(error: BaseException) -> None:
+    """Raise an explanation if a model was called outside of its wrapper, such as in a callback."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='fsdp': the model was called outside of get_loss, get_loss_eval and get_predictions, such as in "
+            "a callback, where its parameters are shards. In a callback, on all ranks, call "
+            "self.train_loop_obj.predict_with_model([batch]), which calls get_predictions, or evaluate_model_loss. "
+            f"torch says: {error}"
+        ) from error
+
+
+def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
+    """Raise an error at a forward of a sharded unit whose parameters ``torch.func.functional_call`` has replaced.
+
+    Gathering the unit's parameters would replace them again, so that the unit would run with its own weights.
+    Return the handle of the unit's hook.
+    """
+    places = [
+        (part._parameters, key) for part in unit.modules() for key, p in part._parameters.items() if p is not None
+    ]
+
+    def check(*_: Any) -> None:
+        for parameters, key in places:
+            if not isinstance(parameters.get(key), (nn.Parameter, type(None))):
+                raise ConfigurationError(
+                    f"gpu_mode='fsdp': torch.func.functional_call can't replace {key} of {name}, which is sharded: its "
+                    "own weights would be used. Use gpu_mode='ddp', or shard the model as one unit with "
+                    "fsdp_model_args={'shard': []}."
+                )
+
+    return unit.register_forward_pre_hook(check, prepend=True)
+
+
+class WatchedTensors:
+    """Find buffers and frozen parameters that ``get_loss`` changes: a replica computes them from its part of the batch.
+
+    BatchNorm's statistics are those of the first part, as in ``nn.DataParallel``. A value that is the same on all
+    replicas, such as a count of steps, is right.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {
+            (path, name): (tensor, tensor._version)
+            for path, part in module.named_modules()
+            if not hasattr(part, "track_running_stats") and not isinstance(part, torch.jit.ScriptModule)
+            for name, tensor in [*part._buffers.items(), *part._parameters.items()]
+            if tensor is not None and not tensor.requires_grad
+        }
+
+    def check(self, replicas: list[nn.Module]) -> None:
+        """Raise an error if the first replica has changed or replaced a tensor, unless all replicas have equal values.
+
+        Raises
+        ------
+        ConfigurationError
+            The message names the tensor.
+        """
+        if not self._before:
+            return
+        parts = [dict(replica.named_modules()) for replica in replicas]
+        for (path, name), (tensor, version) in self._before.items():
+            own = [getattr(part.get(path), name, None) for part in parts]
+            is_buffer = name in self._module.get_submodule(path)._buffers
+            replaced = is_buffer and isinstance(own[0], Tensor) and own[0].data_ptr() != tensor.data_ptr()
+            if not replaced and tensor._version == version:
+                continue
+            first: Any = own[0]
+            same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)
+            if replaced or not same:
+                shown = f"{path}.{name}" if path else name
+                raise ConfigurationError(
+                    f"gpu_mode='dp': get_loss changes {shown}, but each replica has only a part of the batch, so "
+                    f"{'the change would be lost' if replaced else 'the change would be that of the first part'}. Use "
+                    "gpu_mode='ddp' or 'single', or change it in a callback's on_after_optimizer_step."
+                )
 
 
 class _Seen(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainloop._support.nested import map_parts, map_together, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
@@ -67,10 +68,36 @@ def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
     return [_part(value, length, end - size, end, dim) for size, end in zip(sizes, ends, strict=True)]
 
 
+def not_cut(value: Any, dim: int = 0) -> list[str]:
+    """Return the shapes of a batch's tensors that every replica gets unchanged, because of their other length."""
+    length, found = batch_length(value, dim), []
+
+    def look(item: Any) -> Any:
+        if isinstance(item, PackedSequence):
+            found.append("a PackedSequence")
+        elif isinstance(item, (Tensor, np.ndarray)):
+            if item.ndim and _length(item, dim) != length:
+                found.append(str(tuple(item.shape)))
+        else:
+            map_parts(look, item)
+        return item
+
+    look(value)
+    return found
+
+
 def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
     def part(item: Any) -> Any:
+        if isinstance(item, PackedSequence):
+            raise ConfigurationError(
+                "gpu_mode='dp' can't split a PackedSequence into parts for replicas. Let collate_fn return padded "
+                "sequences and their lengths, and pack them in get_loss, or use gpu_mode='ddp'."
+            )
         if isinstance(item, Tensor):
-            return item.narrow(dim, begin, end - begin) if _length(item, dim) == length else item
+            if _length(item, dim) != length:
+                return item
+            # From data: an in-place change of one part must not make autograd reject what it has saved of another part.
+            return (item if item.requires_grad else item.data).narrow(dim, begin, end - begin)
         if isinstance(item, np.ndarray):
             return item.take(range(begin, end), dim) if _length(item, dim) == length else item
         if _list_length(item) == length:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainloop._support.keywords import hint, keywords_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.libraries import loads
+from trainloop.data.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_signatures, yields_losses
@@ -414,11 +415,8 @@ def short(value: Any) -> str:
 
 
 def loader_length(loader: Any) -> int | None:
-    """Return the number of batches in an epoch, or ``None`` if it is unknown."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
+    """Return the number of batches in an epoch, or ``None`` if it is unknown: a ``__len__`` may raise any error."""
+    return length_of(loader)
 
 
 def loader_batch_size(loader: Any) -> int | None:

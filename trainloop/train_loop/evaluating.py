@@ -48,11 +48,12 @@ _KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode without gradients; at the end, restore the mode of each module."""
-    training = [module for module in model.modules() if module.training]
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Switch modules to evaluation mode without gradients; at the end, restore the mode of each."""
+    training = [part for module in modules for part in module.modules() if part.training]
     try:
-        model.eval()  # inside ``try``, since Ctrl-C may interrupt it
+        for module in modules:
+            module.eval()  # inside ``try``, since Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,6 +82,13 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                     )
 
 
+def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return the names of the parameters with a hook for their gradient, each with the method that adds the hook."""
+    return [
+        (name, made_by) for name, p in named for kind, made_by in _HOOKS.items() if p.requires_grad and getattr(p, kind)
+    ]
+
+
 def _check_modules(model: nn.Module, shard: Any) -> None:
     """Raise an error for features of a model that ``fully_shard`` would silently ignore."""
     done: set[int] = set()
@@ -89,8 +97,8 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
         check_dtypes(name, own)
         done.update(map(id, own.values()))
     for name, p in model.named_parameters():
-        for kind, made_by in _HOOKS.items():
-            if p.requires_grad and not stays_whole(p) and getattr(p, kind, None):
+        for _, made_by in hooked_parameters([(name, p)]):
+            if not stays_whole(p):
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called, "
                     "because shards replace the parameter. Change gradients in a callback's on_after_gradient_update, "

@@ -24,7 +24,7 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, needs_closure, optimizers_of, parameters_of
+from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
@@ -115,8 +115,7 @@ class Gradients:
         loop = self._run.loop
         self.parameters: list[Tensor] = list(loop.model.parameters())
         # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
-        beside = loop.criterion.parameters() if isinstance(loop.criterion, nn.Module) else ()
-        self.learned: list[Tensor] = [*self.parameters, *beside]
+        self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion)
         self._beside: set[int] = set()
         has_buffers = next(loop.model.buffers(), None) is not None
         self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers
@@ -247,7 +246,7 @@ class Gradients:
             if scale is not None:
                 return loss * scale
             return loss / count if count > 1 else loss
-        units = self._exact(weight) * (share / size)
+        units = self._exact(weight) * (share / max(size, 1))
         self._add(units, 1.0)
         return loss * _like(loss, units)
 
@@ -290,7 +289,7 @@ class Gradients:
         if not self.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
             self._always_later = self.reduced_later = True
-        units = {name: self._exact(weight) * (share / size) for name, weight in weights.items()}
+        units = {name: self._exact(weight) * (share / max(size, 1)) for name, weight in weights.items()}
         for name, weight in units.items():
             part = self._parts.setdefault(name, _Part())
             part.weight = part.weight + weight
@@ -477,7 +476,11 @@ class Gradients:
         if run.loop.gradient_clip_norm is not None:
             # torch's function can't stack the norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
-            clip(parameters, run.loop.gradient_clip_norm)
+            try:
+                clip(parameters, run.loop.gradient_clip_norm)
+            except (RuntimeError, NotImplementedError):
+                explain_sparse(run.loop.model, run.loop.criterion, "gradient_clip_norm")
+                raise
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""

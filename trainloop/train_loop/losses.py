@@ -7,7 +7,8 @@ This module separates a loss from its weight, and rejects it if it can't be diff
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "explain_batch_of_one",
     "explain_backward",
     "explain_no_criterion",
+    "explained_evaluation",
     "joined_losses",
     "loss_of",
     "per_sample",
@@ -84,6 +86,32 @@ def _check_scalar(loss: Any) -> None:
         raise ConfigurationError(
             f"get_loss returned a tensor of shape {tuple(loss.shape)}. Return a 0-d loss, for example its .mean()."
         )
+
+
+@contextmanager
+def explained_evaluation() -> Iterator[None]:
+    """Add to an error about the loss of an evaluation how to fix it, and that ``preflight`` finds it."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if str(error).startswith(("get_loss returned", "get_loss yielded")):
+            error.args = (f"{error} {_IN_EVALUATION}",)
+        raise
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            error.args = (f"{error}. {_NEEDS_GRADIENTS}",)
+        raise
+
+
+_BEFORE = "tl.preflight() finds this in seconds, before an epoch of training."
+_IN_EVALUATION = (
+    "This was in an evaluation, where the model is in eval() mode and get_loss_eval is called (by default, get_loss). "
+    f"If the model returns something else in this mode, write a get_loss_eval that returns a loss. {_BEFORE}"
+)
+_NEEDS_GRADIENTS = (
+    "An evaluation runs under torch.no_grad(). If get_loss_eval or get_predictions needs gradients, compute them "
+    f"within `with torch.enable_grad():`. {_BEFORE}"
+)
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:

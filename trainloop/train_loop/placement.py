@@ -18,6 +18,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import all_optimizers
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
+from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.recompute import recomputing
@@ -224,9 +225,10 @@ def _wrapped(
     model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None, **further: Any
 ) -> Any:
     if mode == "dp":
-        if devices[0].type == "cuda":
-            return TTDataParallel(model, **{"device_ids": devices, **(wrapper_args or {})})
-        return TTDataParallel(model, **{"devices": len(devices), **(wrapper_args or {})})
+        which = {"device_ids": devices} if devices[0].type == "cuda" else {"devices": len(devices)}
+        wrapper = TTDataParallel(model, **{**which, **(wrapper_args or {})})
+        refuse_changes_in_get_loss(wrapper)
+        return wrapper
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
         # Gradients are views of the reduced buckets, so they are copied neither into the buckets nor out of them.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}

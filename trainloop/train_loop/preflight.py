@@ -21,17 +21,19 @@ from trainloop._support.nested import parts_of
 from trainloop._support.reduction import sum_rule
 from trainloop._transfer import pack
 from trainloop.data import SplitBatches, TrainFeed
+from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
-from trainloop.optim import MultiLoss, optimizers_of
+from trainloop.optim import MultiLoss, optimizers_of, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.argument_types import GpuMode
 from trainloop.train_loop.arguments import check_wrapper_args
+from trainloop.train_loop.evaluating import check_rows, evaluating, row_count
 from trainloop.train_loop.execute import sent_parts, untouched
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import loss_of, split_loss, split_yielded
+from trainloop.train_loop.losses import explained_evaluation, loss_of, split_loss, split_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 
@@ -121,6 +123,7 @@ def preflight(
         **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
         "one batch": lambda: _one_batch(loop),
+        **({"one evaluation batch": lambda: _one_evaluation_batch(loop)} if _evaluated(loop) is not None else {}),
         "gradients": lambda: _gradients(loop),
         "batches on all ranks": lambda: _batches(loop, steps, ranks),
         f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
@@ -193,6 +196,22 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
         _check_reduction(model, batch, criterion, declared_sum=rule is not None and rule(loss))
     weights = weight.values() if isinstance(weight, Mapping) else [] if weight is None else [weight]
     return ", ".join([f"loss {value:.4g}", *(f"weight {float(w):g}" for w in weights)])
+
+
+def _evaluated(loop: TrainLoop[Any]) -> Any:
+    return loop.validation_loader if loop.validation_loader is not None else loop.test_loader
+
+
+def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
+    """Compute the loss and the predictions of one batch as an evaluation does, which ``fit`` does after an epoch."""
+    model, _, criterion = copies(loop, CPU)
+    batch = first_batch(_evaluated(loop))
+    size = batch_length(batch) or 1
+    with evaluating(*trained_modules(model, criterion)), explained_evaluation():
+        loss, _ = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size)
+        output = model.get_predictions(batch, torch.device("cpu"))
+    check_rows(output)
+    return f"loss {_number(loss):.4g}, {row_count(output, size)} predictions"
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
@@ -316,7 +335,14 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     # But if ranks share each batch, a step has only one batch.
     per_step = 1 if isinstance(loop.train_loader, SplitBatches) else ranks
     # Another check reports parameters without a gradient; this check compares the others.
-    unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
+    exchanges: list[str] = []
+    with noting_exchanges(exchanges):
+        unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
+    if exchanges:
+        return (
+            f"not compared: get_loss calls {exchanges[0]}, so its loss over the rows of all ranks is not the mean of "
+            "the losses of batches"
+        )
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
         return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"

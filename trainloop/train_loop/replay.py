@@ -305,7 +305,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     if record["stage"] in ("hooks", "step") and place["world_size"] == 1:
         complete(gradients.learned)
         loop.gradient_clip_norm = None if record["stage"] == "hooks" else loop.gradient_clip_norm
-        show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+        show_and_clip(enumerate(gradients.optimizers), gradients.learned)
     result.loss = {name or "loss": float(value) for name, value in watch.losses.items()}
     found = {name: grad for name, t in _tensors(loop) if (grad := gradients.so_far(t)) is not None}
     result.gradient_norms = {name.partition(".")[2]: float(g.norm()) for name, g in found.items()}

@@ -34,13 +34,15 @@ from trainloop.data.loader_copies import end_workers, with_workers
 from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.data.marks import LoaderMarks
 from trainloop.devices import has_ranks
+from trainloop.distributed.ranks import whole_batch
 from trainloop.model import TTModel
+from trainloop.optim import criterion_modules, trained_modules
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.display import Display
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, padded_batches
 from trainloop.train_loop.loop_state import LoopState
-from trainloop.train_loop.losses import loss_of
+from trainloop.train_loop.losses import explained_evaluation, loss_of
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
 from trainloop.train_loop.timings import StepClock
@@ -111,9 +113,8 @@ class Run:
     def assigned(self, name: str) -> None:
         """Follow an attribute of the loop that was assigned a new value; see :class:`.Loop` for the moments."""
         if name == "criterion":
-            criterion = self.loop.criterion
-            if isinstance(criterion, nn.Module):
-                criterion.to(self.place.device)
+            for module in criterion_modules(self.loop.criterion):
+                module.to(self.place.device)
             self.watch_losses()
 
     def watch_losses(self) -> None:
@@ -181,7 +182,7 @@ class Run:
         model = self.place.evaluated
 
         def get_loss(batch: Any) -> Any:
-            with self.place.autocast:
+            with self.place.autocast, whole_batch(), explained_evaluation():
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
@@ -254,7 +255,7 @@ class Run:
         dataset_info = {**dataset_info, "pass": "predictions"}
 
         def forward(batch: Any) -> Any:
-            with self.place.autocast:
+            with self.place.autocast, whole_batch(), explained_evaluation():
                 return model.get_predictions(batch, device)
 
         def get_predictions(batch: Any, size: int) -> Any:
@@ -308,12 +309,13 @@ class Run:
 
         The training around the evaluation is not affected: modules' modes and random states are restored.
         """
-        model = self.loop.model
+        # A criterion may have dropout, statistics or a memory, too.
+        modules = trained_modules(self.loop.model, self.loop.criterion)
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
-        buffers = _buffers_of_rank_0(model) if self.parallel else nullcontext()
+        buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         watched = self.class_losses.watched(with_graphs=False)
-        with buffers, self.listening(recorder), evaluating(model), rng.isolated(), watched:
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), watched:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
@@ -352,6 +354,11 @@ class Run:
             self.publish(self.recorder.exchange_steps())
         else:
             self.recorder.compact()
+
+    def share_logs(self) -> None:
+        """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
+        self.publish(self.recorder.exchange_steps())
+        self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
 
     def publish(self, steps: StepValues) -> None:
         """Add step values to the history and, on rank 0, pass them to ``on_log``."""
@@ -415,12 +422,12 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 
 @contextmanager
-def _buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside the block, all ranks use rank 0's buffers.
 
     (Buffers differ between ranks if DDP doesn't broadcast them.)
     """
-    buffers = list(model.buffers())
+    buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     for buffer in buffers:
         torch.distributed.broadcast(buffer, 0)

@@ -77,7 +77,7 @@ class AlternatingTraining(Training):
         gradients.reduced_later, gradients.ragged = True, step.ragged
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
-            parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.parameters
+            parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.learned
             gradients.complete(parameters)
             gradients.show_and_clip([(index, optimizer)], parameters)
             gradients.take_steps([optimizer])
@@ -232,7 +232,7 @@ class ClosureTraining(Training):
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
                 # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
-                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
             first = False
             assert value is not None  # because of wants_loss
             return value

@@ -111,6 +111,15 @@ def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[st
     }
 
 
+def _criterion_state(loop: Any, *, of_model: bool) -> dict[str, Any]:
+    """Return the criterion's own tensors or, if it holds the model, those of the model, which the model's state has."""
+    if not isinstance(loop.criterion, nn.Module):
+        return {}
+    models = {id(tensor) for tensor in loop.model.state_dict(keep_vars=True).values()}
+    kept = loop.criterion.state_dict(keep_vars=True)
+    return {name: t for name, t in loop.criterion.state_dict().items() if (id(kept[name]) in models) == of_model}
+
+
 def _common_state(run: TrainingRun) -> dict[str, Any]:
     """Return the part of a training run's state that is the same on all ranks; its tensors are not copied."""
     loop = run.loop
@@ -118,7 +127,7 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
     finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
     return {
         "model": loop.model.state_dict(),
-        "criterion": loop.criterion.state_dict() if isinstance(loop.criterion, nn.Module) else {},
+        "criterion": _criterion_state(loop, of_model=False),
         "optimizers": [optimizer_state_dict(optimizer) for optimizer in optimizers_of(loop.optimizer)],
         "groups": group_names(loop),
         "flags": training_flags(loop.model),
@@ -418,7 +427,7 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
     if isinstance(loop.criterion, nn.Module) and state["criterion"]:
-        loop.criterion.load_state_dict(state["criterion"])
+        loop.criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of, parameters_of
+from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import comm_hooks_of
 from trainloop.parallel.shards import bit_sums
@@ -69,9 +69,9 @@ class TrainedParameters:
         self._frozen = [p for p in self._parameters if not p.requires_grad]
         criterion = self._criterion()
         other, self._known_criterion = criterion is not self._known_criterion, criterion
-        self._beside = _parameters_of(criterion)
-        if other and isinstance(criterion, nn.Module) and distributed.get_world_size() > 1:
-            for tensor in _tensors_of(criterion):
+        self._beside, buffers = _own_tensors(criterion, self._model)
+        if other and distributed.get_world_size() > 1:
+            for tensor in (*self._beside, *buffers):
                 # DDP's constructor does the same with the model's parameters.
                 dist.broadcast(tensor.detach(), 0)
 
@@ -86,9 +86,10 @@ class TrainedParameters:
 
     def _are_same(self) -> bool:
         criterion = self._criterion()
-        if criterion is not self._known_criterion and isinstance(criterion, nn.Module) and len(_tensors_of(criterion)):
+        beside, buffers = _own_tensors(criterion, self._model)
+        if criterion is not self._known_criterion and (beside or buffers):
             return False
-        now = [*self._model.parameters(), *_parameters_of(criterion)]
+        now = [*self._model.parameters(), *beside]
         before = [*self._parameters, *self._beside]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -203,12 +204,14 @@ def _kinds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
     return [(p.requires_grad, p.dtype, p.shape) for p in parameters]
 
 
-def _parameters_of(criterion: Any) -> list[nn.Parameter]:
-    return list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-
-
-def _tensors_of(criterion: nn.Module) -> list[Tensor]:
-    return [*criterion.parameters(), *criterion.buffers()]
+def _own_tensors(criterion: Any, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters and the buffers of a criterion, except for those of the model, which it may hold."""
+    modules = criterion_modules(criterion)
+    if not modules:
+        return [], []
+    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    parameters = [p for _, p in named_trained_parameters(model, criterion) if id(p) not in of_model]
+    return parameters, [b for module in modules for b in module.buffers() if id(b) not in of_model]
 
 
 def _raise_unequal(everyone: list[list[str]]) -> None:

@@ -40,11 +40,13 @@ from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.marks import LoaderMarks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients
+from trainloop.optim import drop_gradients, named_trained_parameters
+from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop import state as run_state
 from trainloop.train_loop.arguments import check_loader
 from trainloop.train_loop.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.ending import described_ends, has_work_at_end
+from trainloop.train_loop.fsdp_checks import hooked_parameters
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
@@ -172,6 +174,8 @@ class Training(Run):
         except BaseException as exception:
             display.end_epoch()
             self._notify_exception(exception)
+            if self.place.collective:
+                explain_outside(exception)
             raise
         finally:
             display.end_epoch()
@@ -224,6 +228,11 @@ class Training(Run):
             restarts.begin()
         if resume is not None and restart is None:
             line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
+            if self.skip_steps and self.feed.reads_again:
+                line += (
+                    f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
+                    "are done are read again and discarded)"
+                )
             self.display.write(line)
             if loop.is_global_zero:
                 logger.info(line)  # progress_bar=False hides the printed line
@@ -389,6 +398,15 @@ class Training(Run):
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
             )
 
+        hooked = hooked_parameters(named_trained_parameters(self.loop.model, self.loop.criterion))
+        if hooked and self.parallel and not self.place.collective:
+            _warn(
+                f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
+                "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
+                "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
+                "on_after_gradient_update instead, which gets the average."
+            )
+
     def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
         if self.loop.progress.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
@@ -493,7 +511,7 @@ class Training(Run):
                     if weight is None:
                         weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, sizes[i])
                     if self.class_losses.uneven:
-                        self._check_averages(weight, count)
+                        self._check_averages(loss, weight, count)
                     scale = None if scales is None else scales[i]
                     scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
                     try:
@@ -511,10 +529,14 @@ class Training(Run):
         factor = gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
-    def _check_averages(self, weight: Any, count: int) -> None:
+    def _check_averages(self, loss: Any, weight: Any, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
-        loop, self.class_losses.uneven = self.loop, False
+        loop, calls = self.loop, self.class_losses.calls
+        self.class_losses.uneven, self.class_losses.calls = False, 0
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
+        # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
+        if isinstance(weight, dict):
+            weight = None if sum(divisor_of(part) is not None for part in loss.values()) < calls else weight
         if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
@@ -522,8 +544,8 @@ class Training(Run):
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
             "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
-            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each loss under its "
-            "own name."
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
+            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
         )
 
     @staticmethod
@@ -550,7 +572,7 @@ class Training(Run):
     def step(self) -> None:
         """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
         gradients = self.gradients
-        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.parameters)
+        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)

@@ -258,7 +258,7 @@ class WholeStepTraining(Training):
             ]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch's schedulers warn about the order
         parameters, gradients = self._parameters, self._gradients
-        clipped, norm = list(self.gradients.parameters), loop.gradient_clip_norm
+        clipped, norm = list(self.gradients.learned), loop.gradient_clip_norm
         model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
         take_step = inspect.unwrap(type(optimizer).step)  # without torch's graph breaks around it
 

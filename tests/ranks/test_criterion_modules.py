@@ -1,0 +1,153 @@
+"""A criterion that is a module: its mode in evaluation, its buffers, clipping and the best checkpoint, in all modes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop.callbacks import GradientClipping, GradientStats, ModelCheckpoint
+
+D = torch.float64
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(3, 3, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Margin(nn.Module):
+    """A scale for each output (parameter), dropout, and a count of samples (buffer)."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0, -1.0, 0.5], dtype=D))
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(y)
+        return (self.dropout(out * self.scale) - y).square().sum(1).mean()
+
+
+class Regularized(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return (out - y).square().mean() + 0.1 * self.model(torch.ones(2, 3, dtype=D)).square().mean()
+
+
+def data(n: int = 24, seed: int = 0) -> TensorDataset:
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=D)
+    return TensorDataset(x, x.sum(1, keepdim=True).expand(n, 3).contiguous())
+
+
+def loop_of(model: Any, criterion: Any, optimizer: Any, mode: str = "single", **kwargs: Any) -> TrainLoop[Any]:
+    ranks = 1 if mode == "single" else 2
+    train = DataLoader(data(), batch_size=6 if mode in ("single", "dp") else 3)
+    return TrainLoop(
+        model, train, DataLoader(data(11, 3), batch_size=4), None, optimizer, criterion, gpu_mode=mode,
+        accelerator="cpu", devices=ranks, progress_bar=False, **kwargs,
+    )  # fmt: skip
+
+
+def by_hand(clip: float | None) -> tuple[list[Tensor], float]:
+    model, criterion = Net(), Margin()
+    learned = [*model.parameters(), *criterion.parameters()]
+    sgd = optim.SGD(learned, lr=0.05)
+    x, y = data().tensors
+    norms = []
+    for start in range(0, 24, 6):
+        sgd.zero_grad()
+        criterion(model(x[start : start + 6]), y[start : start + 6]).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(learned, clip or 1e9)))
+        sgd.step()
+    return [p.detach() for p in learned], sum(norms) / len(norms)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["argument", "callback"])
+def test_its_parameters_are_clipped_and_measured(mode: str, how: str) -> None:
+    model, criterion = Net(), Margin()
+    sgd: Any = optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.05)
+    limit = {"gradient_clip_norm": 0.7} if how == "argument" else {}
+    loop = loop_of(
+        model, criterion, MultiOptimizer([sgd]) if how == "argument" and mode == "single" else sgd, mode, **limit
+    )
+    callbacks: list[AbstractCallback] = [GradientStats(every_n_steps=1)] if mode != "fsdp" else []
+    loop.fit(1, callbacks=callbacks if limit else [*callbacks, GradientClipping(0.7)])
+    expected, norm = by_hand(0.7)
+    for ours, theirs in zip([*model.parameters(), *criterion.parameters()], expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)
+    if callbacks and not isinstance(loop.optimizer, MultiOptimizer):
+        assert loop.history["grad_norm"] == [pytest.approx(norm, rel=1e-5)]
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+@pytest.mark.parametrize("kind", ["module", "dict"])
+def test_it_is_evaluated_in_eval_mode(mode: str, kind: str) -> None:
+    class Named(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return super().get_loss(batch_data, criterion["margin"] if kind == "dict" else criterion, device)
+
+    model, margin = Named(), Margin(dropout=0.5)
+    criterion: Any = {"margin": margin} if kind == "dict" else margin
+    loop = loop_of(model, criterion, optim.SGD([*model.parameters(), *margin.parameters()], lr=0.05), mode)
+    x, y = data(11, 3).tensors
+    expected = copy.deepcopy(margin).eval()(model(x), y).item()
+    assert loop.evaluate_loss_on_validation_set() == pytest.approx(expected, abs=1e-12)
+    assert margin.training
+    assert margin.seen == 0
+
+
+def test_load_best_loads_it_too(tmp_path: Path) -> None:
+    class Worse(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            loop.optimizer.param_groups[0]["lr"] = 0.02 if self.train_loop_obj.epoch < 2 else 0.3
+
+    model, margin = Net(), Margin()
+    loop = loop_of(model, margin, optim.SGD([*model.parameters(), *margin.parameters()], lr=0.02))
+    best = ModelCheckpoint(tmp_path, monitor="val_loss", keep=1)
+    loop.fit(3, callbacks=[Worse("worse"), best])
+    assert loop.evaluate_loss_on_validation_set() != best.best_value
+    best.load_best()
+    assert loop.evaluate_loss_on_validation_set() == best.best_value
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_criterion_may_hold_the_model(mode: str, tmp_path: Path) -> None:
+    weights = []
+    for one in ("single", mode):
+        model = Net()
+        loop = loop_of(model, Regularized(model), optim.SGD(model.parameters(), lr=0.05), one)
+        loop.fit(1, callbacks=[ModelCheckpoint(tmp_path / one)])
+        loop.fit(1, callbacks=[ModelCheckpoint(tmp_path / one)], resume_from="last")
+        weights.append((model.net.weight.detach(), loop.history["val_loss"][-1]))
+    torch.testing.assert_close(weights[0][0], weights[1][0], rtol=0, atol=1e-12)
+    assert weights[0][1] == pytest.approx(weights[1][1])
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_for_gradients_are_reported_in_ddp(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    getattr(model.net.weight, kind)(clamped)
+    loop_of(model, nn.MSELoss(), optim.SGD(model.parameters(), lr=0.05), "ddp").fit(1)
+    assert f"net.weight has a hook for its gradient ({kind})" in capfd.readouterr().err
+
+
+def clamped(gradient: Tensor) -> None:
+    gradient.clamp(-1, 1)

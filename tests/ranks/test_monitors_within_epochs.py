@@ -1,0 +1,84 @@
+"""A metric that is logged every n steps: checkpoints, early stopping and plateaus judge its newest value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from small_loop import STEPS_PER_EPOCH, make_loop
+from trainloop import AbstractCallback, checkpoint
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.errors import ConfigurationError
+
+VALUES = [3.5, 2.6, 3.6, 3.0, 3.3, 3.1, 3.2]
+
+
+class Validates(AbstractCallback):
+    """Every two steps, log the next of some values, in one of three ways."""
+
+    def __init__(self, how: str = "log") -> None:
+        super().__init__("validates")
+        self.how = how
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step % 2 or not loop.global_step:
+            return
+        value = VALUES[loop.global_step // 2 - 1]
+        if self.how == "insert":
+            loop.insert_metric_result_into_history("step_val_loss", value)
+        elif self.how == "by rank":  # the mean over ranks counts
+            offset = (0.5 if loop.rank else -0.5) * (loop.world_size > 1)
+            self.log("step_val_loss", value + offset, batch_size=1)
+        else:
+            self.log("step_val_loss", value)
+
+
+def modes() -> list[Any]:
+    return [("single", {}), ("ddp", {"gpu_mode": "ddp", "devices": 2}), ("fsdp", {"gpu_mode": "fsdp", "devices": 2})]
+
+
+@pytest.mark.parametrize("how", ["log", "insert"])
+def test_the_best_checkpoint_in_one_process(how: str, tmp_path: Path) -> None:
+    loop, best = make_loop(), ModelCheckpoint(tmp_path, every_n_steps=2, monitor="step_val_loss", keep=1)
+    loop.fit(2, callbacks=[Validates(how), best])
+    assert best.best_value == 2.6
+    assert best.load_best()["place"]["global_step"] == 4
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_best_checkpoint_of_ranks(mode: str, tmp_path: Path) -> None:
+    kwargs = dict(modes())[mode]
+    loop = make_loop(accelerator="cpu", **kwargs)
+    best = ModelCheckpoint(tmp_path, every_n_steps=2, monitor="step_val_loss", keep=1)
+    loop.fit(num_iterations=12, callbacks=[Validates("by rank"), best])
+    assert best.best_value == pytest.approx(2.6)
+    assert checkpoint.load(best.best_path or "")["place"]["global_step"] == 4
+
+
+def test_every_step_s_metric_is_judged_by_its_mean(tmp_path: Path) -> None:
+    loop = make_loop()
+    best = ModelCheckpoint(tmp_path, every_n_steps=2, monitor="accuracy", keep=1)
+    loop.fit(3, callbacks=[best])
+    assert best.best_value == max(loop.history["accuracy"])
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_early_stopping_within_an_epoch(mode: str) -> None:
+    loop = make_loop(accelerator="cpu", **dict(modes())[mode])
+    stop = EarlyStopping("step_val_loss", patience=2, every_n_steps=2)
+    loop.fit(num_iterations=40, callbacks=[Validates("by rank"), stop])
+    assert loop.global_step == 8  # 2.6, then 3.6 and 3.0
+    assert stop.best == pytest.approx(2.6)
+
+
+def test_plateaus_within_an_epoch() -> None:
+    loop = make_loop()
+    plateau = LRScheduler(ReduceLROnPlateau, "step", "step_val_loss", frequency=2, patience=1, factor=0.1)
+    loop.fit(num_iterations=STEPS_PER_EPOCH + 2, callbacks=[Validates(), plateau])
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    with pytest.raises(ConfigurationError, match="frequency=n"):
+        LRScheduler(ReduceLROnPlateau, "step", "step_val_loss")

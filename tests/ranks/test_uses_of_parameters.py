@@ -1,0 +1,220 @@
+"""get_loss uses parameters, gradients and exchanges in other ways than one forward: equal numbers, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.func import functional_call
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.distributed import all_gather, all_reduce
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.parallel import TTDataParallel
+
+D = torch.float64
+NAMES = {
+    "functional_call": "functional_call can't replace",
+    "inner loop": "gradient was requested for a tensor",
+    "penalty, then a forward": "gradient penalty",
+}
+
+
+class Net(TTModel):
+    def __init__(self, use: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use = use
+        self.a, self.b = (nn.Sequential(nn.Linear(k, 8, dtype=D), nn.Tanh()) for k in (3, 8))
+        self.c = nn.Linear(8, 1, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        with torch.enable_grad():  # in an evaluation as well
+            return self.loss(*batch_data)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        mse, parameters = nn.functional.mse_loss, dict(self.named_parameters())
+        if self.use == "functional_call":
+            return mse(functional_call(self, {n: 0.5 * p for n, p in parameters.items()}, (x,)), y)
+        if self.use == "inner loop":
+            losses = []
+            for one, target in zip(x, y, strict=True):
+                inner = mse(functional_call(self, parameters, (one,)), target)
+                found = torch.autograd.grad(inner, tuple(parameters.values()), create_graph=True)
+                fast = {n: p - 0.1 * g for (n, p), g in zip(parameters.items(), found, strict=True)}
+                losses.append(mse(functional_call(self, fast, (one,)), target))
+            return torch.stack(losses).mean()
+        leaf = x.clone().requires_grad_()
+        if self.use.startswith("penalty"):
+            out = self(leaf)
+            (g,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+            return mse(self(x) if "forward" in self.use else out, y) + g.square().sum(1).mean()
+        if self.use == "adversarial":
+            (g,) = torch.autograd.grad(self(leaf).sum(), leaf)
+            return mse(self(x + 0.1 * g.sign()), y)
+        if self.use == "several forwards":
+            return (mse(self(x), y) + mse(self(2 * x), y)) / 2
+        if self.use == "sampling":
+            with torch.no_grad():
+                for _ in range(3):
+                    x = x + self(x)
+            return mse(self(x), y)
+        raise AssertionError(self.use)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]), batch_data[1], {}
+
+
+def trained(model: Any, mode: str, **kwargs: Any) -> tuple[Tensor, list[float]]:
+    x = torch.randn(22, 3, generator=torch.Generator().manual_seed(1), dtype=D)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    size = 6 if mode in ("single", "dp") else 3
+    loop = TrainLoop(
+        model, DataLoader(data, size), DataLoader(data, 5), None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(),
+        gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2, progress_bar=False, timeout=60,
+    )  # fmt: skip
+    if mode == "fsdp":
+        kwargs["fsdp_model_args"] = {"shard": [nn.Sequential]}
+    loop.fit(2, **kwargs)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), loop.history["val_loss"]
+
+
+USES = [
+    "functional_call",
+    "inner loop",
+    "penalty",
+    "penalty, then a forward",
+    "adversarial",
+    "several forwards",
+    "sampling",
+]
+LONG = {"adversarial", "several forwards", "sampling", "penalty"}
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")
+@pytest.mark.parametrize("mode", ["dp", "fsdp", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("use", [pytest.param(use, marks=pytest.mark.long) if use in LONG else use for use in USES])
+def test_equal_numbers_or_an_error(use: str, mode: str) -> None:
+    if mode == "fsdp" and use in NAMES:
+        with pytest.raises(WorkerFailedError, match=NAMES[use]):
+            trained(Net(use), mode)
+        return
+    (ours, losses), (theirs, their_losses) = trained(Net(use), mode), trained(Net(use), "single")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+
+
+class Contrastive(Net):
+    """The model of the guide: a loss over the rows of all ranks; it also counts them."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        keys = self.b(self.a(batch_data[0]))
+        keys = self.all_gather(keys, concat=True)
+        assert all_gather(keys).shape[0] == all_reduce(1, "sum")
+        return nn.functional.cross_entropy(keys @ keys.T, torch.arange(len(keys))) + 0.0 * self.c(keys).sum()
+
+
+class Whole(Contrastive):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        keys = self.b(self.a(batch_data[0]))
+        return nn.functional.cross_entropy(keys @ keys.T, torch.arange(len(keys))) + 0.0 * self.c(keys).sum()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_evaluation_does_not_join_batches_of_several_ranks(mode: str) -> None:
+    ours, losses = trained(Contrastive(), mode)  # 5 batches: ranks have unequal numbers
+    theirs, their_losses = trained(Whole(), "single")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+
+
+def test_a_replica_can_not_exchange() -> None:
+    with pytest.raises(ConfigurationError, match=r"all_gather\(concat=True\) in gpu_mode='dp'"):
+        trained(Contrastive(), "dp")
+
+
+class Queue(Net):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm = nn.BatchNorm1d(3, dtype=D)
+        self.register_buffer("center", torch.zeros(3, dtype=D))
+        self.register_buffer("steps", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.zeros(3, dtype=D), requires_grad=False)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        if self.training:
+            self.steps += 1  # the same on all replicas
+            with torch.no_grad():
+                if self.how == "in place":
+                    self.center.mul_(0.9).add_(0.1 * x.mean(0))
+                elif self.how == "replaced":
+                    self.center = 0.9 * self.center + 0.1 * x.mean(0)
+                elif self.how == "frozen":
+                    self.frozen.lerp_(self.a[0].weight.mean(0), 0.1)  # type: ignore[operator,union-attr]
+        return criterion(self(self.norm(x)), y)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "frozen", "not"])
+def test_buffers_that_get_loss_changes_are_refused_in_dp(how: str) -> None:
+    model = Queue(how)
+    if how == "not":
+        trained(model, "dp")
+        assert model.steps == 8
+        return
+    name = "frozen" if how == "frozen" else "center"
+    with pytest.raises(ConfigurationError, match=f"gpu_mode='dp': get_loss changes {name}"):
+        trained(model, "dp")
+
+
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        ((torch.ones(4, 3, dtype=D), torch.ones(9, 1, dtype=D)), r"these tensors of the batch whole.*\(9, 1\)"),
+        ((pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), torch.ones(2)), "can't split a PackedSequence"),
+    ],
+)
+def test_a_batch_that_replicas_can_not_share_is_explained(batch: Any, message: str) -> None:
+    class Ctc(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x, y = batch_data
+            return (self(x) * y.view(len(x), -1)).mean()
+
+    loss = Ctc()
+    with pytest.raises((RuntimeError, ConfigurationError), match=f"(?s){message}"):
+        TTDataParallel(loss, devices=2).get_loss(batch, None, torch.device("cpu"))
+
+
+def test_replicas_may_change_their_parts_in_place() -> None:
+    class Masks(Net):
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            x[x < 0] = 0.0
+            return nn.functional.mse_loss(self(x.mul_(2)), y)
+
+    (ours, losses), (theirs, their_losses) = trained(Masks(), "dp"), trained(Masks(), "single")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+
+
+def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
+    class Calls(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            if right:
+                y_pred, _, _ = self.train_loop_obj.predict_with_model([(torch.ones(2, 3, dtype=D), torch.ones(2))])
+                assert y_pred.shape == (2, 1)
+            else:
+                self.train_loop_obj.model(torch.ones(2, 3, dtype=D))
+
+    right = True
+    trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])
+    right = False
+    with pytest.raises(WorkerFailedError, match=r"outside of get_loss.*predict_with_model\(\[batch\]\)"):
+        trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])
