@@ -181,3 +181,41 @@ def test_names_that_rarely_run_code_imports_exist(folder: str) -> None:
 
 def module_file(node: ast.ImportFrom, alias: ast.alias) -> str:
     return f"{str(node.module).replace('.', '/')}/{alias.name}.py"
+
+
+# Return types of the loop's methods that lead up to tools, which these methods import when they are called.
+LAZY_TYPES = {
+    ("trainloop.train_loop.loop", "trainloop.tools"),
+    ("trainloop.train_loop.loop", "trainloop.train_loop.preflight"),
+    ("trainloop.train_loop.loop", "trainloop.train_loop.replay"),
+    ("trainloop.pretrained", "trainloop.pretrained.models"),
+}
+
+
+def outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, those under ``if TYPE_CHECKING:`` too, but for the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from outside_of_functions(child)
+
+
+def test_imports_have_no_circle_even_for_types() -> None:
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    imports: dict[str, set[str]] = {}
+    for name, path in files.items():
+        imports[name] = set()
+        for node in outside_of_functions(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports[name] |= (whole & set(files)) or {str(node.module)}
+        imports[name] = {other for other in imports[name] if other != name and (name, other) not in LAZY_TYPES}
+    # What imports nothing that is left is on no circle.
+    left = dict(imports)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, {name: sorted(others & set(left)) for name, others in left.items()}

@@ -13,14 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, reduction
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainloop._support.platform import set_affinity
 from trainloop._transfer.pages import path_of
 from trainloop.resources.enforce import set_variable
-
-if TYPE_CHECKING:
-    from trainloop._launch.rank_process import RankSpec
 
 __all__ = ["LAUNCH_VARIABLE", "Work", "next_work"]
 
@@ -36,7 +33,8 @@ _IN_FLIGHT_S = 60.0  # time for other ranks to receive descriptors: Linux limits
 class Work:
     """Work for a rank, and the changes of the caller's state since the previous work."""
 
-    spec: RankSpec
+    spec: Any
+    """The rank's :class:`~trainloop._launch.rank_process.RankSpec`."""
     environment: dict[str, str | None]
     """Changed environment variables; ``None`` removes one."""
     folder: str | None = None

@@ -20,6 +20,7 @@ from trainloop.callbacks.failure_recorder import FailureRecorder as FailureRecor
 from trainloop.callbacks.gradient import GradientCallbackBase as GradientCallbackBase
 from trainloop.callbacks.gradient import GradientClipping as GradientClipping
 from trainloop.callbacks.gradient import GradientStats as GradientStats
+from trainloop.callbacks.loop import Loop as Loop
 from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
 from trainloop.callbacks.performance_eval import ConfusionMatrix as ConfusionMatrix
 from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTBasicModel
-from trainloop.pretrained import find_picture_model, find_text_model, import_library
+from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
 
 __all__ = ["PictureFiles", "PictureModel", "TextModel"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
-from trainloop.pretrained import find_picture_model, find_text_model, import_library
+from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count
 from trainloop.tabular.columns import Columns, Kind
