@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -33,6 +32,7 @@ _TORCHS = (
 _PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
 # Set in each epoch, and read in each epoch.
 _OWN = frozenset({"epoch", "worker_init_fn"})
+_PLAIN = (int, float, bool, str)
 
 
 class LoaderMarks:
@@ -48,43 +48,42 @@ class LoaderMarks:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._marks = list(_marks_of(loader))
+        self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        self._lengths: list[tuple[Any, int | None]] = []
+        if isinstance(loader, SplitBatches):
+            self._note(loader)
+            loader = loader.loader
+        if isinstance(loader, DataLoader):
+            self._note(loader, "_DataLoader__multiprocessing_context")
+            self._note_parts(loader)
+
+    def _note(self, part: Any, *further: str) -> None:
+        attributes = vars(part)
+        kept = [(name, v) for name, v in attributes.items() if (name[0] != "_" and name not in _OWN) or name in further]
+        self._attributes.append((attributes, len(attributes), kept))
+
+    def _note_parts(self, loader: DataLoader[Any]) -> None:
+        batches = plain_batches(loader)
+        sized: list[Any] = [] if batches is None else [batches.sampler]
+        sized += [] if is_stream(loader) else [loader.dataset]
+        self._lengths = [(part, length_of(part)) for part in sized]
+        seen: set[int] = set()
+        parts: list[Any] = [loader.batch_sampler, loader.sampler, loader.dataset]
+        while parts:
+            part = parts.pop()
+            if type(part) in _TORCHS and id(part) not in seen:
+                seen.add(id(part))
+                self._note(part)
+                parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
+                parts += getattr(part, "datasets", ())
 
     def changed(self) -> bool:
         """Return True if the loader would be read in another way now. Values of data are not compared."""
-        now = list(_marks_of(self.loader))
-        return len(now) != len(self._marks) or not all(map(_same, now, self._marks))
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in (int, float, bool, str) and one == other)
-
-
-def _marks_of(loader: Any) -> Iterator[Any]:
-    if isinstance(loader, SplitBatches):
-        yield loader.dim
-        yield from _marks_of(loader.loader)
-        return
-    if not isinstance(loader, DataLoader):
-        yield loader
-        return
-    yield loader.multiprocessing_context
-    yield from (value for name, value in vars(loader).items() if name[0] != "_" and name not in _OWN)
-    batches = plain_batches(loader)
-    if batches is not None:
-        yield length_of(batches.sampler)
-    if not is_stream(loader):
-        yield length_of(loader.dataset)
-    seen: set[int] = set()
-    parts: list[Any] = [loader.batch_sampler, loader.sampler, loader.dataset]
-    while parts:
-        part = parts.pop()
-        if type(part) not in _TORCHS or id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name, value in vars(part).items():
-            if name not in _OWN:
-                yield value
-                yield from value if type(value) is tuple else ()
-        parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
-        parts += getattr(part, "datasets", ())
+        for attributes, count, kept in self._attributes:
+            if len(attributes) != count:
+                return True
+            for name, before in kept:
+                now = attributes.get(name)
+                if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
+                    return True
+        return any(length_of(part) != length for part, length in self._lengths)

@@ -130,13 +130,14 @@ class Gradients:
 
         Return True if all ranks have the same ``settings``.
         """
-        if self.outdated:
+        outdated, self.outdated = self.outdated, False
+        if outdated:
             self._run.watch_losses()
-        self.outdated = False
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
-            self._take_parameters()
+            if outdated:
+                self._take_parameters()
             return True
         changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()))
         if changed:
