@@ -104,3 +104,35 @@ def test_a_loader_without_batches_is_an_error_before_ranks_start(mode: str) -> N
         ConfigurationError, match=r"^validation_loader has no batches: its dataset is empty, or smaller"
     ):
         loop.evaluate_loss_on_validation_set()
+
+
+class CountingLoss(nn.CrossEntropyLoss):
+    """A criterion that counts the samples of training."""
+
+    number = 0
+
+    def forward(self, scores: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            self.number += len(y)
+        return super().forward(scores, y)
+
+
+class SeenByCriterion(Counted):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.criterion_of_last_batch = [criterion]
+        return super().get_loss(batch_data, criterion, device)
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        (criterion,) = self.criterion_of_last_batch
+        self.log("counted", ranks.all_reduce(criterion.number, reduce="sum"))
+
+
+def test_a_criterion_counts_each_sample_once() -> None:
+    data = TensorDataset(torch.randn(17, 4), torch.randint(3, (17,)))
+    model = SeenByCriterion()
+    loop = TrainLoop(
+        model, DataLoader(data, 8), DataLoader(data, 8), None, torch.optim.SGD(model.parameters(), lr=0.1),
+        CountingLoss(), gpu_mode="fsdp", accelerator="cpu", devices=2, progress_bar=False,
+    )  # fmt: skip
+    loop.fit(1)
+    assert loop.history["val_counted"] == [17]

@@ -258,3 +258,12 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.ones(3)
+
+
+def test_batches_without_a_plan() -> None:
+    graph = [(torch.ones(5, 2), torch.ones(2, 9), torch.ones(5))]  # nodes, edges, labels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [step.sizes for step in TrainFeed(graph).steps(1)] == [[5]]
+    with pytest.warns(UserWarning, match="can't be counted"):
+        list(TrainFeed([(torch.ones(7, 4), torch.ones(4))]).steps(1))  # time first

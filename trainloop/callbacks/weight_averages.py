@@ -67,7 +67,7 @@ class WeightAverage(AbstractCallback):
         self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
         # The average's tensors, and the parameters; of sharded tensors, the local shards.
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._is_lazy = False
+        self._is_lazy = self._widens = False
 
     def reset(self) -> None:
         super().reset()
@@ -105,9 +105,10 @@ class WeightAverage(AbstractCallback):
         """
         if self._is_lazy:
             self._pair()
-        averages = self._pairs[0]
         # Parameters, not their memory: an optimizer, or vector_to_parameters, may give a parameter other memory.
-        weights = [weight.detach().to(average.dtype) for average, weight in zip(averages, self._pairs[1], strict=True)]
+        averages, weights = self._pairs
+        if self._widens:
+            weights = [weight.detach().to(average.dtype) for average, weight in zip(averages, weights, strict=True)]
         with torch.no_grad():
             (rule or _copy_all)(averages, weights, self.updates)
         self.updates += 1
@@ -129,6 +130,7 @@ class WeightAverage(AbstractCallback):
         # to_local() of a sharded parameter takes long; nobody can give it other memory.
         weights = [local_shard(p) if is_sharded(p) else p for p in parameters.values()]
         self._pairs = (list(map(local_shard, self.average.values())), weights)
+        self._widens = any(a.dtype != w.dtype for a, w in zip(*self._pairs, strict=True))
 
     def _before_use(self) -> None:
         """Called before the average is read."""

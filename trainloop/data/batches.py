@@ -113,7 +113,9 @@ class SampleCounter:
         count = count_collated(batch, planned)
         if count is None:
             count = count_samples(batch, self._batch_size) if planned is None else planned
-            if not self._warned:
+            # Without a plan, the first part's length is right if another part has it (in a graph, edges differ).
+            doubtful = planned is not None or sum(count in column for column in _lengths(batch, {}, top=True)) < 2
+            if doubtful and not self._warned:
                 self._warned = True
                 of = "" if planned is None else f", which was made of {planned} samples"
                 warn(

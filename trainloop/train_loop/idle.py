@@ -13,6 +13,7 @@ from trainloop import distributed
 from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop.optim import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
 __all__ = ["Idle", "padded_batches"]
@@ -50,8 +51,10 @@ class Idle:
         """Suppress all side effects of a dummy forward and its backward."""
         run = self._run
         model = run.loop.model
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        attributes = [(vars(module), _attributes_of(module)) for module in model.modules()]
+        # A criterion may count or remember samples, too.
+        parts = [part for module in trained_modules(model, run.loop.criterion) for part in module.modules()]
+        buffers = [(b, b.clone()) for part in parts for b in part.buffers(recurse=False)]
+        attributes = [(vars(part), _attributes_of(part)) for part in parts]
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
