@@ -252,8 +252,8 @@ def _day_first(series: pd.Series) -> bool:
     examples = texts[found.index]
     share, order = "some" if first.any() else "none", "day.month.year" if dotted else "month/day/year"
     warn(
-        f"column {str(series.name)!r} has dates such as {examples.iloc[0]!r}, of which {share} {why}. Dates that can be "
-        f"read in both ways are read as {order}. Write dates as 2020-12-31, or pass a column of datetimes."
+        f"column {str(series.name)!r} has dates such as {examples.iloc[0]!r}, of which {share} {why}. Dates that can "
+        f"be read in both ways are read as {order}. Write dates as 2020-12-31, or pass a column of datetimes."
     )
     return dotted
 
