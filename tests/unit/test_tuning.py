@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, T
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.result import best_of
 from trainloop.tuning.search import Running, View
-from trainloop.tuning.space import make_searcher, parse_space
+from trainloop.tuning.space import OptunaSearcher, make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
 
 Q = ResourceQuota
@@ -953,3 +954,40 @@ def test_the_next_search_removes_the_folder_of_one_that_was_killed(
     del first, second
     gc.collect()
     assert not there()
+
+
+class Point:
+    """A choice that is equal to itself only."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+IDENTITIES: dict[str, list[Any]] = {
+    "lambdas": [lambda x: x, lambda x: -x],
+    "objects": [Point(1), Point(2)],
+    "arrays": [np.zeros(2), np.ones(2)],
+    "nan": [math.nan, 1.0],
+    "equal": [True, 1, 1.0],
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_choices_of_a_resumed_search_are_known_by_their_place(name: str) -> None:
+    pytest.importorskip("optuna")
+    space = {"h": IDENTITIES[name]}
+    first = make_searcher("optuna", space, seed=0, mode="min")
+    proposed = [first.propose(number) for number in range(4)]
+    assert isinstance(first, OptunaSearcher)
+    again = make_searcher("optuna", space, seed=0, mode="min")
+    assert isinstance(again, OptunaSearcher)
+    for number, params in enumerate(proposed):
+        assert params is not None
+        assert space["h"][first.choices(number)["h"]] is params["h"]
+        again.restore(number, first.choices(number))
+        again.tell(number, {"h": cloudpickle.loads(cloudpickle.dumps(params["h"]))}, float(number))
+    told = [trial.params["h"] for trial in again._study.trials]
+    assert told == [first.choices(number)["h"] for number in range(4)]
+    older = make_searcher("optuna", space, seed=0, mode="min")  # a search that was stored without places
+    older.tell(0, {"h": cloudpickle.loads(cloudpickle.dumps(space["h"][1]))}, 0.0)
+    assert len(older._study.trials) == (name in ("nan", "equal"))  # type: ignore[attr-defined]
