@@ -327,3 +327,17 @@ def test_the_time_limit_is_kept() -> None:
     assert predictor.evaluate(data)["accuracy"] > 0.8
     with pytest.raises(ConfigurationError, match=r"no model could be trained.*(?s:.*)Endless: .*time was up"):
         TabularPredictor("class").fit(data, time_limit=3, hyperparameters={Endless: {}}, verbosity=0)
+
+
+@pytest.mark.long
+def test_dart_trains_a_limited_number_of_rounds_and_says_so() -> None:
+    pytest.importorskip("lightgbm")
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": rng.normal(size=60), "z": rng.normal(size=60)})
+    frame["y"] = (frame["x"] > 0).astype(int)
+    predictor = TabularPredictor(label="y")
+    with pytest.warns(
+        UserWarning, match="boosting='dart' can't stop early: 500 trees were trained. Set num_boost_round"
+    ):
+        predictor.fit(frame, hyperparameters={"GBM": {"boosting": "dart"}}, num_cpus=1, verbosity=0)
+    assert predictor.evaluate(frame)["accuracy"] > 0.9

@@ -210,3 +210,76 @@ def test_labels_that_are_no_numbers_are_named_when_a_regression_is_scored(value:
     if not isinstance(value, str):
         with pytest.raises(ConfigurationError, match="label 'y' has the value "):
             target.encode(pd.Series([value]))
+
+
+WHEN = pd.Series(pd.date_range("2020-01-01", "2021-12-31", freq="11D"))
+DATES: dict[str, tuple[pd.Series, pd.Series]] = {
+    "day first": (WHEN.dt.strftime("%d/%m/%Y"), WHEN),
+    "month first": (WHEN.dt.strftime("%m/%d/%Y"), WHEN),
+    "with times": (WHEN.dt.strftime("%d.%m.%Y %H:%M"), WHEN),
+    "ISO and day first": (WHEN.dt.strftime("%d/%m/%Y").where(WHEN.index % 2 == 0, WHEN.dt.strftime("%Y-%m-%d")), WHEN),
+    "periods": (
+        pd.Series([pd.Period(day, "M") for day in WHEN], dtype=object),
+        WHEN.dt.to_period("M").dt.to_timestamp(),
+    ),
+    "kinds": (pd.Series([day if i % 2 else str(day) for i, day in enumerate(WHEN)], dtype=object), WHEN),
+}
+
+
+@pytest.mark.parametrize("name", DATES)
+def test_dates_mean_the_same_in_any_table(name: str) -> None:
+    values, days = DATES[name]
+    frame = pd.DataFrame({"when": values, "other": np.arange(len(values)) % 2})
+    columns = Columns.learn(frame)
+    whole = columns.clean(frame)
+    assert whole["when.month"].tolist() == days.dt.month.tolist()
+    assert whole["when.day"].tolist() == days.dt.day.tolist()
+    assert columns.clean(frame[::-1]).equals(whole[::-1])
+    for i in range(0, len(frame), 7):
+        assert columns.clean(frame.iloc[[i]]).equals(whole.iloc[[i]])
+
+
+def test_an_order_that_no_date_shows_is_reported() -> None:
+    values = [f"{1 + i % 12:02}/{1 + i % 7:02}/2020" for i in range(N)]
+    frame = pd.DataFrame({"a": values, "b": [value.replace("/", ".") for value in values]})
+    with pytest.warns(UserWarning, match="dates such as") as warned:
+        columns = Columns.learn(frame)
+    assert [str(one.message).partition(" has ")[0] for one in warned] == ["column 'a'", "column 'b'"]
+    assert "of which none show whether the day or the month is first" in str(warned[0].message)
+    assert "are read as day.month.year" in str(warned[1].message)
+    whole = columns.clean(frame)
+    assert whole["a.month"].tolist() == whole["b.day"].tolist()
+
+
+def test_other_values_are_reported_at_prediction() -> None:
+    frame = pd.DataFrame({"d": DAYS, "b": np.arange(N) % 2 == 0})
+    columns = Columns.learn(frame)
+    more = pd.DataFrame({"d": [20200101, "soon", None], "b": ["yes", True, None]}, dtype=object)
+    with pytest.warns(UserWarning, match="in training") as warned:
+        cleaned = columns.clean(more)
+    assert cleaned["d.year"].isna().all()
+    assert cleaned["b"].tolist() == pytest.approx([np.nan, 1.0, np.nan], nan_ok=True)
+    texts = sorted(str(one.message) for one in warned)
+    assert texts[0].startswith("column 'b' of data has 'yes', but had True and False in training. 1 such")
+    assert texts[1].startswith("column 'd' of data has 20200101, but had dates in training. 2 such values")
+
+
+def test_the_text_of_a_value_does_not_depend_on_other_rows() -> None:
+    frame = pd.DataFrame({"m": pd.Series([True, 1, "a", 1.0, None] * (N // 5), dtype=object)})
+    columns = Columns.learn(frame)
+    whole = columns.clean(frame)["m"]
+    assert whole[:5].tolist() == ["True", "1", "a", "1", ""]
+    assert columns.clean(frame[::-1])["m"][::-1].tolist() == whole.tolist()
+    assert [columns.clean(frame.iloc[[i]])["m"].iloc[0] for i in range(5)] == whole[:5].tolist()
+
+
+def test_parts_of_dates_have_names_of_their_own() -> None:
+    frame = pd.DataFrame({"when.month": list("abc") * (N // 3), "when": DAYS, "when.day": np.arange(N) % 3})
+    columns = Columns.learn(frame)
+    cleaned = columns.clean(frame)
+    assert not cleaned.columns.has_duplicates
+    assert cleaned["when.month"].tolist() == frame["when.month"].tolist()
+    assert cleaned["when.month_"].tolist() == DAYS.month.tolist()
+    assert {*columns.of("number"), *columns.of("category")} == {*cleaned.columns}
+    dates = columns.only(["date"])
+    assert [*dates.clean(frame).columns] == dates.of("number")

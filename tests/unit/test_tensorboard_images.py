@@ -63,3 +63,22 @@ def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypat
     board = TensorBoard(tmp_path)
     with pytest.raises(ConfigurationError, match=r"needs Pillow: pip install '\.\[plot\]'"):
         make_loop().fit(num_epochs=1, callbacks=[board, Draws(board, torch.rand(1, 1, 2, 2))])
+
+
+def test_figures_are_closed_and_hyperparameters_may_have_any_keys(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    board = TensorBoard(tmp_path, hyperparameters={1: "a", (2, 3): 4})
+
+    class Draws(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            board.write_figure("closed", plt.figure(90))
+            board.write_figure("open", plt.figure(91), close=False)
+
+    before = plt.get_fignums()
+    make_loop().fit(num_epochs=2, callbacks=[board, Draws("draws")])
+    assert set(plt.get_fignums()) - set(before) == {91}
+    plt.close(91)
+    assert board.hyperparams == {"1": "a", "(2, 3)": 4}

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -33,7 +34,7 @@ from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, T
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.result import best_of
 from trainloop.tuning.search import Running, View
-from trainloop.tuning.space import make_searcher, parse_space
+from trainloop.tuning.space import OptunaSearcher, make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
 
 Q = ResourceQuota
@@ -953,3 +954,80 @@ def test_the_next_search_removes_the_folder_of_one_that_was_killed(
     del first, second
     gc.collect()
     assert not there()
+
+
+class Point:
+    """A choice that is equal to itself only."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+IDENTITIES: dict[str, list[Any]] = {
+    "lambdas": [lambda x: x, lambda x: -x],
+    "objects": [Point(1), Point(2)],
+    "arrays": [np.zeros(2), np.ones(2)],
+    "nan": [math.nan, 1.0],
+    "equal": [True, 1, 1.0],
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_choices_of_a_resumed_search_are_known_by_their_place(name: str) -> None:
+    pytest.importorskip("optuna")
+    space = {"h": IDENTITIES[name]}
+    first = make_searcher("optuna", space, seed=0, mode="min")
+    proposed = [first.propose(number) for number in range(4)]
+    assert isinstance(first, OptunaSearcher)
+    again = make_searcher("optuna", space, seed=0, mode="min")
+    assert isinstance(again, OptunaSearcher)
+    for number, params in enumerate(proposed):
+        assert params is not None
+        assert space["h"][first.choices(number)["h"]] is params["h"]
+        again.restore(number, first.choices(number))
+        again.tell(number, {"h": cloudpickle.loads(cloudpickle.dumps(params["h"]))}, float(number))
+    told = [trial.params["h"] for trial in again._study.trials]
+    assert told == [first.choices(number)["h"] for number in range(4)]
+    older = make_searcher("optuna", space, seed=0, mode="min")  # a search that was stored without places
+    older.tell(0, {"h": cloudpickle.loads(cloudpickle.dumps(space["h"][1]))}, 0.0)
+    assert len(older._study.trials) == (name in ("nan", "equal"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("labels", [np.array([0.0, 1.0, 2.0]), np.array(["a", "b", "c"]), np.array([0, 1, 2])], ids=str)
+def test_classifiers_without_probabilities_vote(labels: Any) -> None:
+    linear = pytest.importorskip("sklearn.linear_model")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 4)), labels[np.arange(60) % 3]
+    models = [linear.RidgeClassifier().fit(x[i:], y[i:]) for i in (0, 20, 40)]
+    bag = BaggedPredictor(models).predict(x)
+    each = np.stack([model.predict(x) for model in models])
+    assert set(bag) <= set(labels)
+    for i in range(60):
+        values, counts = np.unique(each[:, i], return_counts=True)
+        assert bag[i] == values[counts.argmax()]
+    fold = Fold(0, 2, np.arange(30), np.arange(30, 60))
+    found = fitting.fit(linear.RidgeClassifier(), fold=fold, data=(x, y), fit_args=None, params={}, metric="val_loss")
+    expected = linear.RidgeClassifier().fit(x[:30], y[:30]).predict(x[30:])
+    assert found.score == pytest.approx((expected != y[30:]).mean())
+    numbers = [linear.Ridge().fit(x[i:], np.arange(60.0)[i:]) for i in (0, 20)]
+    mean = np.mean([model.predict(x) for model in numbers], axis=0)
+    assert BaggedPredictor(numbers).predict(x) == pytest.approx(mean)
+
+
+def test_classifiers_of_several_targets() -> None:
+    ensemble = pytest.importorskip("sklearn.ensemble")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 3))
+    y = np.stack([x[:, 0] > 0, x[:, 1] > 0], 1).astype(float)
+    fold = Fold(0, 2, np.arange(20), np.arange(20, 40))
+
+    def right(truth: Any, predicted: Any) -> float:
+        return float((truth == predicted).mean())
+
+    forest = ensemble.RandomForestClassifier(5, random_state=0)
+    found = fitting.fit(forest, fold=fold, data=(x, y), fit_args=None, params={}, metric=right)
+    assert found.predictions.shape == (20, 2)
+    assert found.score == right(y[20:], found.model.predict(x[20:]))
+    assert set(np.unique(BaggedPredictor([found.model, found.model]).predict(x))) == {0.0, 1.0}
+    with pytest.raises(ConfigurationError, match="a single target for each row"):
+        fitting.fit(forest, fold=fold, data=(x, y), fit_args=None, params={}, metric="val_loss")

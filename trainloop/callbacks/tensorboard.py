@@ -275,8 +275,23 @@ class TensorBoard(Tracker):
         for summary in hparams(plain, metrics):
             self._events.write(summary=summary)
 
-    def write_figure(self, tag: str, figure: Any) -> None:
-        """Write a ``matplotlib.figure.Figure`` as an image at this step, on rank 0 only."""
+    def write_figure(self, tag: str, figure: Any, close: bool = True) -> None:
+        """Write a ``matplotlib.figure.Figure`` as an image at this step, on rank 0 only.
+
+        Parameters
+        ----------
+        tag : str
+        figure : matplotlib.figure.Figure
+        close : bool
+            Close the figure, on all ranks, as torch's ``add_figure`` does. Otherwise pyplot keeps it in memory.
+        """
+        try:
+            self._write_figure(tag, figure)
+        finally:
+            if close and "matplotlib.pyplot" in sys.modules:
+                sys.modules["matplotlib.pyplot"].close(figure)
+
+    def _write_figure(self, tag: str, figure: Any) -> None:
         if not self._writes:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary

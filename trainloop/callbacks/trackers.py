@@ -53,6 +53,11 @@ class EpochValues:
         self._lengths, self._steps = dict(state), {}
 
 
+def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a mapping whose keys are strings, as services and TensorBoard require."""
+    return {str(key): value for key, value in values.items()}
+
+
 class Tracker(AbstractCallback):
     """Base of callbacks that send values to files or to a service, from rank 0.
 
@@ -70,7 +75,7 @@ class Tracker(AbstractCallback):
         # Runs after callbacks that log at an epoch's end, and before callbacks that write checkpoints.
         super().__init__(name, execution_order=997, device_idx_execution=0)
         self.log_every_n_steps: int | None = count_of(name, *frequency, optional=True)
-        self.hyperparams = None if hyperparams is None else dict(hyperparams)
+        self.hyperparams = None if hyperparams is None else _with_names(hyperparams)
         self.experiment_name: str | None = None
         self.run_id: str | None = None
         self._epoch_values = EpochValues()
@@ -83,7 +88,7 @@ class Tracker(AbstractCallback):
         self.experiment_name = self.experiment_name or getattr(loop, "experiment_name", None)
         given = getattr(loop, "hyperparams", None)
         if self.hyperparams is None and isinstance(given, Mapping):
-            self.hyperparams = dict(given)
+            self.hyperparams = _with_names(given)
 
     def reset(self) -> None:
         super().reset()
@@ -392,7 +397,7 @@ class WandBTracking(ServiceTracker):
                 **{
                     "project": self.project_name,
                     "name": self.experiment_name,
-                    "config": None if self.hyperparams is None else _with_names(self.hyperparams),
+                    "config": self.hyperparams,
                     "tags": self.tags,
                     "dir": self.log_dir,
                     **known,
@@ -440,11 +445,6 @@ class WandBTracking(ServiceTracker):
     def _close(self, exception: BaseException | None) -> None:
         if not self.wandb_pre_initialized:
             self._run.finish(exit_code=int(exception is not None))
-
-
-def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a mapping whose keys are strings, as the services require."""
-    return {str(key): value for key, value in values.items()}
 
 
 _REFUSED = re.compile(r"[^\w\-. :/]")
@@ -512,7 +512,7 @@ class MLflowTracking(ServiceTracker):
             tags = None if self.tags is None else _with_names(self.tags)
             run = client.create_run(experiment_id, run_name=self.run_name, tags=tags)
             self.run_id = run.info.run_id
-            for key, value in _with_names(self.hyperparams or {}).items():
+            for key, value in (self.hyperparams or {}).items():
                 call = partial(client.log_param, self.run_id, self._accepted(key), value)
                 self._attempt(f"the hyperparameter {key!r} could not be sent", call)
         else:

@@ -169,7 +169,7 @@ class TTDataParallel(Transparent, DataParallel):
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
-                return parts.combine_predictions(outputs, self.dim)
+                return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion)

@@ -6,13 +6,14 @@ All functions are pure, and tensors remain on their device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
 from trainloop._support.nested import map_parts, map_together, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
@@ -215,6 +216,35 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
     )
 
 
+def as_rows(value: Any) -> Any:
+    """Return predictions whose rows can be joined: lists for generators, packed sequences and nested tensors.
+
+    The items of a packed sequence are in the order of its batch. Other sequences and iterators become lists, too.
+    """
+    if isinstance(value, PackedSequence):
+        return unpack_sequence(value)
+    if isinstance(value, Tensor):
+        return list(value.unbind()) if value.is_nested else value
+    if isinstance(value, Iterator) or (
+        isinstance(value, Sequence | KeysView | ValuesView) and not isinstance(value, str | bytes | list | tuple)
+    ):
+        return [as_rows(row) for row in value]
+    return map_parts(as_rows, value)
+
+
+def is_table(value: Any) -> bool:
+    """Return True for a Series or DataFrame of pandas, which is not imported here."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Series | pandas.DataFrame)
+
+
+def join_tables(tables: Sequence[Any]) -> Any:
+    """Concatenate tables; an index that only numbers the rows of each table is numbered again."""
+    pandas = sys.modules["pandas"]
+    numbered = all(isinstance(table.index, pandas.RangeIndex) for table in tables)
+    return pandas.concat(tables, ignore_index=numbered)
+
+
 def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
@@ -224,6 +254,8 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts), dim) if first.ndim else first
+    if is_table(first):
+        return join_tables(parts)
     if isinstance(first, np.ndarray):
         return np.concatenate(parts, dim) if first.ndim else first
     if isinstance(first, MutableMapping):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 from pandas.api import types
 
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Columns", "Kind", "Rows", "floats", "read_table", "scalars"]
@@ -30,6 +32,7 @@ _BY_TYPE: dict[str, Kind] = {
 }
 _BOOLEANS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 _PICTURE = r"(?i).\.(png|jpe?g|bmp|gif|webp|tiff?)$"
+_ORDERED = r"^\s*(\d{1,2})([/.-])(\d{1,2})[/.-]\d{2,4}\b"
 _DATE = r"\d{4}-\d{1,2}-\d{1,2}|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}\b"
 _ROW_NUMBER = r"(?i)(^|[_ .])(id|uuid|guid|index|row_?(number|nr|id))$|^unnamed: 0$"
 _PARTS = ("year", "month", "day", "day_of_week", "seconds")
@@ -69,6 +72,12 @@ class Columns:
     """Kind of each column that is used, in the order of the table."""
     dropped: Mapping[str, str]
     """Reason for dropping, by column."""
+    day_first: Mapping[str, bool] = field(default_factory=dict)
+    """For each column of dates: True if its texts have the day before the month, as learnt from all values."""
+    parts: Mapping[str, list[str]] = field(default_factory=dict)
+    """For each column of dates: the names of its parts in the cleaned table, which no column of the user has."""
+    learnt: bool = False
+    """True if the kinds were learnt from a table."""
 
     @classmethod
     def learn(cls, frame: pd.DataFrame) -> Columns:
@@ -87,18 +96,31 @@ class Columns:
         if not kinds:
             reasons = "; ".join(f"{name!r}: {why}" for name, why in dropped.items())
             raise ConfigurationError(f"no column is left to learn from ({reasons}). Pass columns that vary.")
-        return cls(kinds, dropped)
+        dates = [name for name, kind in kinds.items() if kind == "date"]
+        names: dict[str, list[str]] = {}
+        for name in dates:
+            taken = {*map(str, frame.columns), *(part for parts in names.values() for part in parts)}
+            names[name] = parts = _parts_of(name)
+            while taken.intersection(parts):
+                names[name] = parts = [f"{part}_" for part in parts]
+        return cls(kinds, dropped, {name: _day_first(frame[name]) for name in dates}, names, True)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
         """Return a copy that has only the columns of these kinds."""
-        return Columns({name: kind for name, kind in self.kinds.items() if kind in kinds}, {})
+        return replace(self, kinds={name: kind for name, kind in self.kinds.items() if kind in kinds}, dropped={})
 
     def of(self, kind: Kind) -> list[str]:
         """Return the names of this kind's columns in the cleaned table; dates and booleans are numbers there."""
         if kind != "number":
             return list(self.only([kind]).kinds)
         numbers = self.only(["number", "boolean", "date"]).kinds.items()
-        return [part for name, of in numbers for part in (_parts_of(name) if of == "date" else [name])]
+        return [part for name, of in numbers for part in (self._parts_of(name) if of == "date" else [name])]
+
+    def _parts_of(self, name: str) -> list[str]:
+        return self.parts.get(name) or _parts_of(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({"day_first": {}, "parts": {}, "learnt": False, **state})  # saved by an earlier version
 
     def used_in(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
         """Return the used columns of a table. Raise ConfigurationError if the table lacks any."""
@@ -119,8 +141,13 @@ class Columns:
                 cleaned[name] = _numbers(series, what)
             elif kind == "boolean":
                 cleaned[name] = np.array([_BOOLEANS.get(str(value).lower(), np.nan) for value in series], dtype=float)
+                if self.learnt:
+                    _report_other_values(series, np.isnan(cleaned[name]), what, "True and False")
             elif kind == "date":
-                cleaned.update(_dates(series))
+                dates = _as_dates(series, self.day_first.get(name, False))
+                cleaned.update(zip(self._parts_of(name), _dates(dates), strict=True))
+                if name in self.day_first:
+                    _report_other_values(series, dates.isna().to_numpy(), what, "dates")
             else:
                 cleaned[name] = _texts(series, what)
         return pd.DataFrame(cleaned, index=frame.index)
@@ -207,32 +234,81 @@ def _numbers(series: pd.Series, what: str) -> Rows:
     return np.where(np.isfinite(numbers), numbers.clip(-_LARGEST, _LARGEST), np.nan)
 
 
-def _as_dates(series: pd.Series) -> pd.Series:
+def _day_first(series: pd.Series) -> bool:
+    """Return True if the texts of a column of dates have the day before the month, from all values of the column."""
+    texts = series.dropna().astype(object)
+    texts = texts[[isinstance(value, str) for value in texts]]
+    found = texts.str.extract(_ORDERED) if len(texts) else pd.DataFrame(columns=[0, 1, 2])
+    found = found.dropna()
+    if found.empty:
+        return False
+    first, second = (found[column].astype(int).to_numpy() > 12 for column in (0, 2))
+    dotted = bool((found[1] == ".").mean() > 0.5)
+    if first.any() and not second.any():
+        return True
+    if second.any() and not first.any():
+        return False
+    why = "have the day first and others the month" if first.any() else "show whether the day or the month is first"
+    examples = texts[found.index]
+    share, order = "some" if first.any() else "none", "day.month.year" if dotted else "month/day/year"
+    warn(
+        f"column {str(series.name)!r} has dates such as {examples.iloc[0]!r}, of which {share} {why}. Dates that can "
+        f"be read in both ways are read as {order}. Write dates as 2020-12-31, or pass a column of datetimes."
+    )
+    return dotted
+
+
+def _report_other_values(series: pd.Series, missing: Rows, what: str, had: str) -> None:
+    """Warn about values that are not of the column's kind, and so are missing."""
+    other = missing & series.notna().to_numpy()
+    if other.any():
+        warn(
+            f"column {str(series.name)!r} of {what} has {series[other].iloc[0]!r}, but had {had} in training. "
+            f"{int(other.sum())} such values are treated as missing."
+        )
+
+
+def _as_dates(series: pd.Series, day_first: bool = False) -> pd.Series:
+    """Return the values as dates, each read by itself: not in a format that another value of the table has."""
     series = series.reset_index(drop=True)  # labels may repeat
     if isinstance(series.dtype, pd.PeriodDtype):
         series = series.dt.to_timestamp()
     # pandas can't do the next steps with Arrow types, and returns no dates with a time zone for booleans and durations.
-    if series.dtype.kind != "M" or isinstance(series.dtype, pd.ArrowDtype):
-        series = series.astype(object)
+    if series.dtype.kind == "M" and not isinstance(series.dtype, pd.ArrowDtype):
+        return pd.to_datetime(series, errors="coerce", utc=True)
+    series = series.astype(object)
+    series = series.map(_as_date, na_action="ignore").astype(object)
     with warnings.catch_warnings():  # pandas warns if it parses values one by one
         warnings.simplefilter("ignore")
-        dates: pd.Series = pd.to_datetime(series, errors="coerce", utc=True)
-        failed = dates.isna() & series.notna()
-        if failed.any() and series.dtype.kind != "M":  # values that are not in the format of the first row
-            dates[failed] = pd.to_datetime(series[failed], errors="coerce", utc=True, format="mixed")
+        stamps: dict[str, Any] = {}
+        texts = {value for value in series if isinstance(value, str)}
+        # With dayfirst, pandas would read 2020-01-12 as 1 December.
+        ordered = {value for value in texts if re.match(_ORDERED, value)}
+        for group, first in ((ordered, day_first), (texts - ordered, False)):
+            values = pd.Series([*group], dtype=object)
+            read = pd.to_datetime(values, errors="coerce", utc=True, format="mixed", dayfirst=first)
+            stamps.update(zip(values, read, strict=True))
+        series = series.map(lambda value: stamps[value] if isinstance(value, str) else value, na_action="ignore")
+        dates: pd.Series = pd.to_datetime(series.astype(object), errors="coerce", utc=True)
     return dates
+
+
+def _as_date(value: Any) -> Any:
+    """Return a value that pandas reads as a date or text; other values, such as numbers, are no dates."""
+    if isinstance(value, pd.Period):
+        return value.to_timestamp()
+    return value if isinstance(value, str | datetime.date | np.datetime64) else None
 
 
 def _parts_of(name: object) -> list[str]:
     return [f"{name}.{part}" for part in _PARTS]
 
 
-def _dates(series: pd.Series) -> dict[str, Rows]:
-    dates = _as_dates(series)
+def _dates(dates: pd.Series) -> list[Rows]:
     # Microseconds, because nanoseconds end in 2262, and many tables use 9999-12-31 for 'never'.
     since = (dates.dt.as_unit("us") - pd.Timestamp(0, tz="UTC").as_unit("us")).dt.total_seconds()
     values = [*(getattr(dates.dt, part) for part in _PARTS[:-1]), since]
-    return {name: np.asarray(value, dtype=float) for name, value in zip(_parts_of(series.name), values)}
+    return [np.asarray(value, dtype=float) for value in values]
 
 
 def _text(value: Any) -> str:
@@ -247,5 +323,9 @@ def _text(value: Any) -> str:
 def _texts(series: pd.Series, what: str) -> Rows:
     with scalars(series.name, what):
         codes, values = pd.factorize(series)
+    if types.infer_dtype(series, skipna=True).startswith("mixed"):  # True and 1 are equal, but not the same text
+        return np.array(
+            ["" if missing else _text(value) for value, missing in zip(series, series.isna())], dtype=object
+        )
     names = [_text(value) for value in values]
     return np.array([*names, ""], dtype=object)[codes]  # a missing value has the code -1

@@ -144,6 +144,9 @@ def extra_trees(given: Given) -> Estimator:
     return forest(given, "ExtraTrees")
 
 
+_ROUNDS_OF_DART = 500
+
+
 class GradientBoosting(Adapter):
     """Adapter of LightGBM, with early stopping. It trains on a GPU if one is granted and the build supports it."""
 
@@ -166,20 +169,31 @@ class GradientBoosting(Adapter):
         params |= {**({} if self.is_regression else class_params), **self.given.params}
         patience = params.pop("early_stopping_rounds", 100 if len(table) < 10_000 else 30)
 
+        # DART changes earlier trees, so LightGBM does not stop it early.
+        dart = "dart" in [params.get(name) for name in ("boosting", "boosting_type", "boost")]
+
         def fit(**device: str) -> Any:
             # Created for each device, because a Dataset is bound to its device.
             data = lightgbm.Dataset(x, y - self._shift, categorical_feature=coded)
             held_x, held_y = self._matrix.transform(validation[0]), validation[1] - self._shift
             held_out = lightgbm.Dataset(held_x, held_y, reference=data)
-            stop: list[Any] = [lightgbm.early_stopping(patience, first_metric_only=True, verbose=False), _stop_in_time]
-            # If params contains a number of rounds, under any of its names, it takes precedence over 10_000.
-            return lightgbm.train({**params, **device}, data, 10_000, valid_sets=[held_out], callbacks=stop)
+            stop: list[Any] = [_stop_in_time]
+            if not dart:
+                stop.insert(0, lightgbm.early_stopping(patience, first_metric_only=True, verbose=False))
+            # If params contains a number of rounds, under any of its names, it takes precedence.
+            rounds = _ROUNDS_OF_DART if dart else 10_000
+            return lightgbm.train({**params, **device}, data, rounds, valid_sets=[held_out], callbacks=stop)
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._booster = gpu_or_cpu(lambda: fit(device_type="gpu"), fit) if self.given.gpu else fit()
         self.facts["notes"] = [str(each.message) for each in caught if "on the CPU" in str(each.message)]
         self.facts["used_gpu"] = self.given.gpu and not self.facts["notes"]
+        if dart:
+            self.facts["notes"].append(
+                f"LightGBM's boosting='dart' can't stop early: {self._booster.num_trees()} trees were trained. Set "
+                "num_boost_round for another number of rounds."
+            )
 
     def predict(self, table: pd.DataFrame) -> Rows:
         found = np.asarray(self._booster.predict(self._matrix.transform(table))) + self._shift

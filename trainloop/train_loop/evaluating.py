@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._metrics import EpochEnd, Recorder
-from trainloop._support.nested import map_parts, map_together
+from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop._support.reduction import SumRule, divisor_of, functional_losses
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.scatter import as_rows, is_table, join_tables
 from trainloop.train_loop.losses import per_sample, weights_of_parts
 
 __all__ = [
@@ -124,7 +125,8 @@ def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:
 def join_rows(batches: list[Any], empty: Any = None) -> Any:
     """Join batches of rows; this is the default ``pred_transform_fn``.
 
-    Tensors and arrays are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes are kept.
+    Tensors, arrays and pandas' tables are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes
+    are kept.
     Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
     numbers, or differ in length between batches. Values without rows (one number per batch) become a list.
 
@@ -151,6 +153,8 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
             # Sequences that are padded to the longest of their batch have different lengths in different batches.
             same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
             return concatenate(arrays) if same_shapes else [row for array in arrays for row in array]
+    if all(is_table(batch) for batch in batches):
+        return join_tables(batches)
     if all(isinstance(batch, Mapping) for batch in batches):
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
@@ -218,19 +222,44 @@ def predictions(
     return y_pred, y_true, metadata
 
 
-def check_rows(output: Any) -> None:
-    """Raise an error if ``get_predictions`` returned an invalid result for a batch."""
+def check_rows(output: Any) -> Predictions:
+    """Return what ``get_predictions`` returned for a batch, with rows that can be joined.
+
+    Raises
+    ------
+    ConfigurationError
+        If the result is invalid, or its rows can't be joined.
+    """
     if not isinstance(output, tuple) or len(output) != 3:
         what = f"a tuple of length {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ConfigurationError(
             f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
         )
-    y_pred, y_true, _ = output
+    y_pred, y_true, _ = output = as_rows(output)
+    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
+        _check_kind(name, y)
     rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]
     if None not in rows and rows[0] != rows[1]:
         raise ConfigurationError(
             f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch. Return one "
             "prediction and one target for each sample."
+        )
+    return output
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Raise an error about a collection whose rows can't be joined, such as a set or a sparse matrix of scipy."""
+    parts = parts_of(value)
+    if parts is not None:
+        for part in parts if isinstance(value, Mapping | tuple) else ():  # an item of a list may be any object
+            _check_kind(name, part)
+        return
+    known = isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes)) or is_table(value)
+    if not known and (hasattr(type(value), "__len__") or hasattr(value, "shape")):
+        raise ConfigurationError(
+            f"get_predictions returned a {type(value).__module__}.{type(value).__qualname__} in {name}, whose rows "
+            "can't be joined with those of other batches. Return a tensor, an array, a table of pandas, or a list "
+            "with one item for each sample."
         )
 
 
@@ -239,7 +268,7 @@ def row_count(output: Predictions, size: int) -> int:
     y_pred = output[0]
     if isinstance(y_pred, (Tensor, np.ndarray)):
         return len(y_pred) if y_pred.ndim else 1
-    return len(y_pred) if isinstance(y_pred, list) else size
+    return len(y_pred) if isinstance(y_pred, list) or is_table(y_pred) else size
 
 
 def on_cpu(value: Any) -> Any:
@@ -260,6 +289,8 @@ def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
         return value.index_select(0, torch.as_tensor(places))  # works for sparse tensors, too
     if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
         return value[np.asarray(places)]
+    if is_table(value):
+        return value.iloc[np.asarray(places)] if len(value) == length else value
     if isinstance(value, list) or (isinstance(value, tuple) and _has_rows([value])):
         # Entries of lists of another length may not be rows.
         return [value[i] for i in places] if len(value) == length else value

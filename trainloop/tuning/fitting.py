@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +120,11 @@ def fit(
         )
     if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
         number = 0 if outcome.predictions is None else len(outcome.predictions)
+        if not hasattr(made, "predict_on_validation_set"):
+            raise ConfigurationError(
+                f"the {type(outcome.model).__name__} predicts {number} rows, but the fold holds out "
+                f"{len(fold.validation)}. Its predict must return one row for each row of x."
+            )
         raise ConfigurationError(
             f"the validation set has {number} rows, but the fold holds out {len(fold.validation)}. In make_loop, build "
             "it from fold.validation: DataLoader(Subset(data, fold.validation), batch_size=...)."
@@ -170,7 +177,10 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
 
 
 def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
-    """Return an estimator's ``val_loss``: cross entropy for classes, squared error for numbers."""
+    """Return an estimator's ``val_loss``: cross entropy, or squared error of numbers.
+
+    For classes without probabilities, it is the share of wrong ones.
+    """
     if truth.ndim == 2 and truth.shape[1] == 1:  # a table with one column
         truth = truth[:, 0]
     if hasattr(estimator, "predict_proba"):
@@ -185,6 +195,8 @@ def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[A
         # A class that the estimator was not trained on has no column.
         probabilities = np.where(columns < 0, 0.0, predictions[np.arange(len(truth)), columns])
         return float(-np.log(np.clip(probabilities, 1e-15, 1.0)).mean())
+    if predicts_classes(estimator):
+        return float((np.asarray(predictions).reshape(truth.shape) != truth).mean())
     return float(np.square(np.asarray(predictions, dtype=float).reshape(truth.shape) - truth).mean())
 
 
@@ -214,7 +226,26 @@ def predict_with(model: Any, data: Any) -> Any:
     if hasattr(model, "get_predictions"):
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         return as_rows(TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
-    return as_rows(model.predict_proba(data) if hasattr(model, "predict_proba") else model.predict(data))
+    if hasattr(model, "predict_proba") and not _has_several_targets(model):
+        return as_rows(model.predict_proba(data))
+    return as_rows(model.predict(data))
+
+
+def _has_several_targets(model: Any) -> bool:
+    """Return True for a classifier of several targets, which has a list of classes, and of probabilities, for each."""
+    classes = getattr(model, "classes_", None)
+    return classes is not None and any(np.ndim(label) for label in classes)
+
+
+def predicts_classes(model: Any) -> bool:
+    """Return True if :func:`predict_with` returns classes, whatever their type, as the model itself says."""
+    if hasattr(model, "get_predictions") or (hasattr(model, "predict_proba") and not _has_several_targets(model)):
+        return False
+    base = sys.modules.get("sklearn.base")  # a model of scikit-learn has imported it
+    with contextlib.suppress(Exception):  # an object of another library, without scikit-learn's tags
+        if base is not None and base.is_classifier(model):
+            return True
+    return getattr(model, "classes_", None) is not None or getattr(model, "_estimator_type", "") == "classifier"
 
 
 def classes_of(model: Any) -> list[Any] | None:
@@ -246,19 +277,21 @@ def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> li
     return aligned
 
 
-def combine(predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None) -> Any:
+def combine(
+    predictions: Sequence[Any], classes: Sequence[list[Any] | None] | None = None, *, votes: bool = False
+) -> Any:
     """Combine the predictions of several models: return the mean of floats, or the most frequent class.
 
     In a tie, the class with the lowest label is returned. ``classes`` has the result of :func:`classes_of` for each
-    model.
+    model. With ``votes``, floats are classes, too.
     """
     rows = align(predictions, classes or [None] * len(predictions))
-    if rows[0].dtype.kind in "fc":
+    if rows[0].dtype.kind in "fc" and not votes:
         return np.mean(rows, axis=0)
     values, codes = np.unique(np.stack(rows), return_inverse=True)
     codes = codes.reshape(len(rows), *rows[0].shape)
-    votes = np.stack([(codes == code).sum(axis=0) for code in range(len(values))])
-    return values[votes.argmax(axis=0)]
+    counts = np.stack([(codes == code).sum(axis=0) for code in range(len(values))])
+    return values[counts.argmax(axis=0)]
 
 
 def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tuple[int, Any]:

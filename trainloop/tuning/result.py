@@ -347,13 +347,15 @@ class BaggedPredictor:
         Returns
         -------
         numpy.ndarray
-            The mean if predictions are floats (logits, probabilities, numbers). If they are classes, the most frequent
-            class; in a tie, the lowest one. If models were trained on different classes, probabilities have one column
-            for each class that any model knows, in sorted order. A model contributes 0 for classes that it does not
+            The mean if predictions are logits, probabilities or numbers. If they are classes (integers, texts, and all
+            predictions of a classifier without ``predict_proba``), the most frequent class; in a tie, the lowest one.
+            If models were trained on different classes, probabilities have one column for each class that any model
+            knows, in sorted order. A model contributes 0 for classes that it does not
             know.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
-        return fitting.combine(predictions, [fitting.classes_of(model) for model in self.models])
+        classes = [fitting.classes_of(model) for model in self.models]
+        return fitting.combine(predictions, classes, votes=all(map(fitting.predicts_classes, self.models)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, atomically."""

@@ -32,7 +32,7 @@ from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, num_
 from trainloop.tuning.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.on_ray import RayBackend
 from trainloop.tuning.result import Trial, TuneResult, best_of, short
-from trainloop.tuning.space import Searcher, make_searcher
+from trainloop.tuning.space import OptunaSearcher, Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
 
@@ -326,11 +326,23 @@ class _Search:
         # state of the user's modules is first in it, since the objects may read this state when they are unpickled.
         write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": self.folds}, "tune")
 
+    def _params(self, number: int) -> dict[str, Any] | None:
+        """Return the parameters of a trial: those of an earlier run, or new ones; None if the space is exhausted."""
+        params, searcher = self.store.params(number), self.searcher
+        if params is not None:
+            if isinstance(searcher, OptunaSearcher):
+                searcher.restore(number, self.store.choices(number))
+            return params
+        params = searcher.propose(number)
+        if params is not None and isinstance(searcher, OptunaSearcher):
+            self.store.write_choices(number, searcher.choices(number))
+        return params
+
     def _describe(self) -> tuple[int, Any]:
         """Return the number of rows and their targets."""
         # Only the loop knows its data, so a child process creates a loop and inspects it.
         write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": None}, "tune")
-        params = self.store.params(0) or self.searcher.propose(0) or {}
+        params = self._params(0) or {}
         self.store.begin_trial(0, params)
         folder = self.store.folder / "data"
         make_folder(folder)
@@ -449,9 +461,7 @@ class _Search:
         number = self.next
         if number >= self.division.num_trials:
             return None
-        params = self.store.params(number)
-        if params is None:
-            params = self.searcher.propose(number)
+        params = self._params(number)
         if params is None:
             self.next = self.division.num_trials
             return None

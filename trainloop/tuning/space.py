@@ -6,6 +6,7 @@ not depend on the backend or on the order in which trials end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Choice", "Integers", "Searcher", "Uniform", "make_searcher", "parse_space"]
+__all__ = ["Choice", "Integers", "OptunaSearcher", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
 _ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search tries no setting twice
 
@@ -165,7 +166,7 @@ def make_searcher(searcher: Any, space: Mapping[str, Any], *, seed: int, mode: s
     if searcher in ("random", "grid"):
         return _Listed(dimensions, seed, in_order=searcher == "grid")
     if searcher == "optuna" or hasattr(searcher, "sample_relative"):
-        return _Optuna(dimensions, None if searcher == "optuna" else searcher, seed, mode)
+        return OptunaSearcher(dimensions, None if searcher == "optuna" else searcher, seed, mode)
     if hasattr(searcher, "propose") and hasattr(searcher, "tell"):
         return searcher
     raise ConfigurationError(
@@ -213,7 +214,7 @@ class _Listed:
         pass
 
 
-class _Optuna:
+class OptunaSearcher:
     """Propose parameters from Optuna, and report scores to it.
 
     A choice is sampled by index, so its values may have any type.
@@ -245,6 +246,7 @@ class _Optuna:
         finally:
             optuna.logging.set_verbosity(before)
         self._open: dict[int, Any] = {}
+        self._indices: dict[int, dict[str, int]] = {}  # of the choices, by trial
         self._seed = seed if sampler is None else None
         self._next = 0
 
@@ -260,7 +262,17 @@ class _Optuna:
 
     def _ask(self, number: int) -> dict[str, Any]:
         self._open[number] = proposed = self._study.ask(self._distributions)
+        chosen = proposed.params.items()
+        self._indices[number] = {name: at for name, at in chosen if isinstance(self._dimensions[name], Choice)}
         return {name: self._value(name, chosen) for name, chosen in proposed.params.items()}
+
+    def choices(self, number: int) -> dict[str, int]:
+        """Return the indices of a trial's choices, which a resumed search needs: values may be equal to no other."""
+        return self._indices.get(number, {})
+
+    def restore(self, number: int, indices: Mapping[str, int]) -> None:
+        """Receive the result of :meth:`choices` for a trial of an earlier run."""
+        self._indices[number] = dict(indices)
 
     def _value(self, name: str, chosen: Any) -> Any:
         dimension = self._dimensions[name]
@@ -271,9 +283,23 @@ class _Optuna:
         state = self._optuna.trial.TrialState.FAIL if failed else self._optuna.trial.TrialState.COMPLETE
         if number not in self._open:  # the trial is from an earlier run
             chosen = {}
+            indices = self._indices.get(number, {})
             for name, value in params.items():
                 dimension = self._dimensions[name]
-                chosen[name] = list(dimension.values).index(value) if isinstance(dimension, Choice) else value
+                if isinstance(dimension, Choice):
+                    value = indices[name] if name in indices else _index_of(value, dimension.values)
+                    if value is None or value >= len(dimension.values):
+                        return  # the search was stored by an earlier version, and the value can't be recognised
+                chosen[name] = value
             self._study.enqueue_trial(chosen)
             self._ask(number)
         self._study.tell(self._open.pop(number), None if failed else score, state=state)
+
+
+def _index_of(value: Any, values: Sequence[Any]) -> int | None:
+    """Return the index of a value among choices of the same type; None if it is equal to none of them."""
+    for i, other in enumerate(values):
+        with contextlib.suppress(Exception):  # arrays have no single truth value
+            if type(other) is type(value) and bool(other == value):
+                return i
+    return None

@@ -306,6 +306,15 @@ class Storage:
         write_bytes(folder / "params.json", text.encode())
         write(folder / "params.pkl", dict(params))
 
+    def choices(self, number: int) -> dict[str, int]:
+        """Return the indices of a trial's choices, as the searcher gave them; empty if there are none."""
+        path = self.trial_folder(number) / "choices.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def write_choices(self, number: int, indices: Mapping[str, int]) -> None:
+        """Write the indices of a trial's choices."""
+        write_bytes(self.trial_folder(number) / "choices.json", json.dumps(dict(indices)).encode())
+
     def result(self, number: int, fold: int) -> dict[str, Any] | None:
         """Return a fold's result without predictions and model; None if the fold has not finished."""
         path = self.fold_folder(number, fold) / "result.pkl"
