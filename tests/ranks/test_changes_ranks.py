@@ -78,8 +78,41 @@ def test_a_run_in_ranks_resumed_after_a_change_is_the_uninterrupted_one(change: 
             assert resumed_differs(change, mode, moment, tmp_path / moment) == 0, moment
 
 
+class Factored(torch.optim.Optimizer):
+    """Has a statistic for each row of a parameter, or of a rank's shard of it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            own, gradient = (t.to_local() if hasattr(t, "to_local") else t for t in (p, p.grad))
+            squares = gradient.pow(2).flatten(1).mean(1) if gradient.ndim > 1 else gradient.pow(2)
+            state = self.state[p]
+            state["rows"] = squares if "rows" not in state else 0.9 * state["rows"] + 0.1 * squares
+            own.sub_(0.05 * gradient / (state["rows"].sqrt() + 1e-3).reshape(-1, *[1] * (gradient.ndim - 1)))
+
+
+@pytest.mark.long
+def test_optimizer_state_of_shards_is_saved_and_kept_for_each_rank(tmp_path: Path) -> None:
+    def fit(*epochs: int, folder: str = "none", resume: str | None = None, mode: str = "fsdp") -> torch.Tensor:
+        loop = loop_of("rate", mode, seed=0)
+        loop.optimizer = Factored(loop.model.parameters())
+        for number in epochs:
+            loop.fit(num_epochs=number, callbacks=[ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        return loop.model.body.weight.detach()
+
+    whole = fit(4)
+    assert torch.equal(fit(2, 2, folder="twice"), whole)
+    fit(2, folder="parts")
+    assert torch.equal(fit(4, folder="parts", resume="last"), whole)
+    with pytest.raises(TrainLoopError, match="state of shards on 2 ranks of fsdp"):
+        fit(6, folder="parts", resume="last", mode="single")
+
+
 class Steps(AbstractCallback):
-    """State of each rank's own, a loss that only rank 1 ends the epoch by, and a buffer that goes at the end."""
+    """State of each rank's own; rank 1 ends the first epoch."""
 
     def __init__(self) -> None:
         super().__init__("steps")
@@ -103,6 +136,8 @@ class Steps(AbstractCallback):
     def on_epoch_end(self) -> None:
         self.log("own of all ranks", float(self.own), reduce="sum")
 
+
+class RemovesBuffer(AbstractCallback):
     def on_train_end(self) -> None:
         del self.train_loop_obj.model.last
 
@@ -111,7 +146,9 @@ def test_ranks_own_states_the_end_of_an_epoch_and_the_last_buffer(tmp_path: Path
     def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], int, Net]:
         loop = loop_of("rate", "ddp", seed=0)
         loop.model.register_buffer("last", torch.ones(1))
-        loop.fit(num_epochs=epochs, callbacks=[Steps(), ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        callbacks: list[AbstractCallback] = [Steps(), ModelCheckpoint(tmp_path / folder)]
+        last = [RemovesBuffer("removes")] if folder == "whole" else []
+        loop.fit(num_epochs=epochs, callbacks=[*callbacks, *last], resume_from=resume)
         return loop.history["own of all ranks"], loop.global_step, loop.model
 
     own, steps, model = fit(3, "whole")

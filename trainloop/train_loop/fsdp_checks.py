@@ -72,6 +72,8 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                 f"{type(optimizer).__name__}(fused=True) with gpu_mode='fsdp': torch has no fused kernel for "
                 "sharded parameters. Leave fused out, or use AdamW."
             )
+        if any(loop.own_optimizer_states):  # each rank has its own, from the last fit
+            continue
         for p, own in optimizer.state.items():
             for key, value in own.items() if isinstance(own, dict) and isinstance(p, Tensor) else ():
                 if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:

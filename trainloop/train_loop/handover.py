@@ -26,7 +26,7 @@ from trainloop.train_loop.loop_state import LoopState
 __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
 COUNTERS = (
-    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
+    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss", "own_optimizer_states"),
     *("early_stop", "ends"),  # in this order: setting early_stop changes ends
 )
 # Attributes of the loop that callbacks may assign in ranks, and that come back if they have.
@@ -112,6 +112,8 @@ class CallerSide:
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
         views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
         put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
+        for text in state["warnings"]:
+            warn(text)
         result = state["result"]
         del state  # free the model's memory now
         trim()
@@ -184,6 +186,7 @@ class RankSide:
             },
             "structures": structures,
             "settings": self._changed_settings(),
+            "warnings": self._about_loaders(),
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
             "parts": changed_parts(self.parts, self._arrived, self.known),
@@ -199,20 +202,7 @@ class RankSide:
         return pack_state(state, self.known)
 
     def _changed_settings(self) -> dict[str, Any]:
-        """Return what hooks have assigned to the loop; warn about loaders, which do not come back."""
-        for name, before, marks in zip(_LOADERS, self._loaders, self._marks):
-            if before is None:
-                continue
-            if getattr(self._loop, name) is before and marks.changed():
-                warn(
-                    f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
-                    "process, they are unchanged. To use the change after fit, make it there, too."
-                )
-            elif getattr(self._loop, name) is not before:
-                warn(
-                    f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
-                    "you passed. To use another one after fit, assign it there."
-                )
+        """Return what hooks have assigned to the loop, except for loaders."""
         now = {name: getattr(self._loop, name) for name in _SETTINGS}
         return {
             name: value
@@ -220,6 +210,24 @@ class RankSide:
             if value is not self._settings[name]
             and self._can_send(value, f"tl.{name}, assigned in training, can't be pickled")
         }
+
+    def _about_loaders(self) -> list[str]:
+        """Return a warning for each loader that hooks have replaced or changed, since data do not come back."""
+        found = []
+        for name, before, marks in zip(_LOADERS, self._loaders, self._marks):
+            if before is None:
+                continue
+            if getattr(self._loop, name) is not before:
+                found.append(
+                    f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
+                    "you passed. To use another one after fit, assign it there."
+                )
+            elif marks.changed():
+                found.append(
+                    f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
+                    "process, they are unchanged. To use the change after fit, make it there, too."
+                )
+        return found
 
     def _can_send(self, value: Any, problem: str) -> bool:
         """Return True if a value can be pickled; otherwise warn."""

@@ -110,6 +110,8 @@ class LoopState:
         too."""
         self.left_behind = False
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
+        self.own_optimizer_states: list[Any] = []
+        """In ``fsdp``, each rank's optimizer state that is not shaped like the parameters, after the last ``fit``."""
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
         self.running: Running | None = None
@@ -132,6 +134,8 @@ class LoopState:
             if known and running is None and name in _OF_FIT:
                 raise ConfigurationError(f"tl.{name} can't be assigned between calls of fit. Pass fit({name}=...).")
             super().__setattr__(name, self._checked(name, value) if known else value)
+            if name == "optimizer":
+                self.note(own_optimizer_states=[])
             if running is not None and known:
                 running.assigned(name)
         elif name in _OWN or hasattr(type(self), name):
@@ -465,5 +469,6 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 # The loop's own attributes, as far as they are not properties or methods of the class.
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "
-    "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind resumed running".split()
+    "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
+    "resumed running".split()
 )

@@ -25,12 +25,14 @@ from trainloop.data.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
+    all_optimizers,
     inner_optimizers,
     load_optimizer_state_dict,
     optimizer_state_dict,
     optimizers_of,
+    parameters_of,
 )
-from trainloop.parallel.shards import gathered, map_tensors
+from trainloop.parallel.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.arguments import short
 from trainloop.train_loop.ending import end_that_holds, nothing_left
 from trainloop.train_loop.loop_state import LoopState
@@ -44,6 +46,8 @@ __all__ = [
     "checkpoint_to_resume",
     "described_differences",
     "load_checkpoint_state",
+    "own_optimizer_states",
+    "put_own_optimizer_states",
     "resume_point",
     "state_of_rank_zero",
     "states_of_ranks",
@@ -84,9 +88,50 @@ def states_of_ranks(run: TrainingRun) -> list[dict[str, Any]] | None:
         "carried": carried_state_of(loop.model),
         "ends": [tuple(end) for end in loop.ends],
         "callbacks": _callback_states(loop, "rank_state_dict"),
+        "optimizers": own_optimizer_states(loop),
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     return distributed.gather_to(mine) if run.parallel else [mine]
+
+
+def own_optimizer_states(loop: LoopState) -> list[dict[str, dict[str, torch.Tensor]]]:
+    """Return this rank's state of sharded parameters that is not sharded like them, by optimizer and parameter.
+
+    A factored optimizer has, for each shard, statistics of its rows and columns. They are different on each rank, and
+    can't be joined. The list is empty if there is no such state, as in all modes but ``fsdp``.
+    """
+    found: list[dict[str, dict[str, torch.Tensor]]] = []
+    for optimizer in all_optimizers(loop.optimizer):
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for i, p in enumerate(parameters_of(optimizer)):
+            state = optimizer.state.get(p) if is_sharded(p) else None
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.ndim and not is_sharded(value):
+                    own.setdefault(str(i), {})[key] = value.detach()
+        found.append(own)
+    return found if any(found) else []
+
+
+def put_own_optimizer_states(loop: LoopState, everyone: list[Any]) -> None:
+    """Put the rank's entry of the :func:`own_optimizer_states` of all ranks into the optimizers."""
+    if not any(everyone):
+        return
+    for optimizer, own in zip(all_optimizers(loop.optimizer), everyone[loop.rank], strict=True):
+        parameters = parameters_of(optimizer)
+        for i, values in own.items():
+            for key, value in values.items():
+                optimizer.state[parameters[int(i)]][key] = value.clone()
+
+
+def _check_own_states(run: TrainingRun, ranks: list[dict[str, Any]]) -> None:
+    if any(saved.get("optimizers") for saved in ranks) and (
+        not run.place.collective or len(ranks) != run.loop.world_size
+    ):
+        raise CheckpointError(
+            f"the checkpoint has the optimizer's state of shards on {len(ranks)} ranks of fsdp, which is not shaped "
+            "like the parameters (as of factored optimizers), so it can't be divided in another way. Resume in fsdp "
+            f"with {len(ranks)} ranks."
+        )
 
 
 def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -365,6 +410,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     loop = run.loop
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
+    _check_own_states(run, ranks)
     if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
         _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
@@ -381,6 +427,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
+    put_own_optimizer_states(loop, [saved.get("optimizers") for saved in ranks])
     _load_rank_states(loop, ranks, same_ranks=same_ranks)
     for hook in run.hooks.on_resume:
         hook()

@@ -169,6 +169,9 @@ class Training(Run):
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
             self.place.check_parameters()
+            if self.place.collective:  # the caller's optimizer has no place for it
+                own = run_state.own_optimizer_states(loop)
+                loop.note(own_optimizer_states=distributed.gather_object(own))
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
@@ -200,6 +203,7 @@ class Training(Run):
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
+        run_state.put_own_optimizer_states(loop, loop.own_optimizer_states)
         self.gradients = Gradients(self)
         self.undo.enter_context(self.gradients.noting_registrations())
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
