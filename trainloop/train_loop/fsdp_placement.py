@@ -129,9 +129,11 @@ class ShardedPlacement(Placement):
                     raise
                 raise ConfigurationError(
                     f"{getattr(hook, '__qualname__', 'a hook')} uses a parameter of which this rank has a shard only, "
-                    "a DTensor, in a way that torch does not support. In fsdp, use operations that work elementwise "
-                    "(p.mul_, p.copy_ of another DTensor), p.to_local(), or p.full_tensor() on all ranks. Or make the "
-                    f"change before fit, or use gpu_mode='ddp'. torch says: {error}"
+                    "a DTensor, outside of get_loss, get_loss_eval and get_predictions. To call the model, call "
+                    "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change "
+                    "values, use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), "
+                    "or p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch "
+                    f"says: {error}"
                 ) from error
 
         return guard
