@@ -109,10 +109,8 @@ class ShardedPlacement(Placement):
             ]
         for module, name, path in self._owned:
             now = module._parameters.get(name)
-            if now is not None and not is_sharded(now):  # perhaps a unit is still gathered, as after a penalty
-                self.wrapper.reshard_units()
-                now = module._parameters.get(name)
-            if now is None or not is_sharded(now):
+            # A parameter that is not sharded may be one that FSDP has gathered, as after a penalty on gradients.
+            if now is None or ((module, name) in self.registered and not is_sharded(now)):
                 raise ConfigurationError(
                     f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback. "
                     "In fsdp, units of parameters are sharded when the run begins, and can't change later. Make the "

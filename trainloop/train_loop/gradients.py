@@ -189,6 +189,8 @@ class Gradients:
 
         def note(module: nn.Module, name: str, value: Any) -> None:
             self.outdated = True
+            if self._place.collective:
+                self._place.registered.add((module, name))
 
         with ExitStack() as undo:
             undo.callback(register_module_parameter_registration_hook(note).remove)

@@ -44,6 +44,8 @@ class Placement:
     """True if BatchNorm normalises over all ranks."""
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     """Optimizers whose state is placed with the model; an optimizer is followed by those that it contains."""
+    registered: set[tuple[nn.Module, str]] = field(default_factory=set)
+    """Parameters that were registered while the run was placed, by module and name."""
     wrap: Callable[..., Any] | None = None
     """Function that creates the wrapper; takes further arguments of the wrapper's constructor."""
 
@@ -180,7 +182,7 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             kind.scaler_type(device.type, enabled=amp.scales, **amp.scaler),
             syncs_batchnorm,
             stepped,
-            wrap,
+            wrap=wrap,
         )
         undo.callback(place.release)
         yield place
