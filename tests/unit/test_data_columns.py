@@ -43,7 +43,7 @@ def test_each_rank_has_its_own_columns_of_every_batch(world_size: int) -> None:
 def test_more_ranks_than_columns_and_steps_of_several_chunks() -> None:
     ranks = rank_steps(lambda: SplitBatches(chunks(2, 33), dim=1), 3, grad_accumulation=2, epochs=1)
     assert [[len(step.batches) for step in rank[0]] for rank in ranks] == [[2, 2, 2, 1], [2, 2, 2, 1], [0, 0, 0, 0]]
-    assert all(step.ragged for rank in ranks for step in rank[0])
+    assert all(step.counts for rank in ranks for step in rank[0])
 
 
 def test_an_epoch_goes_on_in_its_middle() -> None:

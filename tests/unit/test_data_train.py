@@ -74,7 +74,8 @@ def test_ranks_share_the_global_batches_of_one_process(kind: Kind, world_size: i
             assert {share.total for share in shares} == {step.total} == {together.total()}
             for share in shares:
                 assert share.sizes == [len(indices(batch)) for batch in share.batches]
-                assert share.ragged == (len({len(s.batches) for s in shares}) > 1)
+                lengths = [len(s.batches) for s in shares]
+                assert share.counts == (lengths if len(set(lengths)) > 1 else None)
         visited = Counter(i for step in steps for batch in step.batches for i in indices(batch))
         assert not kind.once or visited == Counter(range(ROWS))
 
@@ -90,7 +91,7 @@ def test_scales_make_the_mean_over_ranks_the_mean_over_samples(kind: Kind, grad_
             of_ranks.append(sum(scale * loss for scale, loss in zip(scales, of_rank, strict=True)))
         everything = torch.cat([parts(batch)[1] for share in shares for batch in share.batches])
         assert torch.isclose(torch.as_tensor(sum(of_ranks) / 3), everything.mean(), rtol=1e-12)
-        equal = len({size for share in shares for size in share.sizes}) == 1 and not shares[0].ragged
+        equal = len({size for share in shares for size in share.sizes}) == 1 and shares[0].counts is None
         assert all((share.scales is None) == equal for share in shares)
 
 
@@ -140,7 +141,8 @@ def test_streams_of_unequal_length_end_together(lengths: tuple[int, int]) -> Non
         assert [i for step in ranks[rank] for batch in step.batches for i in indices(batch)] == list(range(4 * length))
     for first, second in zip(*ranks, strict=True):
         assert first.total == second.total == sum(first.sizes) + sum(second.sizes)
-        assert first.ragged == second.ragged == (len(first.batches) != len(second.batches))
+        lengths = [len(first.batches), len(second.batches)]
+        assert first.counts == second.counts == (lengths if lengths[0] != lengths[1] else None)
 
 
 # -- one process without a seed ----------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_the_twin_of_a_distributed_loader_keeps_its_sampler() -> None:
         expected.set_epoch(1)
         steps = list(feed.steps(1))
         assert [i for step in steps for i in indices(step.batches[0])] == list(expected)
-        assert steps[0][1:] == ([4], None, 8, False)
+        assert steps[0][1:] == ([4], None, 8, None)
         assert (feed.num_batches, feed.num_samples, feed.global_batch_size) == (6, 42, 8)
 
 

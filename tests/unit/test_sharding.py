@@ -199,15 +199,15 @@ def test_keys_give_unrelated_orders() -> None:
 @pytest.mark.parametrize(
     ("sizes", "weights"),
     [
-        pytest.param([[4], [4]], StepWeights(None, 8, False), id="equal"),
-        pytest.param([[4, 4], [4, 4]], StepWeights(None, 16, False), id="equal, accumulated"),
-        pytest.param([[3], [1]], StepWeights([1.5], 4, False), id="unequal"),
-        pytest.param([[4, 2], [4]], StepWeights([0.8, 0.4], 10, True), id="ragged"),
-        pytest.param([[4], [4, 4]], StepWeights([4 * 2 / 12], 12, True), id="ragged and equal"),
-        pytest.param([[], [2]], StepWeights([], 2, True), id="none here"),
-        pytest.param([[0], [0]], StepWeights(None, 0, False), id="empty batches"),
-        pytest.param([[0], [], []], StepWeights([0.0], 0, True), id="an empty batch on one rank"),
-        pytest.param([[4, 2]], StepWeights([4 / 6, 2 / 6], 6, False), id="one rank"),
+        pytest.param([[4], [4]], StepWeights(None, 8, None), id="equal"),
+        pytest.param([[4, 4], [4, 4]], StepWeights(None, 16, None), id="equal, accumulated"),
+        pytest.param([[3], [1]], StepWeights([1.5], 4, None), id="unequal"),
+        pytest.param([[4, 2], [4]], StepWeights([0.8, 0.4], 10, [2, 1]), id="ragged"),
+        pytest.param([[4], [4, 4]], StepWeights([4 * 2 / 12], 12, [1, 2]), id="ragged and equal"),
+        pytest.param([[], [2]], StepWeights([], 2, [0, 1]), id="none here"),
+        pytest.param([[0], [0]], StepWeights(None, 0, None), id="empty batches"),
+        pytest.param([[0], [], []], StepWeights([0.0], 0, [1, 0, 0]), id="an empty batch on one rank"),
+        pytest.param([[4, 2]], StepWeights([4 / 6, 2 / 6], 6, None), id="one rank"),
     ],
 )
 def test_weights_of_the_first_rank(sizes: list[list[int]], weights: StepWeights) -> None:
@@ -222,9 +222,9 @@ def test_the_mean_over_ranks_counts_every_sample_once(sizes: list[list[int]]) ->
     losses = [[generator.random(size) for size in of_rank] for of_rank in sizes]
     mean = 0.0
     for rank, of_rank in enumerate(losses):
-        scales, total, ragged = weigh_step(sizes, rank)
+        scales, total, counts = weigh_step(sizes, rank)
         assert total == sum(map(sum, sizes))
-        assert ragged == (len({len(of) for of in sizes}) > 1)
+        assert counts == (list(map(len, sizes)) if len({len(of) for of in sizes}) > 1 else None)
         factors = [1 / len(of_rank)] * len(of_rank) if scales is None else scales
         mean += sum(f * loss.mean() for f, loss in zip(factors, of_rank, strict=True)) / len(sizes)
     assert mean == pytest.approx(np.concatenate([loss for of_rank in losses for loss in of_rank]).mean())

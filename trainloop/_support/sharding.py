@@ -240,8 +240,8 @@ class StepWeights(NamedTuple):
     total: int
     """Samples of all ranks in the step."""
 
-    ragged: bool
-    """True if ranks differ in their number of micro-batches."""
+    counts: list[int] | None
+    """Number of micro-batches of each rank; None if it is the same for all ranks."""
 
 
 def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
@@ -259,11 +259,11 @@ def weigh_step(sizes: Sequence[Sequence[int]], rank: int) -> StepWeights:
     Two ranks with 3 and 1 samples: the mean over ranks of ``scale * loss`` counts each sample once.
 
     >>> weigh_step([[3], [1]], rank=0)
-    StepWeights(scales=[1.5], total=4, ragged=False)
+    StepWeights(scales=[1.5], total=4, counts=None)
     """
     total = sum(map(sum, sizes))
-    ragged = len(set(map(len, sizes))) > 1
-    if not ragged and len({size for of_rank in sizes for size in of_rank}) <= 1:
-        return StepWeights(None, total, ragged)
+    counts = list(map(len, sizes)) if len(set(map(len, sizes))) > 1 else None
+    if counts is None and len({size for of_rank in sizes for size in of_rank}) <= 1:
+        return StepWeights(None, total, counts)
     # A step of empty batches has no mean: its weights are 0, to avoid a division by zero.
-    return StepWeights([size * len(sizes) / total if total else 0.0 for size in sizes[rank]], total, ragged)
+    return StepWeights([size * len(sizes) / total if total else 0.0 for size in sizes[rank]], total, counts)

@@ -367,7 +367,7 @@ class FailureRecorder(AbstractCallback):
             "sizes": list(step.sizes),
             "scales": step.scales,
             "total": step.total,
-            "ragged": step.ragged,
+            "ragged": step.counts is not None,
             "batch_changed": any(tensor._version != version for tensor, version in self._versions),
             "random": [rng.as_captured(state) for state in self._states],
             "random_unread": self._random.unread(),

@@ -19,7 +19,7 @@ class StepBatches(NamedTuple):
     """One rank's micro-batches of an optimizer step. Don't change the lists: several steps share them."""
 
     batches: list[Any]
-    """This rank's micro-batches; empty if only other ranks have samples in this step (then ``ragged`` is True)."""
+    """This rank's micro-batches; empty if only other ranks have samples in this step (``counts`` has a 0 for it)."""
 
     sizes: list[int]
     """Samples in each of ``batches``."""
@@ -31,8 +31,8 @@ class StepBatches(NamedTuple):
     total: int
     """Samples of all ranks in this step."""
 
-    ragged: bool
-    """True if ranks differ in their number of micro-batches, so that gradients can't be reduced in backward."""
+    counts: list[int] | None
+    """Number of micro-batches of each rank, if these differ, so that gradients can't be reduced in backward."""
 
 
 def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
@@ -53,8 +53,8 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         for rank_sizes, batch in items:
             if rank_sizes != known:
                 known = rank_sizes
-                sizes, scales, total, ragged = _weigh([rank_sizes], rank)
-            yield StepBatches([batch] if sizes else [], sizes, scales, total, ragged)
+                sizes, scales, total, counts = _weigh([rank_sizes], rank)
+            yield StepBatches([batch] if sizes else [], sizes, scales, total, counts)
         return
     known_group: tuple[RankSizes, ...] | None = None
     while group := list(islice(items, grad_accumulation)):
@@ -62,8 +62,8 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
             known_group = of_group
-            sizes, scales, total, ragged = _weigh(list(known_group), rank)
-        yield StepBatches([batch for rank_sizes, batch in group if rank_sizes[rank]], sizes, scales, total, ragged)
+            sizes, scales, total, counts = _weigh(list(known_group), rank)
+        yield StepBatches([batch for rank_sizes, batch in group if rank_sizes[rank]], sizes, scales, total, counts)
 
 
 def steps_of_exchanged(
@@ -95,6 +95,6 @@ def steps_of_exchanged(
         yield StepBatches([batch for size, batch in group if size >= 0], sizes[rank], *weights)
 
 
-def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, bool]:
+def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:
     sizes = [[in_batch[of_rank] for in_batch in group if in_batch[of_rank]] for of_rank in range(len(group[0]))]
     return (sizes[rank], *weigh_step(sizes, rank))

@@ -303,7 +303,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     seen = 0
     for steps_of_ranks in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
         forms = [[_form(batch) for batch in step.batches] for step in steps_of_ranks]
-        if any(step.ragged for step in steps_of_ranks):
+        if any(step.counts for step in steps_of_ranks):
             break
         for rank, form in enumerate(forms[1:], start=1):
             if form != forms[0]:

@@ -156,7 +156,8 @@ def replay(
     where = torch.device(device) if device is not None else loop.run_config.devices[0]
     if where.type == "cuda":
         batches = move_to(batches, where)
-    step = StepBatches(batches, record["sizes"], record["scales"], record["total"], record["ragged"])
+    counts = [len(batches)] if record["ragged"] else None  # this process is the only rank
+    step = StepBatches(batches, record["sizes"], record["scales"], record["total"], counts)
     with _as_recorded(loop, record, where), running(loop, LocalStop(), FitJob()) as run:
         for path_of_module, module, name, _ in places_of(loop.model):
             setattr(module, name, move_to(carried[path_of_module], where))

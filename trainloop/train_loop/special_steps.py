@@ -54,7 +54,7 @@ class AlternatingTraining(Training):
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
         loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
-        counts = self.micro_batches_of_ranks(step) if step.ragged else None
+        counts = step.counts
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.progress.global_step + 1
         # If this rank has no batch, values that hooks log have weight 0.
@@ -74,7 +74,7 @@ class AlternatingTraining(Training):
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         self.losses_stepped = 0
-        gradients.reduced_later, gradients.ragged = True, step.ragged
+        gradients.reduced_later, gradients.ragged = True, counts is not None
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.learned

@@ -486,10 +486,9 @@ class Training(Run):
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
         loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
-        batches, sizes, scales, _, ragged = step
-        gradients.begin_step(ragged)
+        batches, sizes, scales, _, counts = step
+        gradients.begin_step(counts is not None)
         # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
-        counts = self.micro_batches_of_ranks(step) if ragged else None
         count = max(counts) if counts else len(batches)
         scaled_losses: list[Any] = []
         recorder.step = loop.progress.global_step + 1
@@ -551,11 +550,6 @@ class Training(Run):
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
             "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
         )
-
-    @staticmethod
-    def micro_batches_of_ranks(step: StepBatches) -> list[int]:
-        """Return the number of micro-batches of each rank in a ragged step. Collective."""
-        return [count for (count,) in distributed.exchange_ints([len(step.batches)])]
 
     def begin_batch(self, i: int, size: int) -> None:
         """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch."""

@@ -124,10 +124,10 @@ class MultiTraining(Training):
         """Run the backward passes of a step and, in the step's last micro-batch, the optimizers' steps."""
         loop, place, recorder = self.loop, self.place, self.recorder
         optimizer: Any = loop.optimizer
-        counts = self.micro_batches_of_ranks(step) if step.ragged else None
+        counts = step.counts
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.global_step + 1
-        self.gradients.reduced_later, self.gradients.ragged = True, step.ragged
+        self.gradients.reduced_later, self.gradients.ragged = True, counts is not None
         if self.parallel:  # not DDP's wrapper, whose reducer expects one backward per forward
             place.share_buffers()
         for i in range(count):
