@@ -59,13 +59,13 @@ def _as_tensor(value: Any, path: str) -> Tensor:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, float):  # exactly as float64; the conversion to the default dtype would round it
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, (bool, int)):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, complex):
-        return torch.tensor(value, dtype=torch.complex128)
+        return torch.tensor(value, dtype=torch.complex128, device="cpu")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return torch.as_tensor(np.asarray(value))
+        return torch.as_tensor(np.asarray(value), device="cpu")
     raise TypeError(
         f"value{path} is of type {type(value).__name__}, not a tensor or a number. Use gather_object for other objects"
     )

@@ -344,7 +344,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _common_seed(mesh: Any) -> int:
     """Return a seed drawn by the mesh's first rank, so that all ranks cut their shards from the same initial values."""
-    seed = torch.randint(2**31, ())
+    seed = torch.randint(2**31, (), device="cpu")
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
     _send_from_first(seed, mesh)
