@@ -72,6 +72,8 @@ class Gradients:
         Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
     ranks : int
         Number of ranks whose gradients are averaged.
+    usual_units : dict
+        Usual numbers of units per sample, which ranks have agreed on: of a loss, or by name of a ``MultiLoss``'s parts.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -82,7 +84,7 @@ class Gradients:
         """True if the optimizer, the criterion or a module has changed since the last step."""
         self.ranks = loop.world_size if run.parallel else 1
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
-        self._usual_units: dict[str | None, float] = {}
+        self.usual_units: dict[str | None, float] = {}
         self.reduced_later = self.ragged = False
         self.given: list[bool] = []
         # Sums over the step's micro-batches so far.
@@ -260,7 +262,7 @@ class Gradients:
         an image, fp16 overflows (AMP, ``fp16_compress_hook``). Ranks agree on it once, from their first batches.
         Collective then.
         """
-        usual = self._usual_units.get(name)
+        usual = self.usual_units.get(name)
         if usual is not None:
             return usual
         if self.ragged or (self.reduced_later and not self._place.scaler.is_enabled()):
@@ -269,7 +271,7 @@ class Gradients:
         mean = float(units if self.ranks == 1 else distributed.all_reduce(units, "mean"))
         if not 0 < mean < math.inf:
             return 1.0  # without units, each factor is right; the next batch decides
-        usual = self._usual_units[name] = 2.0 ** round(math.log2(mean))
+        usual = self.usual_units[name] = 2.0 ** round(math.log2(mean))
         return usual
 
     def _add(self, weight: Any, uneven: float) -> None:
@@ -442,7 +444,7 @@ class Gradients:
             return None
         if self.ranks > 1:
             weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
-        usual = self._usual_units.get(None, 1.0) if weighted else 1.0
+        usual = self.usual_units.get(None, 1.0) if weighted else 1.0
         if not uneven and usual == 1:
             return None
         # If all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make them NaN.
