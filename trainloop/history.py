@@ -258,4 +258,4 @@ def _let_notebook_show(figure_type: type) -> None:
 
 
 def _tensor(values: array[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype) if len(values) else torch.empty(0, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, device="cpu") if len(values) else torch.empty(0, dtype=dtype, device="cpu")

@@ -150,7 +150,7 @@ def _tensor(rows: Any, metric: Any) -> Any:
     """Convert lists and arrays of numbers to a tensor on the metric's device; return other values unchanged."""
     if not isinstance(rows, Tensor):
         try:
-            rows = torch.as_tensor(np.asarray(rows))
+            rows = torch.as_tensor(np.asarray(rows), device="cpu")
         except (TypeError, ValueError):
             return rows
     return rows.to(getattr(metric, "device", rows.device))

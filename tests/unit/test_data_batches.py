@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainloop.data import count_samples, move_to
+from trainloop.data.batches import pin, record_use
 
 Pair = namedtuple("Pair", "x y")
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -123,3 +124,40 @@ def test_a_sequence_of_the_users_own_becomes_a_list_where_it_cant_be_made() -> N
     moved = move_to(Points([torch.ones(1)], scale=2), META)
     assert type(moved) is list
     assert moved[0].device == META
+
+
+def _odd_tensors() -> dict[str, torch.Tensor]:
+    rows = torch.arange(12.0).reshape(3, 4)
+    return {
+        "sparse": rows.to_sparse(),
+        "csr": rows.to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "expanded": torch.ones(1, 4).expand(3, 4),
+        "windows": torch.arange(6.0).unfold(0, 3, 1),
+        "quantized": torch.quantize_per_tensor(rows, 0.1, 0, torch.quint8),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested|quantize|deprecated)")
+@pytest.mark.parametrize("method", ["pin_memory", "record_stream"])
+def test_only_plain_dense_tensors_are_pinned_and_recorded(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has no kernel for the others, though it copies them to a GPU."""
+    rows = torch.arange(12.0).reshape(3, 4)
+    plain = {
+        "rows": rows,
+        "transposed": rows.t(),
+        "columns": rows[:, ::2],
+        "channels": torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 3).expand(2, 0, 3),
+    }
+    batch = {**plain, **_odd_tensors()}
+    seen: list[int] = []
+    monkeypatch.setattr(torch.Tensor, method, lambda self, *_: seen.append(id(self)) or self)
+    if method == "pin_memory":
+        assert all(value is batch[name] for name, value in pin(batch).items())
+    else:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        record_use(batch, None)  # type: ignore[arg-type]
+    assert [name for name, value in batch.items() if id(value) in seen] == list(plain)

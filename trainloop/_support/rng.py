@@ -114,7 +114,7 @@ def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
 def _plain(python: tuple[Any, ...], of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
     version, internal, gauss = python
     return {
-        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
         "numpy": {
             "key": torch.from_numpy(of_numpy["state"]["key"].astype(np.int64)),
             "pos": int(of_numpy["state"]["pos"]),

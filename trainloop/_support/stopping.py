@@ -241,7 +241,7 @@ class GroupStop:
             self._reasons |= self._also.requested
         seen = self._reasons
         votes = [int(bool(seen))] + [int(bool(seen & reason)) for reason in _REASONS]
-        counts = torch.tensor(votes, dtype=torch.int32)
+        counts = torch.tensor(votes, dtype=torch.int32, device="cpu")
         self._pending = (dist.all_reduce(counts, group=self._group, async_op=True), counts)
         if not seen:
             return 0

@@ -70,7 +70,7 @@ class ResultFile:
         tensors = []
         for place, nbytes, shape, dtype in places:
             if not nbytes:
-                tensors.append(torch.empty(shape, dtype=dtype))
+                tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
                 continue
             # Each tensor has a separate storage, since storages are pickled as a whole.
             raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=place)

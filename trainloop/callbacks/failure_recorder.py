@@ -380,6 +380,7 @@ class FailureRecorder(AbstractCallback):
             "carried": _packed(self._carried),
             "amp": amp.dtype,
             "scaler": run.place.scaler.state_dict(),
+            "usual_units": dict(run.gradients.usual_units),
             "gradient_clip_norm": loop.gradient_clip_norm,
             "settings": numeric_settings(),
             "threads": torch.get_num_threads(),

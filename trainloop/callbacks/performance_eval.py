@@ -296,7 +296,7 @@ def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
                 "from 0) of shape (samples,), or a score for each class, of shape (samples, classes)."
             )
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
-    pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64))
+    pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64), device="cpu")
     return torch.bincount(pairs, minlength=number * number).reshape(number, number)
 
 

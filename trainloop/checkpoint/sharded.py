@@ -109,7 +109,7 @@ def verify_files(path: str, state: dict[str, Any]) -> None:
 def whole_of(value: Any) -> Any:
     """Replace each :class:`StoredTensor` in a state with the full tensor, read onto the CPU."""
     if isinstance(value, StoredTensor):
-        full = torch.empty(value.shape, dtype=value.dtype)
+        full = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         for (offsets, sizes), part in parts_of(value):
             narrowed(full, offsets, sizes).copy_(part)
         return full
@@ -119,7 +119,7 @@ def whole_of(value: Any) -> Any:
 def part_of(stored: StoredTensor, like: Any) -> Any:
     """Read this rank's shard of a stored tensor; return a tensor that is sharded like ``like``, without an exchange."""
     offsets, sizes = slice_of(like)
-    shard = torch.empty(sizes, dtype=stored.dtype)
+    shard = torch.empty(sizes, dtype=stored.dtype, device="cpu")
     if shard.numel():
         wanted = (offsets, sizes)
         for (begin, length), part in parts_of(stored, wanted):

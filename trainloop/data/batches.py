@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Subset, default_collate, default_convert
 
@@ -242,19 +243,47 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
 
 
 def pin(batch: T) -> T:
-    """Return a batch of any shape with its CPU tensors in pinned memory, from which a GPU can copy asynchronously."""
-    return _map(lambda part: part if getattr(part, "is_cuda", False) else part.pin_memory(), "pin_memory", batch)
+    """Return a batch of any shape with its CPU tensors in pinned memory, from which a GPU can copy asynchronously.
+
+    Other tensors than plain dense ones are unchanged: torch can't pin most of them, but copies them.
+    """
+
+    def pinned(part: Any) -> Any:
+        return part if getattr(part, "is_cuda", False) or not _is_plain(part) else part.pin_memory()
+
+    return _map(pinned, "pin_memory", batch)
 
 
 def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the allocator from reusing the memory of a batch's tensors before ``stream`` has read them."""
+    """Keep the allocator from reusing the memory of a batch's tensors before ``stream`` has read them.
+
+    torch can record plain dense tensors only. The memory of others is safe, too: :func:`on_device` lets each copy wait
+    for the work that ``stream`` has at that time.
+    """
 
     def record(part: Any) -> Any:
-        if getattr(part, "is_cuda", True):
+        if getattr(part, "is_cuda", True) and _is_plain(part):
             part.record_stream(stream)
         return part
 
     _map(record, "record_stream", batch)
+
+
+def _is_plain(part: Any) -> bool:
+    """Return False for tensors that are sparse, nested or quantized, or whose elements share memory (``expand``)."""
+    if not isinstance(part, Tensor):
+        return True
+    if part.layout is not torch.strided or part.is_nested or part.is_quantized:
+        return False
+    if part.is_contiguous():
+        return True
+    end = 1  # of the memory that the dimensions with smaller strides use
+    for stride, size in sorted(zip(part.stride(), part.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return False
+            end += stride * (size - 1)
+    return True
 
 
 def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:

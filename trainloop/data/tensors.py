@@ -41,7 +41,7 @@ class TensorRows:
             if not isinstance(indices, (list, range, tuple)) and not hasattr(indices, "__array__"):
                 return None
             try:
-                inner = torch.as_tensor(list(indices) if isinstance(indices, range) else indices)
+                inner = torch.as_tensor(list(indices) if isinstance(indices, range) else indices, device="cpu")
             except (TypeError, ValueError, RuntimeError):
                 return None
             if inner.dtype != torch.int64 or inner.dim() != 1:
@@ -75,7 +75,7 @@ class TensorRows:
 
     def take_list(self, indices: list[Any]) -> list[Tensor]:
         """Return the batch for a list of indices, as yielded by a sampler."""
-        index = torch.as_tensor(indices)
+        index = torch.as_tensor(indices, device="cpu")
         if self._rows is not None:
             index = self._rows[index]
         # Not index_select: negative indices count from the end, like in the dataset.
@@ -109,7 +109,10 @@ def loads_batches_here(loader: Any) -> bool:
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:
     """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and even without workers."""
-    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    generator = loader.generator
+    # Without a generator, torch draws on its default device.
+    device = None if generator is None else generator.device
+    torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
 
 def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
@@ -146,15 +149,16 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
 def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[list[Tensor]]:
     generator = sampler.generator
     if generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        # device=None: on the default device, as torch's sampler draws it
+        seed = int(torch.empty((), dtype=torch.int64, device=None).random_().item())
         generator = torch.Generator()
         generator.manual_seed(seed)
     length = sampler.num_samples
-    order = torch.randperm(length, generator=generator)
+    order = torch.randperm(length, generator=generator, device=generator.device)
     stop = length - length % size
     yield from rows.take(order[:stop], size)
     # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.
     if sampler.generator is not None:
-        torch.randperm(length, generator=generator)
+        torch.randperm(length, generator=generator, device=generator.device)
     if stop < length and not drop_last:
         yield from rows.take(order[stop:], size)

@@ -62,15 +62,15 @@ def _gather_bytes(
     world_size, group, session = dist.get_world_size(), cpu_group(), session_here()
     receives = dst is None or dist.get_rank() == dst
     first = session.pack(call, form, body)
-    firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8)
+    firsts = torch.empty(world_size, BLOCK, dtype=torch.uint8, device="cpu")
     dist.all_gather(list(firsts), torch.frombuffer(first, dtype=torch.uint8), group=group)
     blocks = [row.numpy().data for row in firsts]
     messages = [session.unpack(rank, block, call) for rank, block in enumerate(blocks)]
     # Gloo gathers equal lengths only.
     longest = max(0 if message.body is not None else message.size for message in messages)
-    bodies = list(torch.empty(world_size if longest and receives else 0, longest, dtype=torch.uint8))
+    bodies = list(torch.empty(world_size if longest and receives else 0, longest, dtype=torch.uint8, device="cpu"))
     if longest:  # the same on every rank
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if len(body) > SHORT:
             mine.numpy()[: len(body)] = np.frombuffer(body, dtype=np.uint8)
         if dst is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from trainloop.errors import ConfigurationError
 _Reduce = Literal["mean", "sum", "min", "max"]
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
+_BUCKET_BYTES = 32 * 2**20
 
 
 class _Leaf(NamedTuple):
@@ -58,13 +59,13 @@ def _as_tensor(value: Any, path: str) -> Tensor:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
         return value.detach().resolve_conj().resolve_neg()
     if isinstance(value, float):  # exactly as float64; the conversion to the default dtype would round it
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, (bool, int)):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, complex):
-        return torch.tensor(value, dtype=torch.complex128)
+        return torch.tensor(value, dtype=torch.complex128, device="cpu")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return torch.as_tensor(np.asarray(value))
+        return torch.as_tensor(np.asarray(value), device="cpu")
     raise TypeError(
         f"value{path} is of type {type(value).__name__}, not a tensor or a number. Use gather_object for other objects"
     )
@@ -398,3 +399,36 @@ def _result_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:
 
 def _routed(tensor: Tensor, direct: bool) -> Tensor:
     return tensor if direct else tensor.cpu()
+
+
+def buckets(tensors: Iterable[Tensor], sent: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[Any]:
+    """Yield the tensors in lists whose ``sent`` tensors have one dtype and device, about 32 MiB each."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((sent(tensor).dtype, tensor.device), []).append(tensor)
+    for same_kind in kinds.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in same_kind:
+            bucket.append(tensor)
+            size += tensor.numel() * tensor.element_size()
+            if size >= _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite tensors of any strides with the values of the group's first rank. Collective.
+
+    Each dtype needs one exchange per 32 MiB. (NCCL refuses tensors that are not contiguous, and Gloo ignores strides.)
+    """
+    is_first = dist.get_rank(group) == 0
+    for bucket in buckets(tensor.detach() for tensor in tensors):
+        alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, 0 if group is None else dist.get_global_rank(group, 0), group=group)
+        if not (alone or is_first):
+            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))

@@ -249,7 +249,7 @@ class Session:
 
 def _gathered(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, all of the same length."""
-    rows = torch.empty(dist.get_world_size(), len(data), dtype=torch.uint8)
+    rows = torch.empty(dist.get_world_size(), len(data), dtype=torch.uint8, device="cpu")
     dist.all_gather(list(rows), torch.frombuffer(bytearray(data), dtype=torch.uint8), group=group)
     return [row.numpy().tobytes() for row in rows]
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import keywords_of, refuse
 from trainloop._support.reduction import attach_divisor, divisor_of
+from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
@@ -358,9 +359,6 @@ def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> Runti
     )
 
 
-_BUCKET_BYTES = 32 * 2**20
-
-
 def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Average gradients over ranks in place, as DDP does in the backward.
 
@@ -394,7 +392,8 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     kinds = flags.tolist()
     _reduce_sparse([p for p, kind in zip(trained, kinds, strict=True) if kind == 2], world_size, group)
-    for bucket in _buckets([p for p, kind in zip(trained, kinds, strict=True) if kind == 1]):
+    dense = [p for p, kind in zip(trained, kinds, strict=True) if kind == 1]
+    for bucket in buckets(dense, lambda p: p if p.grad is None else p.grad):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).reshape(-1) for p in bucket])
         flat /= world_size  # divide before the sum, as DDP does, so that 16-bit sums stay in range
         dist.all_reduce(flat, group=group)
@@ -403,23 +402,6 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
                 p.grad = torch.empty_like(p, memory_format=torch.preserve_format)
             with torch.no_grad():
                 p.grad.copy_(mean.view(p.shape))  # in place: the gradient may be a view into a DDP bucket
-
-
-def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters in groups of one dtype and device, about 32 MiB each."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for p in parameters:
-        dtype = p.dtype if p.grad is None else p.grad.dtype
-        kinds.setdefault((dtype, p.device), []).append(p)
-    for same_kind in kinds.values():
-        bucket: list[Tensor] = []
-        for p in same_kind:
-            bucket.append(p)
-            if sum(q.numel() * q.element_size() for q in bucket) >= _BUCKET_BYTES:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
 
 
 def _reduce_sparse(parameters: list[Tensor], world_size: int, group: dist.ProcessGroup | None) -> None:

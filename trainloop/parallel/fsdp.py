@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
 from trainloop.distributed.objects import backend_of
+from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.parallel.misuse import WatchedForwards, explain_sharded, refuse_other_parameters
@@ -239,8 +240,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     def share_buffers(self) -> None:
         """Copy the buffers of the mesh's first rank to its other ranks, as DDP's forward does. Collective."""
-        for buffer in self.module.buffers():
-            _send_from_first(buffer, self._tt_mesh)
+        _send_from_first(self.module.buffers(), self._tt_mesh)
 
     def _average(self, parameter: Tensor) -> None:
         """Average an unsharded parameter's gradient over the ranks.
@@ -320,18 +320,18 @@ def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
     """Return the values of the mesh's first rank, in new memory. Collective."""
     can_send = backend_of(own.device.type) is not None
     sent = own.clone(memory_format=torch.contiguous_format) if can_send else own.to(device, copy=True).contiguous()
-    _send_from_first(sent, mesh)
+    _send_from_first([sent], mesh)
     return sent
 
 
-def _send_from_first(tensor: Tensor, mesh: Any) -> None:
-    """Overwrite a tensor with the value on the mesh's first rank.
+def _send_from_first(tensors: Iterable[Tensor], mesh: Any) -> None:
+    """Overwrite tensors with the values on the mesh's first rank.
 
     (Ranks outside the mesh may have another model part.)
     """
+    tensors = list(tensors)
     for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+        copy_from_first(tensors, mesh.get_group(dim))
 
 
 # -- models on the meta device -----------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _common_seed(mesh: Any) -> int:
     """Return a seed drawn by the mesh's first rank, so that all ranks cut their shards from the same initial values."""
-    seed = torch.randint(2**31, ())
+    seed = torch.randint(2**31, (), device="cpu")
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
     _send_from_first(seed, mesh)

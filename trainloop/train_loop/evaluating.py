@@ -142,7 +142,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     {'id': [1, 2, 3]}
     """
     if not batches:
-        return torch.empty(0) if empty is None else empty
+        return torch.empty(0, device="cpu") if empty is None else empty
     first = batches[0]
     if all(batch is None for batch in batches):
         return None
@@ -286,7 +286,7 @@ def on_cpu(value: Any) -> Any:
 def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
     """Return the rows at ``places`` of a value with ``length`` rows; return any other value unchanged."""
     if isinstance(value, Tensor) and value.ndim and len(value) == length:
-        return value.index_select(0, torch.as_tensor(places))  # works for sparse tensors, too
+        return value.index_select(0, torch.as_tensor(places, device=value.device))  # works for sparse tensors, too
     if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
         return value[np.asarray(places)]
     if is_table(value):

@@ -7,6 +7,7 @@ weight), over all micro-batches and ranks. The backward of each micro-batch adds
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -71,6 +72,8 @@ class Gradients:
         Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
     ranks : int
         Number of ranks whose gradients are averaged.
+    usual_units : dict
+        Usual numbers of units per sample, which ranks have agreed on: of a loss, or by name of a ``MultiLoss``'s parts.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -81,6 +84,7 @@ class Gradients:
         """True if the optimizer, the criterion or a module has changed since the last step."""
         self.ranks = loop.world_size if run.parallel else 1
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
+        self.usual_units: dict[str | None, float] = {}
         self.reduced_later = self.ragged = False
         self.given: list[bool] = []
         # Sums over the step's micro-batches so far.
@@ -217,8 +221,8 @@ class Gradients:
         """Scale a micro-batch's loss so that the gradients, added up and averaged over ranks, are the step's gradients.
 
         A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to the sum over
-        its units, divided by the step's samples. Once all units are known, :meth:`complete` divides by the units per
-        sample.
+        its units, divided by the step's samples and the usual number of units per sample. Once all units are known,
+        :meth:`complete` divides by the units per sample, relative to the usual number.
 
         Parameters
         ----------
@@ -243,15 +247,34 @@ class Gradients:
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
+        usual = 1.0 if weight is None else self._usual(None, weight, size)
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
-            self._add(share, 0.0)
-            if scale is not None:
-                return loss * scale
-            return loss / count if count > 1 else loss
-        units = self._exact(weight) * (share / max(size, 1))
+            self._add(share / usual, 0.0)
+            loss = loss * scale if scale is not None else loss / count if count > 1 else loss
+            return loss if usual == 1 else loss / usual
+        units = self._exact(weight) * (share / max(size, 1) / usual)
         self._add(units, 1.0)
         return loss * _like(loss, units)
+
+    def _usual(self, name: str | None, weight: Any, size: int) -> float:
+        """Return the usual number of units per sample: a power of two, by which a division changes no bit.
+
+        It keeps losses, and gradients until :meth:`complete`, near the scale of a mean: with a sum over the pixels of
+        an image, fp16 overflows (AMP, ``fp16_compress_hook``). Ranks agree on it once, from their first batches.
+        Collective then.
+        """
+        usual = self.usual_units.get(name)
+        if usual is not None:
+            return usual
+        if self.ragged or (self.reduced_later and not self._place.scaler.is_enabled()):
+            return 1.0  # some ranks may not call this; or nothing is in fp16 until the gradients are divided
+        units = self._zero() + self._exact(weight) / max(size, 1)
+        mean = float(units if self.ranks == 1 else distributed.all_reduce(units, "mean"))
+        if not 0 < mean < math.inf:
+            return 1.0  # without units, each factor is right; the next batch decides
+        usual = self.usual_units[name] = 2.0 ** round(math.log2(mean))
+        return usual
 
     def _add(self, weight: Any, uneven: float) -> None:
         """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
@@ -292,7 +315,10 @@ class Gradients:
         if not self.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
             self._always_later = self.reduced_later = True
-        units = {name: self._exact(weight) * (share / max(size, 1)) for name, weight in weights.items()}
+        units = {
+            name: self._exact(weight) * (share / max(size, 1) / self._usual(name, weight, size))
+            for name, weight in weights.items()
+        }
         for name, weight in units.items():
             part = self._parts.setdefault(name, _Part())
             part.weight = part.weight + weight
@@ -420,10 +446,12 @@ class Gradients:
             return None
         if self.ranks > 1:
             weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
-        if not uneven:
+        usual = self.usual_units.get(None, 1.0) if weighted else 1.0
+        if not uneven and usual == 1:
             return None
         # If all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make them NaN.
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
+        factor = factor if uneven else usual  # exactly
         for parameter in parameters:
             if parameter.grad is not None:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
@@ -23,7 +23,18 @@ from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.options import FitJob
 from trainloop.train_loop.recompute import recomputing
 
-__all__ = ["Placement", "check_values", "explain_device", "move_state", "placed"]
+__all__ = ["Placement", "Scaler", "check_values", "explain_device", "move_state", "placed"]
+
+
+class Scaler(torch.amp.GradScaler):
+    """torch's scaler, which accepts a step in which an optimizer's parameters have no gradient."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # Without an entry, torch's step() and update() raise "No inf checks were recorded".
+        return found or {found_inf.device: found_inf}
 
 
 @dataclass
@@ -51,7 +62,7 @@ class Placement:
 
     collective: ClassVar[bool] = False
     """True if each forward is an exchange between all ranks, so that all ranks must run the same number of forwards."""
-    scaler_type: ClassVar[type[torch.amp.GradScaler]] = torch.amp.GradScaler
+    scaler_type: ClassVar[type[torch.amp.GradScaler]] = Scaler
 
     def wrap_again(self) -> None:
         """In ``ddp``, wrap the model again for the parameters that now require gradients. Collective, between steps."""

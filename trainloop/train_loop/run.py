@@ -35,6 +35,7 @@ from trainloop.data.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.data.marks import LoaderMarks
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
+from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
 from trainloop.optim import criterion_modules, trained_modules
 from trainloop.resources.enforce import cap_workers
@@ -429,8 +430,7 @@ def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
-    for buffer in buffers:
-        torch.distributed.broadcast(buffer, 0)
+    copy_from_first(buffers)
     try:
         yield
     finally:

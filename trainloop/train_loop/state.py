@@ -436,7 +436,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     loop.progress.epoch_ends = place.get("epoch_ends", False)
     mine = ranks[loop.rank if same_ranks else 0]
     last = mine.get("last_loss")  # older checkpoints lack this entry
-    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1])
+    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1], device="cpu")
     if same_ranks:
         run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])

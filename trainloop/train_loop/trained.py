@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
@@ -71,9 +72,8 @@ class TrainedParameters:
         other, self._known_criterion = criterion is not self._known_criterion, criterion
         self._beside, buffers = _own_tensors(criterion, self._model)
         if other and distributed.get_world_size() > 1:
-            for tensor in (*self._beside, *buffers):
-                # DDP's constructor does the same with the model's parameters.
-                dist.broadcast(tensor.detach(), 0)
+            # DDP's constructor does the same with the model's parameters.
+            copy_from_first([*self._beside, *buffers])
 
     def changed(self, *, everything: bool = False) -> bool:
         """Return True if a parameter was frozen, unfrozen or reshaped since :meth:`note`; called before each step.

@@ -1,0 +1,64 @@
+"""fp16 in steps in which parameters of an optimizer have no gradient: torch's scaler would refuse them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
+
+
+class Two(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        # the second depends on both networks: with the second one frozen, it can still be differentiated
+        return MultiLoss({"a": criterion(self.a(x), y), "b": criterion(self.b(x) + self.a(x), y)}, {"a": 0, "b": 1})
+
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        return self.a(batch_data[0]), batch_data[1], {}
+
+
+class Yielding(Two):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        yield from super().get_loss(batch_data, criterion, device).items()
+
+
+class Freeze(AbstractCallback):
+    """Freezes a network for the first steps."""
+
+    def on_batch_begin(self) -> None:
+        self.train_loop_obj.model.b.requires_grad_(self.train_loop_obj.global_step > 2)
+
+
+def trained(cls: type[Two], *, frozen: bool, fp16: bool = True) -> tuple[Tensor, Tensor]:
+    model = cls()
+    data = TensorDataset(torch.arange(80.0).reshape(20, 4) / 80, torch.ones(20, 1))
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 4),
+        optimizer=MultiOptimizer({name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in "ab"}),
+        criterion=nn.MSELoss(),
+        accelerator="cpu",
+        use_amp={"init_scale": 8.0} if fp16 else False,  # no step overflows
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, callbacks=[Freeze("freeze")] if frozen else [])
+    return model.a.weight.detach(), model.b.weight.detach()
+
+
+@pytest.mark.parametrize("cls", [Two, Yielding])
+def test_a_frozen_network_keeps_its_weights_until_it_is_unfrozen(cls: type[Two]) -> None:
+    free, _ = trained(cls, frozen=False)
+    with_frozen, b = trained(cls, frozen=True)
+    assert torch.equal(free, with_frozen)
+    assert not torch.equal(b, cls().b.weight)
+    torch.testing.assert_close(b, trained(cls, frozen=True, fp16=False)[1], atol=1e-2, rtol=0)
