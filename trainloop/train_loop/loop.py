@@ -37,6 +37,7 @@ from trainloop._support.carried import check_carried
 from trainloop._support.keywords import hides_unknown, refuse_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
+from trainloop.callbacks.train_schedule import warn_of_rates_left
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
@@ -379,6 +380,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             self.early_stop = False
             HookTable((), model=self.model)  # raises an error for an invalid hook of the model before ranks start
             warn_of_misnamed_hooks(self.callbacks, self.model)
+            if resume is None and self.global_step:
+                warn_of_rates_left(self.optimizer, self.callbacks)
             for callback in self.callbacks:
                 self.register_callback(callback)
             if resume is not None and nothing_left:
