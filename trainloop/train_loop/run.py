@@ -257,7 +257,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            output = check_rows(output)  # check here, where the batch is known
+            output = check_rows(output, size)  # check here, where the batch is known
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
