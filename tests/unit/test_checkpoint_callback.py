@@ -22,6 +22,8 @@ from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import storage
 from trainloop.errors import CheckpointError, ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
 # -- when --------------------------------------------------------------------------------------------------------------
 
 

@@ -173,8 +173,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._count = 0
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # Monitor's mode is not used, because torch's scheduler has a mode itself.
-            self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
+            # Torch's scheduler decides by its own mode, 'min' by default.
+            self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
 
