@@ -373,6 +373,18 @@ def test_the_best_of_the_newest_run_with_the_metric(tmp_path: Path) -> None:
         ModelCheckpoint(tmp_path, monitor="val_loss").load_best()
 
 
+@pytest.mark.parametrize("name", ["best.pt", "kept/best.pth", Path("model.safetensors"), "s3://bucket/best.ckpt"])
+def test_a_file_s_name_is_told_from_a_folder(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be a folder, but .* name of a file.*load_best.*Pass, for"):
+        ModelCheckpoint(name)
+
+
+def test_a_folder_that_is_named_like_a_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").mkdir()
+    StandIn(ModelCheckpoint(tmp_path / "run.pt")).run(1)
+    assert steps(tmp_path / "run.pt") == [5]
+
+
 # -- at a signal -------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelCheckpoint"]
 
+_FILES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".h5", ".onnx")
 _ASKS_PER_INTERVAL = 20
 _OTHERS_S = 2.0  # seconds to wait for other ranks' shards after an exception
 
@@ -42,7 +43,8 @@ class ModelCheckpoint(Saver):
     Parameters
     ----------
     dirpath : str or path
-        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint.
+        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint. Files in
+        it are named by epoch and step, such as ``checkpoint-epoch=0003-step=00000120.pt``.
     every_n_epochs : int or None
         Write at the end of every n-th epoch, after its ``val_loss`` is known. A resumed run then starts with the next
         epoch.
@@ -143,6 +145,13 @@ class ModelCheckpoint(Saver):
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
+        name = str(dirpath).rstrip("/")
+        if name.endswith(_FILES) and not os.path.isdir(name):
+            raise ConfigurationError(
+                f"ModelCheckpoint: dirpath={name!r}: must be a folder, but this is the name of a file. Checkpoints in the "
+                "folder get names by epoch and step; best_path is the path of the best one, and load_best() loads it. "
+                f"Pass, for example, {os.path.splitext(name)[0]!r}."
+            )
         self._folder = checkpoint.folder(dirpath)
         self._begin_run()
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
