@@ -28,7 +28,7 @@ def train(folder: str, epochs: int) -> None:
         model, train_loader, validation_loader, None, optimizer, nn.CrossEntropyLoss(), seed=0, progress_bar=False
     )
     callbacks = [
-        LRScheduler(CosineAnnealingLR, interval="step", T_max=200),
+        LRScheduler(CosineAnnealingLR, interval="step", T_max=epochs * len(train_loader)),
         ModelCheckpoint(folder, every_n_steps=7, keep=3),
     ]
     tl.fit(num_epochs=epochs, callbacks=callbacks, resume_from="last")

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop import TrainLoop, TTModel
@@ -124,7 +124,7 @@ def run(where: str, mode: str, attempt: int = 0, every: int | None = EVERY, rank
         progress_bar=False,
         **options,
     )
-    callbacks = [Witness(where, attempt, signal_at), LRScheduler(CosineAnnealingLR, interval="step", T_max=50)]
+    callbacks = [Witness(where, attempt, signal_at), LRScheduler(CosineAnnealingWarmRestarts, interval="step", T_0=50)]
     callbacks.append(EarlyStopping("val_loss", patience=100))
     if every is not None:
         callbacks.append(

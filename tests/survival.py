@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from event_files import read
@@ -264,7 +264,7 @@ def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed
     )
     strikes = Strikes(str(folder), plan)
     stopping, average = EarlyStopping("val_loss", patience=100), ExponentialMovingAverage(apply_on_train_end=False)
-    scheduler = LRScheduler(CosineAnnealingLR, interval="step", T_max=50)
+    scheduler = LRScheduler(CosineAnnealingWarmRestarts, interval="step", T_0=50)
     board = TensorBoard(folder / "events", log_every_n_steps=1)
     keeper = ModelCheckpoint(folder / "checkpoints", every_n_steps=5, keep=2)
     length = {} if "num_iterations" in fit else {"num_epochs": EPOCHS}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn, optim
@@ -19,6 +20,8 @@ from trainloop import MultiOptimizer, TTModel
 from trainloop.callbacks import AbstractCallback, ExponentialMovingAverage, LRScheduler
 
 TRAIN, HELD_OUT = 37, 11
+
+pytestmark = pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends after")
 
 
 class Net(TTModel):

@@ -168,6 +168,7 @@ def test_clipping_is_bit_identical(accumulation: int) -> None:
     assert not reference.identical(theirs, unclipped)  # the norm was low enough to clip
 
 
+@pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends after")
 @pytest.mark.parametrize("every", ["step", "epoch"])
 @pytest.mark.parametrize(
     "make_scheduler",

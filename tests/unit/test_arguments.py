@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a loss without a graph": (lambda: fit({"model": Detached()}), ["get_loss", ".detach()"]),
     "fewer predictions than targets": (
         lambda: make(model=Short()).predict_with_model(DataLoader(make_data(), batch_size=16)),
-        ["get_predictions", "3 predictions and 16 targets"],
+        ["get_predictions", "batch of 16 samples, y_pred has 3 rows, y_true has 16 rows"],
     ),
     "optimizer of another model": (lambda: fit({"optimizer": other_optimizer()}), ["optimizer", "parameters"]),
     "gpu_mode in capitals": (lambda: make(gpu_mode="DDP"), ["gpu_mode='DDP'", "'single', 'dp', 'ddp'"]),

@@ -26,6 +26,8 @@ from trainloop.callbacks.base import HookTable, overrides, warn_of_misnamed_hook
 from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
 from trainloop.errors import ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
 
 class Notes(AbstractCallback):
     """Writes down its name when an epoch ends."""

@@ -17,6 +17,8 @@ from trainloop import AbstractCallback
 from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping, TimeLimit, early_stopping
 from trainloop.errors import ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
 NAN = math.nan
 
 
@@ -58,14 +60,15 @@ def test_auto_mode_goes_by_the_name(name: str, rising_is_better: bool) -> None:
 def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.25, 1]), EarlyStopping("score")])
     assert (
-        "EarlyStopping ended training after epoch 2: score = 0.25, best was 0.5 in epoch 1." in capsys.readouterr().out
+        "EarlyStopping ended training after epoch 2: score = 0.25, best was 0.5 in epoch 1 (mode='max')."
+        in capsys.readouterr().out
     )
 
 
 def test_says_the_least_difference_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     stopper = EarlyStopping("score", mode="max", min_delta=0.5)
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.75, 1]), stopper])
-    assert "score = 0.75, best was 0.5 in epoch 1 (min_delta=0.5)." in capsys.readouterr().out
+    assert "score = 0.75, best was 0.5 in epoch 1 (mode='max', min_delta=0.5)." in capsys.readouterr().out
 
 
 def test_validation_every_second_epoch() -> None:

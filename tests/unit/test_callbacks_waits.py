@@ -59,7 +59,7 @@ def callbacks(folder: Path) -> list[AbstractCallback]:
         TerminateOnNaN(check_every_n_steps=10**6),
         GradientStats(every_n_steps=1, per_parameter=True),
         GradientClipping(max_norm=1.0, max_value=0.5),
-        LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=100),
+        LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=7),
         LearningRateMonitor(),
         ExponentialMovingAverage(0.9),
         EarlyStopping("loss"),

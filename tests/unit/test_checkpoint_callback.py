@@ -22,6 +22,8 @@ from trainloop.callbacks.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import storage
 from trainloop.errors import CheckpointError, ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +338,51 @@ def test_load_best_where_every_value_is_nan_says_so(tmp_path: Path) -> None:
     loop.run(2, values=[math.nan, math.nan])
     with pytest.raises(CheckpointError, match=r"by monitor='val_loss'\. .* value was NaN, add TerminateOnNaN"):
         keeper.load_best()
+
+
+@pytest.mark.parametrize(
+    "monitor, mode, place", [("val_loss", "auto", 10), ("accuracy", "auto", 5), ("mine", "min", 10), ("mine", "max", 5)]
+)
+def test_the_best_is_found_from_the_folder_alone(tmp_path: Path, monitor: str, mode: Any, place: int) -> None:
+    StandIn(ModelCheckpoint(tmp_path, monitor=monitor, mode=mode)).run(3, name=monitor, values=[0.5, 0.1, 0.2])
+    found = checkpoint.best(tmp_path)
+    assert found.info is not None
+    assert (found.info.step, found.info.monitor) == (place, monitor)
+    assert checkpoint.load(found)["place"]["epoch"] + 1 == place // 5
+    for other in (ModelCheckpoint(tmp_path, monitor=monitor), ModelCheckpoint(tmp_path)):
+        model = nn.Linear(4, 4, bias=False)
+        other.load_best(model)
+        assert model.weight.eq(place).all()
+        assert other.best_path is None  # a training with this callback would begin anew
+
+
+def test_the_best_of_the_newest_run_with_the_metric(tmp_path: Path) -> None:
+    for values in ([0.1, 0.2], [0.5, 0.4, math.nan]):
+        StandIn(ModelCheckpoint(tmp_path, monitor="val_loss")).run(len(values), values=values)
+    StandIn(ModelCheckpoint(tmp_path, monitor="accuracy")).run(1, name="accuracy", values=[0.9])
+    found = checkpoint.best(tmp_path, "val_loss")
+    assert found.info is not None
+    assert found.info.value == 0.4
+    with pytest.raises(CheckpointError, match=r"ranked by 'accuracy', 'val_loss'.*Pass one of these names as monitor"):
+        checkpoint.best(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no single best checkpoint by monitor='val_los'"):
+        checkpoint.best(tmp_path, "val_los")
+    with pytest.raises(CheckpointError, match=r"None was ranked"):
+        ModelCheckpoint(tmp_path / "empty").load_best(nn.Linear(4, 4))
+    with pytest.raises(ConfigurationError, match=r"belongs to no loop. Pass the model"):
+        ModelCheckpoint(tmp_path, monitor="val_loss").load_best()
+
+
+@pytest.mark.parametrize("name", ["best.pt", "kept/best.pth", Path("model.safetensors"), "s3://bucket/best.ckpt"])
+def test_a_file_s_name_is_told_from_a_folder(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"must be a folder, but .* name of a file.*load_best.*Pass, for"):
+        ModelCheckpoint(name)
+
+
+def test_a_folder_that_is_named_like_a_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").mkdir()
+    StandIn(ModelCheckpoint(tmp_path / "run.pt")).run(1)
+    assert steps(tmp_path / "run.pt") == [5]
 
 
 # -- at a signal -------------------------------------------------------------------------------------------------------

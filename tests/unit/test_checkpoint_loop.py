@@ -29,6 +29,8 @@ from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 from trainloop.callbacks.base import Saver
 from trainloop.errors import CheckpointError, ConfigurationError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
 
 class Net(TTModel):
     def __init__(self, width: int = 8) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop.evaluating import check_rows
 
 X = torch.arange(21.0).reshape(7, 3)
 
@@ -95,4 +96,19 @@ class Matrix:
 
 def test_one_value_per_batch_stays() -> None:
     assert predicted(lambda rows: "text") == ["text"] * 3
-    assert predicted(lambda rows: np.float64(1.0)) == [1.0] * 3
+
+
+@pytest.mark.parametrize("one", [np.float64(1.0), 1.0, torch.tensor(1.0), np.array(1.0)])
+def test_one_number_per_batch_is_told(one: Any) -> None:
+    with pytest.raises(ConfigurationError, match="y_pred is a single number for a batch of 3 samples"):
+        predicted(lambda rows: one)
+
+
+@pytest.mark.parametrize("column", [[1], torch.zeros(2), np.zeros(5), []])
+def test_metadata_of_another_length_are_told(column: Any) -> None:
+    said = rf"batch of 3 samples, y_pred has 3 rows, metadata\['ids'\] has {len(column)} rows?\."
+    with pytest.raises(ConfigurationError, match=said):
+        check_rows((torch.zeros(3), None, {"ids": column}), 3)
+    with pytest.raises(ConfigurationError, match="y_pred has 3 rows, y_true has 2 rows"):
+        check_rows(([1, 2, 3], torch.zeros(2), {}), 3)
+    check_rows((torch.zeros(6), torch.zeros(6), {"ids": [1, 2, 3], "rows": torch.zeros(6), "norm": 0.5}), 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from small_loop import Net, Scores, make_loop
-from trainloop.callbacks import EarlyStopping, ModelCheckpoint, TerminateOnNaN, ThresholdEarlyStopping
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TerminateOnNaN, ThresholdEarlyStopping
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
 
 LOWER = """loss val_loss loss_kl ema_val_loss train_error val_rmse mae MSE nll test_nll perplexity val_ppl wer log_loss
     accuracy_loss top5_error brier_score mean_absolute_error cross_entropy valLoss""".split()
@@ -98,3 +101,22 @@ def test_torchmetrics_says_it(folder: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(ConfigurationError, match="this name does not show"):
         make_loop(WithMetrics()).fit(num_epochs=1, callbacks=[EarlyStopping("val_other")])
+
+
+@pytest.mark.parametrize("kind", [EarlyStopping, partial(ModelCheckpoint, "folder", monitor="")])
+@pytest.mark.parametrize("name, mode", [("val_loss", "max"), ("val_accuracy", "min")])
+def test_a_mode_against_the_name_is_warned_of(kind: Any, name: str, mode: Any) -> None:
+    with pytest.warns(UserWarning, match=rf"monitor='{name}', mode='{mode}': by its name, .* is better"):
+        kind(monitor=name, mode=mode)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name, mode", [("val_loss", "min"), ("val_accuracy", "max"), ("mine", "max"), ("mine", "min")])
+def test_a_mode_that_fits_the_name_is_not(name: str, mode: Any) -> None:
+    assert Monitor(name, mode).mode == mode
+
+
+def test_a_plateau_with_the_wrong_mode_is_warned_of() -> None:
+    plateau = LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, monitor="val_accuracy")
+    with pytest.warns(UserWarning, match="LRScheduler: monitor='val_accuracy', mode='min'"):
+        make_loop().fit(num_epochs=1, callbacks=[plateau])

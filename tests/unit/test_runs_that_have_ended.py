@@ -175,7 +175,9 @@ def test_an_end_names_all_who_asked_after_the_row(capsys: pytest.CaptureFixture[
     tl.fit(num_epochs=3, callbacks=[Scores([1.0, 0.0, 0.0]), EarlyStopping("score", patience=1), Stops()])
     *_, row, line = capsys.readouterr().out.rstrip().split("\n")
     assert row.split()[0] == "2"
-    assert line == "stops and EarlyStopping ended training after epoch 2: score = 0, best was 1 in epoch 1."
+    assert (
+        line == "stops and EarlyStopping ended training after epoch 2: score = 0, best was 1 in epoch 1 (mode='max')."
+    )
 
 
 def test_an_end_that_no_callback_asked_for_is_one_of_the_user(folder: Path) -> None:

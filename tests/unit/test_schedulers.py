@@ -361,7 +361,8 @@ def test_a_schedule_takes_the_length_of_its_fit(name: str) -> None:
 def test_a_second_fit_extends_a_schedule_without_a_length() -> None:
     loop, schedule, rates = make_loop(), warmup.LinearWithWarmupScheduler(0), Rates()
     loop.fit(num_epochs=1, callbacks=[schedule, rates])
-    loop.fit(num_epochs=1, callbacks=[schedule, rates])
+    with pytest.warns(UserWarning, match=r"extended to 14 optimizer steps, .* jumps from 0 to 0\.05"):
+        loop.fit(num_epochs=1, callbacks=[schedule, rates])
     expected = [0.1 * (1 - step / 7) for step in range(7)] + [0.1 * (1 - step / 14) for step in range(7, 14)]
     assert rates.steps == pytest.approx(expected)
 
@@ -392,6 +393,20 @@ def partial_factor(schedule: Any) -> Any:
             lambda: LRScheduler(lr_scheduler.PolynomialLR, interval="step", frequency=2, total_iters=4),
             "step 8, but the training",
         ),
+        (
+            lambda: LRScheduler(lr_scheduler.OneCycleLR, interval="step", max_lr=0.1, total_steps=28),
+            "ends after optimizer step 28, but the training ends after optimizer step 14",
+        ),
+        (
+            lambda: LRScheduler(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=14),
+            r"after epoch 14, but .* after epoch 2 \(optimizer step 14 of this fit\).*pass interval='step'",
+        ),
+        (lambda: LRScheduler(lr_scheduler.CosineAnnealingLR, "step", T_max=2), "ends after optimizer step 2, but"),
+        (lambda: LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=14), "ends after epoch 14, but"),
+        (lambda: LRScheduler(lr_scheduler.MultiStepLR, milestones=[5, 10]), "ends after epoch 10, but"),
+        (lambda: LRScheduler(lr_scheduler.LinearLR, "step", total_iters=100), "ends after optimizer step 100, but"),
+        (lambda: LRScheduler(sequential), "ends after epoch 7, but"),
+        (lambda: warmup.ConstantWithWarmupScheduler(50), "ends after optimizer step 50, but"),
     ],
 )
 def test_a_schedule_of_another_length_than_the_training_is_warned_of_once(schedule: Any, words: str) -> None:
@@ -401,9 +416,38 @@ def test_a_schedule_of_another_length_than_the_training_is_warned_of_once(schedu
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_part_of_a_schedule_of_torch_is_no_mistake() -> None:
-    schedule = LRScheduler(lr_scheduler.OneCycleLR, interval="step", max_lr=0.1, total_steps=140)
-    make_loop().fit(num_epochs=2, callbacks=[schedule])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda: LRScheduler(lr_scheduler.LinearLR, "step", total_iters=5),
+        lambda: LRScheduler(lr_scheduler.MultiStepLR, "step", milestones=[3, 5]),
+        lambda: LRScheduler(sequential, "step"),
+        lambda: LRScheduler(lr_scheduler.StepLR, step_size=100),
+        lambda: warmup.ConstantWithWarmupScheduler(5),
+        lambda: LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=14),
+    ],
+)
+def test_a_schedule_that_may_end_earlier_is_no_mistake(schedule: Any) -> None:
+    make_loop().fit(num_epochs=2, callbacks=[schedule()])
+
+
+def test_iterations_are_epochs_too() -> None:
+    with pytest.warns(UserWarning, match=r"after epoch 14, but .* after epoch 2 \(optimizer step 14 of this fit\)"):
+        make_loop().fit(num_iterations=14, callbacks=[LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=14)])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rate_that_an_ended_schedule_has_left_is_told() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[LRScheduler(lr_scheduler.CosineAnnealingLR, "step", T_max=14)])
+    with pytest.warns(UserWarning, match=r"has left a learning rate of .* \(initially 0\.1\), and this fit has no"):
+        loop.fit(num_epochs=1)
+    loop.optimizer.param_groups[0]["lr"] = 0.1
+    loop.fit(num_epochs=1)
+    schedule = LRScheduler(lr_scheduler.CosineAnnealingLR, "step", T_max=7)
+    loop.fit(num_epochs=1, callbacks=[schedule])
+    with pytest.warns(UserWarning, match="ends after optimizer step 7, but .* after optimizer step 14"):
+        loop.fit(num_epochs=1, callbacks=[schedule])
 
 
 def test_a_schedule_without_a_length_needs_a_loader_that_has_one() -> None:

@@ -139,8 +139,8 @@ def table_of(foreign: Mapping[str, str]) -> dict[str, str]:
 
 # Attributes of other libraries' loops, and their equivalents in TrainLoop.
 ATTRIBUTES = {
-    "test": "evaluate_loss_on_test_set() and predict_on_test_set()",
-    "validate evaluate eval": "evaluate_loss_on_validation_set() and predict_on_validation_set()",
+    "test": "evaluate(loop.test_loader) and predict_on_test_set()",
+    "validate eval": "evaluate(loop.validation_loader) and predict_on_validation_set()",
     "train run start": "fit(num_epochs=...)",
     "predict": "predict_with_model(loader)",
     "save save_model": "torch.save(loop.model.state_dict(), path), or fit(callbacks=[ModelCheckpoint(dir)])",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelCheckpoint"]
 
+_FILES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".h5", ".onnx")
 _ASKS_PER_INTERVAL = 20
 _OTHERS_S = 2.0  # seconds to wait for other ranks' shards after an exception
 
@@ -41,7 +43,8 @@ class ModelCheckpoint(Saver):
     Parameters
     ----------
     dirpath : str or path
-        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint.
+        Folder, or fsspec URL such as ``s3://bucket/run`` (extra ``cloud``). Created with the first checkpoint. Files in
+        it are named by epoch and step, such as ``checkpoint-epoch=0003-step=00000120.pt``.
     every_n_epochs : int or None
         Write at the end of every n-th epoch, after its ``val_loss`` is known. A resumed run then starts with the next
         epoch.
@@ -142,6 +145,13 @@ class ModelCheckpoint(Saver):
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
+        name = str(dirpath).rstrip("/")
+        if name.endswith(_FILES) and not os.path.isdir(name):
+            raise ConfigurationError(
+                f"ModelCheckpoint: dirpath={name!r}: must be a folder, but this is the name of a file. Checkpoints in the "
+                "folder get names by epoch and step; best_path is the path of the best one, and load_best() loads it. "
+                f"Pass, for example, {os.path.splitext(name)[0]!r}."
+            )
         self._folder = checkpoint.folder(dirpath)
         self._begin_run()
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
@@ -193,6 +203,9 @@ class ModelCheckpoint(Saver):
         If ``monitor`` is the loss of an average of the weights (``ema_val_loss``), the model gets this average. During
         training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
 
+        In another process than the training's, create a ``ModelCheckpoint`` of the same folder, and pass the model. The
+        metric and its direction are read from the folder; see :func:`trainloop.checkpoint.best`.
+
         Parameters
         ----------
         model : nn.Module, optional
@@ -209,7 +222,15 @@ class ModelCheckpoint(Saver):
             If no checkpoint was ranked by a metric, or if the best checkpoint is damaged.
         """
         self._finish_writing()
-        path = distributed.broadcast_object(self.best_path)
+        path, monitor = self.best_path, self.monitor
+        if not self._fit:  # not used in a training: another process wrote the folder
+            if model is None and self.train_loop_obj is None:
+                raise ConfigurationError(
+                    "load_best(): this ModelCheckpoint belongs to no loop. Pass the model, as in load_best(model)."
+                )
+            found = checkpoint.best(self._folder, monitor)
+            path, monitor = found.path, found.info.monitor if found.info else monitor
+        path = distributed.broadcast_object(path)
         if path is None:
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
@@ -218,25 +239,14 @@ class ModelCheckpoint(Saver):
             )
         state = checkpoint.load(path)
         loop: Any = self.train_loop_obj
-        load_model(model or loop.model, self._judged(state, model or loop.model))
-        if model in (None, loop.model):
+        into = loop.model if model is None else model
+        load_model(into, _judged(state, into, monitor))
+        if loop is not None and into is loop.model:
             if state.get("criterion") and hasattr(
                 loop.criterion, "load_state_dict"
             ):  # without the tensors of the model
                 loop.criterion.load_state_dict({**loop.criterion.state_dict(), **state["criterion"]})
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
-        return state
-
-    def _judged(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Return a checkpoint's state with the weights whose metric was monitored: the model's, or their average."""
-        for callback in state["callbacks"]:
-            metric = callback.get("state", {}).get("metric")
-            if isinstance(metric, str) and self.monitor is not None and self.monitor.startswith(metric):
-                average = callback["state"]["average"]
-                name_of = {id(p): name for name, p in model.named_parameters()}  # an average has tied parameters once
-                every = model.named_parameters(remove_duplicate=False)
-                averages = {name: average[name_of[id(p)]] for name, p in every if name_of[id(p)] in average}
-                return {**state, "model": {**state["model"], **averages}}
         return state
 
     # -- for the loop --------------------------------------------------------------------------------------------------
@@ -397,6 +407,8 @@ class ModelCheckpoint(Saver):
         if reason in ("steps", "time"):
             value = self._value_within()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
+        if value is not None and self._metric is not None:
+            info = replace(info, monitor=self._metric.name, minimize=self._metric.minimize)
         copy = self._host_copy.copy if self.async_save and not final else None
         give_up: Callable[[], None] | None = None
         if self._is_sharded():
@@ -505,3 +517,16 @@ class ModelCheckpoint(Saver):
         is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
         self._ask_step, self._asked = step + pause, (now, step)
         return bool(is_up)
+
+
+def _judged(state: dict[str, Any], model: nn.Module, monitor: str | None) -> dict[str, Any]:
+    """Return a checkpoint's state with the weights whose metric was monitored: the model's, or their average."""
+    for callback in state["callbacks"]:
+        metric = callback.get("state", {}).get("metric")
+        if isinstance(metric, str) and monitor is not None and monitor.startswith(metric):
+            average = callback["state"]["average"]
+            name_of = {id(p): name for name, p in model.named_parameters()}  # an average has tied parameters once
+            every = model.named_parameters(remove_duplicate=False)
+            averages = {name: average[name_of[id(p)]] for name, p in every if name_of[id(p)] in average}
+            return {**state, "model": {**state["model"], **averages}}
+    return state

@@ -135,8 +135,8 @@ class EarlyStopping(_EndsByMetric):
         if self.epochs_without_improvement >= self.patience:
             self.stopped_epoch = loop.epoch
             best = "no finite value" if self.best is None else f"{self.best:.6g} in epoch {self.best_epoch + 1}"
-            least = f" (min_delta={self.min_delta:g})" if self.min_delta else ""
-            self.end_training(f"{self.monitor} = {value:.6g}, best was {best}{least}.")
+            least = f", min_delta={self.min_delta:g}" if self.min_delta else ""
+            self.end_training(f"{self.monitor} = {value:.6g}, best was {best} (mode='{self._metric.mode}'{least}).")
 
     def ends_again(self, state: dict[str, Any]) -> bool:
         return bool(state["epochs_without_improvement"] >= self.patience)
@@ -182,7 +182,9 @@ class ThresholdEarlyStopping(_EndsByMetric):
             return
         self.epochs_below += 1
         if self.epochs_below > self.patience:
-            self.end_training(f"{self.monitor} = {value:.6g} has not reached {self.threshold:.6g}.")
+            self.end_training(
+                f"{self.monitor} = {value:.6g} has not reached {self.threshold:.6g} (mode='{self._metric.mode}')."
+            )
 
     def ends_again(self, state: dict[str, Any]) -> bool:
         return bool(state["epochs_below"] > self.patience)

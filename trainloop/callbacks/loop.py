@@ -202,6 +202,9 @@ class Loop(Protocol):
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
         """Return the mean loss over a loader."""
 
+    def evaluate(self, data_loader: Any) -> dict[str, float]:
+        """Return the mean loss over a loader, and everything that is logged meanwhile, by name."""
+
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
         """Return everything that a resumed run needs, on rank 0. Collective."""
 

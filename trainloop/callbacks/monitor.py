@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from trainloop._support.keywords import nearest
+from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Monitor"]
@@ -50,6 +51,11 @@ class Monitor:
     ConfigurationError
         If ``mode`` is invalid or ``name`` is not a string; at ``fit``, if ``'auto'`` can't decide.
 
+    Warns
+    -----
+    UserWarning
+        If ``mode`` contradicts the name, as in ``Monitor("val_loss", mode="max")``.
+
     Examples
     --------
     >>> Monitor("val_loss").improves(0.5, best=1.0), Monitor("val_accuracy").improves(0.5, best=1.0)
@@ -62,7 +68,14 @@ class Monitor:
         check_mode(mode, owner)
         self.name = name
         self.owner = owner
-        self._minimize = {"min": True, "max": False, "auto": _lower_is_better(name)}[mode]
+        by_name = _lower_is_better(name)
+        self._minimize = {"min": True, "max": False, "auto": by_name}[mode]
+        if by_name not in (None, self._minimize):
+            warn(
+                f"{owner}: monitor={name!r}, mode={mode!r}: by its name, {'lower' if by_name else 'higher'} is better, "
+                f"so the worst value would count as the best. Leave mode out, or pass mode='{_mode_of(by_name)}'. If "
+                f"{_mode_of(not by_name)!r} is right, rename the metric, or ignore this."
+            )
         self._seen = 0
 
     @property
@@ -71,6 +84,11 @@ class Monitor:
         if self._minimize is None:
             raise self._undirected()
         return self._minimize
+
+    @property
+    def mode(self) -> Mode:
+        """``'min'`` if lower is better, ``'max'`` if higher is."""
+        return _mode_of(self.minimize)
 
     def _undirected(self, hint: str = "") -> ConfigurationError:
         return ConfigurationError(
@@ -166,6 +184,10 @@ def check_mode(mode: Any, owner: str) -> None:
     """Raise ConfigurationError if ``mode`` is invalid. The error begins with ``owner``."""
     if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
         raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
+
+
+def _mode_of(minimize: bool) -> Mode:
+    return "min" if minimize else "max"
 
 
 def _lower_is_better(name: str) -> bool | None:

@@ -155,7 +155,7 @@ def _of_runs(runs: Collection[str], files: Sequence[Checkpoint]) -> list[Checkpo
 
 def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Checkpoint]:
     """Return the checkpoints with a metric that is not NaN, best first; if metrics are equal, the older one first."""
-    if metric is None:
+    if metric is None or not files:  # without files, the metric's direction may be unknown yet
         return []
     rated = [(file.info.value, file) for file in files if file.info is not None and file.info.value is not None]
     sign = 1.0 if metric.minimize else -1.0

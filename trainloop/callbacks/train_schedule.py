@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
@@ -24,11 +24,21 @@ __all__ = [
     "AbstractScheduler",
     "LRScheduler",
     "LearningRateMonitor",
+    "warn_of_rates_left",
 ]
 
 
-# Schedulers of torch that end after a number of steps, and the attribute that contains this number.
-_LENGTHS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
+# Schedulers of torch that change the rate until a step, and the attribute that contains this step. True: the training
+# should end at this step. False: the schedule may end earlier, and the rate then stays.
+_LENGTHS = {
+    "OneCycleLR": ("total_steps", True),
+    "PolynomialLR": ("total_iters", True),
+    "CosineAnnealingLR": ("T_max", True),
+    "LinearLR": ("total_iters", False),
+    "ConstantLR": ("total_iters", False),
+    "MultiStepLR": ("milestones", False),
+}
+_RATE_LEFT = 1e-3  # below this part of its initial value, a learning rate hardly trains
 
 
 class AbstractScheduler:
@@ -163,8 +173,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._count = 0
         if _is_plateau(self.scheduler):
             self._check_plateau()
-            # Monitor's mode is not used, because torch's scheduler has a mode itself.
-            self._metric = self._metric or Monitor(self.monitor or "val_loss", "min", owner="LRScheduler")
+            # Torch's scheduler decides by its own mode, 'min' by default.
+            self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
 
@@ -174,26 +184,33 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
             return None
         of_fit = loop.num_optimizer_steps() if self.interval == "step" else loop.num_epochs or None
+        if of_fit is None and (of_epoch := loop.num_optimizer_steps(num_epochs=1)):
+            of_fit = -(-(loop.num_optimizer_steps() or 0) // of_epoch)
         return None if of_fit is None else (self._count + of_fit) // self.frequency
 
-    def _length(self) -> int | None:
-        """Return the number of steps after which the schedule ends; ``None`` if it has no end."""
-        length = getattr(self.scheduler, _LENGTHS.get(type(self.scheduler).__name__, ""), None)
-        return length if isinstance(length, int) else None
+    def _length(self) -> tuple[int | None, bool]:
+        """Return the number of steps until the schedule ends, or ``None``; and False if it may end earlier."""
+        return _length_of(self.scheduler)
 
     def _check_length(self) -> None:
-        length = self._length()
-        planned = None if length is None or self.train_loop_obj.train_loader is None else self._planned_steps()
+        loop = self.train_loop_obj
+        length, exact = self._length()
+        planned = None if length is None or loop.train_loader is None else self._planned_steps()
         # A difference of one step is accepted, because conventions of counting differ.
-        if length is None or planned is None or abs(length - planned) <= 1 or not self.train_loop_obj.is_global_zero:
+        if length is None or planned is None or abs(length - planned) <= 1 or not loop.is_global_zero:
             return
-        if length > planned and type(self.scheduler).__name__ in _LENGTHS:  # a longer schedule may be intended
+        if length < planned and not exact:
             return
-        unit = "optimizer step" if self.interval == "step" else "epoch"
+        unit, steps = "optimizer step", None
+        if self.interval == "epoch":
+            unit, steps = "epoch", loop.num_optimizer_steps()
+        also = "" if steps is None else f" (optimizer step {steps} of this fit)"
+        meant = " For a schedule that counts optimizer steps, pass interval='step'." if steps is not None else ""
         warn(
             f"{type(self).__name__}: the schedule ends after {unit} {length * self.frequency}, but the training ends "
-            f"after {unit} {planned * self.frequency}. Make both equal (tl.num_optimizer_steps(num_epochs=...) counts "
-            "optimizer steps). Ignore this if further calls of fit continue the schedule."
+            f"after {unit} {planned * self.frequency}{also}. Make both equal (tl.num_optimizer_steps(num_epochs=...) "
+            f"counts optimizer steps, with any number of ranks).{meant} Ignore this if further calls of fit continue "
+            "the schedule, or if it is intended."
         )
 
     def _check_plateau(self) -> None:
@@ -336,6 +353,42 @@ def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, 
             if group.get("lr") is not None:
                 found.append((f"{prefix}/{group.get('name', f'group{j}')}" if several else prefix, group))
     return found
+
+
+def warn_of_rates_left(optimizer: Any, callbacks: Sequence[Any]) -> None:
+    """Warn if the schedule of an earlier ``fit`` has left hardly any learning rate, and this ``fit`` has no schedule.
+
+    Parameters
+    ----------
+    optimizer : Optimizer or MultiOptimizer
+    callbacks : sequence of AbstractCallback
+        Callbacks of this ``fit``.
+    """
+    groups = [group for one in optimizers_of(optimizer) for group in one.param_groups]
+    # Torch's schedulers store the initial rate in the group.
+    rates = [(float(group["lr"]), float(group["initial_lr"])) for group in groups if group.get("initial_lr")]
+    if not rates or len(rates) < len(groups) or any(hasattr(callback, "scheduler") for callback in callbacks):
+        return
+    if all(rate <= _RATE_LEFT * initial for rate, initial in rates):
+        warn(
+            f"fit: the schedule of an earlier fit has left a learning rate of {rates[0][0]:.3g} (initially "
+            f"{rates[0][1]:.3g}), and this fit has no schedule, so that it hardly trains. Set group['lr'] in "
+            "optimizer.param_groups, or pass a schedule in callbacks."
+        )
+
+
+def _length_of(scheduler: Any) -> tuple[int | None, bool]:
+    """Return the number of steps until a scheduler of torch ends, or ``None``; and False if it may end earlier."""
+    kind = type(scheduler).__name__
+    parts, begins = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
+    if parts and begins:  # SequentialLR
+        last, exact = _length_of(parts[-1])
+        return begins[-1] + (last or 0), exact
+    attribute, exact = _LENGTHS.get(kind, ("", False))
+    length = getattr(scheduler, attribute, None)
+    if kind == "MultiStepLR":
+        length = max(length or (0,))
+    return (length, exact) if isinstance(length, int) else (None, False)
 
 
 def _is_scheduler(scheduler: Any) -> bool:

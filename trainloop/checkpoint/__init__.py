@@ -17,7 +17,7 @@ This module does not depend on the loop: it takes and returns dicts.
 
 ========================================================  =====================================================
 :func:`save`, :func:`load`, :func:`read_info`             one checkpoint
-:func:`checkpoints`, :func:`load_newest`                  the checkpoints of a folder
+:func:`checkpoints`, :func:`load_newest`, :func:`best`    the checkpoints of a folder
 :func:`save_weights`, :func:`load_weights`                a model's weights alone, in the safetensors format
 ========================================================  =====================================================
 """
@@ -27,6 +27,7 @@ from __future__ import annotations
 from trainloop.checkpoint.file import (
     Checkpoint,
     CheckpointInfo,
+    best,
     checkpoint_name,
     checkpoints,
     load,
@@ -43,6 +44,7 @@ from trainloop.checkpoint.storage import Folder, folder
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "best",
     "checkpoints",
     "load",
     "load_newest",

@@ -27,6 +27,7 @@ from trainloop.parallel.shards import bit_sums, is_sharded, with_items
 __all__ = [
     "Checkpoint",
     "CheckpointInfo",
+    "best",
     "checkpoint_name",
     "checkpoints",
     "load",
@@ -76,6 +77,12 @@ class CheckpointInfo:
     reason: str = ""
     """Reason: ``'epoch'``, ``'steps'``, ``'time'``, ``'improved'``, ``'end'``, ``'restart'`` or a signal's name."""
 
+    monitor: str = ""
+    """Name of the metric that ``value`` belongs to; empty if there is no value."""
+
+    minimize: bool = True
+    """True if a lower ``value`` is better."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -92,6 +99,9 @@ class Checkpoint:
 
     problem: str = ""
     """Reason why ``info`` is None; empty otherwise."""
+
+    def __fspath__(self) -> str:
+        return self.path
 
 
 def checkpoint_name(info: CheckpointInfo, version: int = 1, *, sharded: bool = False) -> str:
@@ -375,6 +385,53 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
         except (CheckpointError, OSError) as error:
             found.append(Checkpoint(path, name, None, str(error)))
     return sorted(found, key=lambda c: (c.info.stamp if c.info else -1, c.name))
+
+
+def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) -> Checkpoint:
+    """Return the best checkpoint in a folder, by the metric that ``ModelCheckpoint(monitor=...)`` ranked it by.
+
+    The metric and its direction are stored in the checkpoints, so any process can call this function. If several runs
+    wrote into the folder, only the newest of those that have the metric counts.
+
+    Parameters
+    ----------
+    location : str or path
+        Folder or fsspec URL.
+    monitor : str, optional
+        Name of the metric. Needed only if the folder has checkpoints that were ranked by different metrics.
+
+    Returns
+    -------
+    Checkpoint
+        Pass it to :func:`load`. Its ``path`` and ``info.value`` are the path and the metric's value.
+
+    Raises
+    ------
+    CheckpointError
+        If no checkpoint in the folder was ranked by this metric, or if the metric is ambiguous.
+
+    Examples
+    --------
+    >>> model.load_state_dict(load(best("checkpoints"))["model"])                             # doctest: +SKIP
+    """
+    where = location if isinstance(location, Folder) else folder(location)
+    ranked = [(c.info, c) for c in checkpoints(where) if c.info is not None and c.info.monitor]
+    names = sorted({info.monitor for info, _ in ranked})
+    found = [
+        (info, info.value, c)
+        for info, c in ranked
+        if monitor in (None, info.monitor) and info.value is not None and info.value == info.value
+    ]
+    if not found or (monitor is None and len(names) > 1):
+        known = f"There are checkpoints ranked by {', '.join(map(repr, names))}" if names else "None was ranked"
+        chosen = "" if monitor is None else f" by monitor={monitor!r}"
+        raise CheckpointError(
+            f"{where.location} has no single best checkpoint{chosen}. {known} (NaN does not count). Pass one of these "
+            "names as monitor, or train with ModelCheckpoint(folder, monitor=...)."
+        )
+    newest = found[-1][0]
+    sign = 1.0 if newest.minimize else -1.0
+    return min((f for f in found if f[0].run == newest.run), key=lambda f: sign * f[1])[2]
 
 
 def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True) -> tuple[str, dict[str, Any]] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainloop._support.user_line import warn
 from trainloop.callbacks.train_schedule import LRScheduler
 from trainloop.errors import ConfigurationError
 
@@ -54,9 +55,21 @@ class _WarmupScheduler(LRScheduler):
             lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
             self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
             if self.scheduler is not None:  # an earlier fit created the scheduler, with a shorter curve
+                before = [group["lr"] for group in self.scheduler.optimizer.param_groups]
                 self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
                 self._follow_curve()
+                self._warn_of_jump(before[0], length)
         super().on_train_loop_registration()
+
+    def _warn_of_jump(self, before: float, length: int) -> None:
+        """Warn if a schedule that had ended is extended."""
+        now = self.scheduler.optimizer.param_groups[0]["lr"]
+        if before < 0.01 * now and self.scheduler.last_epoch > self.num_warmup_steps:
+            warn(
+                f"{type(self).__name__}: the schedule had ended in an earlier fit, and is now extended to {length} "
+                f"optimizer steps, so that the learning rate jumps from {before:.3g} to {now:.3g}. To avoid this, pass "
+                "num_training_steps, the number of all calls of fit together, or pass a new schedule to each call."
+            )
 
     def _follow_curve(self) -> None:
         """Set the rates to those of the curve as it is now; an optimizer may have rates of a shorter training."""
@@ -69,8 +82,8 @@ class _WarmupScheduler(LRScheduler):
         super().load_state_dict(state_dict)
         self._follow_curve()  # this run may be longer than the checkpoint's
 
-    def _length(self) -> int | None:
-        return self.num_training_steps
+    def _length(self) -> tuple[int | None, bool]:
+        return self.num_training_steps, True
 
 
 class ConstantWithWarmupScheduler(_WarmupScheduler):
@@ -93,8 +106,8 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     def __init__(self, num_warmup_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
         super().__init__(_constant, num_warmup_steps, num_warmup_steps, last_epoch, **kwargs)
 
-    def _length(self) -> None:
-        """Return None, because the schedule has no end."""
+    def _length(self) -> tuple[int | None, bool]:
+        return self.num_warmup_steps, False
 
 
 class LinearWithWarmupScheduler(_WarmupScheduler):

@@ -222,29 +222,56 @@ def predictions(
     return y_pred, y_true, metadata
 
 
-def check_rows(output: Any) -> Predictions:
-    """Return what ``get_predictions`` returned for a batch, with rows that can be joined.
+def check_rows(output: Any, size: int) -> Predictions:
+    """Return what ``get_predictions`` returned for a batch of ``size`` samples, with rows that can be joined.
 
     Raises
     ------
     ConfigurationError
-        If the result is invalid, or its rows can't be joined.
+        If the result is invalid, its rows can't be joined, or its parts differ in their numbers of rows.
     """
     if not isinstance(output, tuple) or len(output) != 3:
         what = f"a tuple of length {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
         raise ConfigurationError(
             f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
         )
-    y_pred, y_true, _ = output = as_rows(output)
+    y_pred, y_true, metadata = output = as_rows(output)
     for name, y in (("y_pred", y_pred), ("y_true", y_true)):
         _check_kind(name, y)
-    rows = [len(y) if isinstance(y, (Tensor, np.ndarray)) and y.ndim else None for y in (y_pred, y_true)]
-    if None not in rows and rows[0] != rows[1]:
+    counts = {}
+    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
+        count = _rows_of(y)
+        if count is None and size > 1 and isinstance(y, (Tensor, np.ndarray, np.generic, int, float)):
+            raise ConfigurationError(
+                f"get_predictions: {name} is a single number for a batch of {size} samples. Return one row for each "
+                "sample."
+            )
+        if count is not None:
+            counts[name] = count
+    # A sample may have several rows. Metadata are then those of the rows or of the samples.
+    wrong, allowed = len(set(counts.values())) > 1, {*counts.values(), size}
+    for key, value in metadata.items() if counts and isinstance(metadata, Mapping) else ():
+        count = _rows_of(value)
+        if count is not None and count not in allowed:
+            counts[f"metadata[{key!r}]"], wrong = count, True
+    if wrong:
+        found = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
         raise ConfigurationError(
-            f"get_predictions returned {rows[0]} predictions and {rows[1]} targets for one batch. Return one "
-            "prediction and one target for each sample."
+            f"get_predictions: for a batch of {_counted(size, 'sample')}, {found}. Return one row for each sample in "
+            "each of them."
         )
     return output
+
+
+def _rows_of(value: Any) -> int | None:
+    """Return the number of rows in a column of a batch; ``None`` if they can't be counted, as in a tuple of columns."""
+    if isinstance(value, list) or is_table(value):
+        return len(value)
+    return len(value) if isinstance(value, (Tensor, np.ndarray)) and value.ndim else None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _check_kind(name: str, value: Any) -> None:

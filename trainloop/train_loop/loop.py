@@ -32,10 +32,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
 
 from trainloop._launch import keeping
+from trainloop._metrics import EpochEnd, named_losses
 from trainloop._support.carried import check_carried
 from trainloop._support.keywords import hides_unknown, refuse_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
+from trainloop.callbacks.train_schedule import warn_of_rates_left
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
@@ -378,6 +380,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             self.early_stop = False
             HookTable((), model=self.model)  # raises an error for an invalid hook of the model before ranks start
             warn_of_misnamed_hooks(self.callbacks, self.model)
+            if resume is None and self.global_step:
+                warn_of_rates_left(self.optimizer, self.callbacks)
             for callback in self.callbacks:
                 self.register_callback(callback)
             if resume is not None and nothing_left:
@@ -402,15 +406,15 @@ class TrainLoop(LoopState, Generic[ModelT]):
 
     def evaluate_loss_on_train_set(self) -> float | dict[str, float]:
         """Return the mean loss over the training set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.train_loader, "train_loader", "train")
+        return self._loss(self.train_loader, "train_loader", "train")
 
     def evaluate_loss_on_validation_set(self) -> float | dict[str, float]:
         """Return the mean loss over the validation set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.validation_loader, "validation_loader", "validation")
+        return self._loss(self.validation_loader, "validation_loader", "validation")
 
     def evaluate_loss_on_test_set(self) -> float | dict[str, float]:
         """Return the mean loss over the test set; see :meth:`evaluate_model_loss`."""
-        return self._evaluate(self.test_loader, "test_loader", "test")
+        return self._loss(self.test_loader, "test_loader", "test")
 
     def evaluate_model_loss(self, data_loader: Any) -> float | dict[str, float]:
         """Return the mean of ``get_loss_eval`` over a loader's samples, each counted once; a dict for a ``MultiLoss``.
@@ -422,7 +426,27 @@ class TrainLoop(LoopState, Generic[ModelT]):
         ConfigurationError
             If the loader is missing or has no samples.
         """
-        return self._evaluate(data_loader, "data_loader", "other")
+        return self._loss(data_loader, "data_loader", "other")
+
+    def evaluate(self, data_loader: Any) -> dict[str, float]:
+        """Return the mean loss over a loader, and everything that the model and the callbacks log meanwhile, by name.
+
+        The loss is ``'loss'``; for a ``MultiLoss``, its parts are ``'loss_<part>'``. Logged values have the names that
+        they are logged with. Nothing is recorded in the history. Outside ``fit``, the evaluation runs in the loop's own
+        mode. Inside ``fit``, all ranks must call this method.
+
+        Raises
+        ------
+        ConfigurationError
+            If the loader is missing or has no samples.
+
+        Examples
+        --------
+        >>> tl.evaluate(test_loader)                                                          # doctest: +SKIP
+        {'loss': 0.21, 'accuracy': 0.93}
+        """
+        end = self._evaluate(data_loader, "data_loader", "other")
+        return {**named_losses(end.losses), **end.metrics}
 
     def predict_on_train_set(self) -> Predictions:
         """Return predictions on the training set; see :meth:`predict_with_model`."""
@@ -471,11 +495,17 @@ class TrainLoop(LoopState, Generic[ModelT]):
         info = dataset_info or {"type": "other"}
         return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
 
-    def _evaluate(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
+    def _loss(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:
+        losses = self._evaluate(loader, name, kind).losses
+        # A plain loss has the empty name; the losses of a MultiLoss have their own names.
+        parts = {part: value for part, value in losses.items() if part}
+        return parts or losses[""]
+
+    def _evaluate(self, loader: Any, name: str, kind: str) -> EpochEnd:
         check.check_loader(loader, name, optional=False)
         if self.running is None:
             check.check_not_empty(loader, name)
-        return cast("float | dict[str, float]", self._run_now(Run.evaluate, loader, name, kind))
+        return cast("EpochEnd", self._run_now(Run.evaluate, loader, name, kind))
 
     def _predict(self, loader: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return predict(self, self._run_now, loader, name, *args, **kwargs)

@@ -210,7 +210,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
     with evaluating(*trained_modules(model, criterion)), explained_evaluation():
         loss, _ = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size)
         output = model.get_predictions(batch, torch.device("cpu"))
-    check_rows(output)
+    check_rows(output, size)
     return f"loss {_number(loss):.4g}, {row_count(output, size)} predictions"
 
 

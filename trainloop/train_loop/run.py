@@ -24,7 +24,7 @@ from torch import nn
 
 from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._metrics import Recorder, StepValues, exchange_of, named_losses, rows_of
+from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
@@ -175,10 +175,8 @@ class Run:
 
     # -- evaluation and predictions ----------------------------------------------------------------------------------
 
-    def evaluate(
-        self, loader: Any, name: str, kind: str, losses_into_history: bool = False
-    ) -> float | dict[str, float]:
-        """Return the mean loss over a loader; see :meth:`trainloop.TrainLoop.evaluate_model_loss`."""
+    def evaluate(self, loader: Any, name: str, kind: str, losses_into_history: bool = False) -> EpochEnd:
+        """Return the mean losses over a loader, and the logged values; see :meth:`trainloop.TrainLoop.evaluate`."""
         criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
@@ -197,9 +195,7 @@ class Run:
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})
-        # A plain loss has the empty name; the losses of a MultiLoss have their own names.
-        parts = {part: value for part, value in end.losses.items() if part}
-        return parts or end.losses[""]
+        return end
 
     def predict(
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
@@ -262,7 +258,7 @@ class Run:
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
             output = forward(batch)
-            output = check_rows(output)  # check here, where the batch is known
+            output = check_rows(output, size)  # check here, where the batch is known
             for hook in hooks.on_after_batch_prediction:
                 hook(*output, dataset_info)
             return output
