@@ -267,8 +267,10 @@ class Gradients:
         usual = self.usual_units.get(name)
         if usual is not None:
             return usual
-        if self.ragged or (self.reduced_later and not self._place.scaler.is_enabled()):
-            return 1.0  # some ranks may not call this; or nothing is in fp16 until the gradients are divided
+        if self.ragged:  # some ranks may not call this
+            return 1.0
+        if self.reduced_later and not self._place.scaler.is_enabled():  # divided before anything is in fp16
+            return self.usual_units.setdefault(name, 1.0)
         units = self._zero() + self._exact(weight) / max(size, 1)
         mean = float(units if self.ranks == 1 else distributed.all_reduce(units, "mean"))
         if not 0 < mean < math.inf:
