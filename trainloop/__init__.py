@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from trainloop._support import distribution
@@ -66,6 +67,9 @@ __all__ = [
 ]
 
 
+# Packages whose classes users expect here, as in other libraries.
+_OTHERS = "callbacks resources schedulers result_package checkpoint history errors tabular tuning".split()
+
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
@@ -73,7 +77,20 @@ if not TYPE_CHECKING:  # a type checker would accept any name
             value = getattr(importlib.import_module(_HOMES[name]), name)
             globals()[name] = value
             return value
-        raise AttributeError(f"module 'trainloop' has no attribute {name!r}")
+        message = f"module 'trainloop' has no attribute {name!r}"
+        home = _home_of(name) if name[:1].isupper() else None
+        if home is None:
+            raise AttributeError(message)
+        message = f"{message}. Use: from {home} import {name}"
+        # Python replaces an AttributeError of "from trainloop import ..." by an ImportError without its message.
+        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise (ImportError if importing else AttributeError)(message)
+
+
+def _home_of(name: str) -> str | None:
+    """Return the module that has a public class of this name; ``None`` if there is none."""
+    modules = (f"trainloop.{other}" for other in _OTHERS)
+    return next((home for home in modules if name in importlib.import_module(home).__all__), None)
 
 
 def __dir__() -> list[str]:

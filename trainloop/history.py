@@ -81,6 +81,16 @@ class History(Mapping[str, list[float]]):
         """Return a copy as plain lists, for JSON or pandas."""
         return {name: list(values) for name, values in self._values.items()}
 
+    def to_dataframe(self) -> Any:
+        """Return a table of pandas with a row for each epoch, as in :meth:`rows`; NaN where a metric has no value.
+
+        Raises
+        ------
+        ConfigurationError
+            If pandas is missing.
+        """
+        return import_extra("pandas", "history.to_dataframe", "tabular").DataFrame(self.rows())
+
     def plot(self, path: str | None = None) -> Any:
         """Plot every metric over epochs. Training, validation and test values of a metric share a panel.
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from small_loop import make_loop
 from trainloop import AbstractCallback, TrainLoop, TTModel
 
 LOG = logging.getLogger("output_of_ranks.app")
@@ -174,3 +175,12 @@ def test_a_reader_that_goes_away(mode: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "epochs: 20, w > 0: True" in done.stderr, done.stderr
     assert done.stderr.count("BrokenPipeError: [Errno 32]") == 1, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPUs per process")
+def test_ranks_do_not_repeat_torch_s_warning_about_workers(capfd: pytest.CaptureFixture[str]) -> None:
+    workers = len(os.sched_getaffinity(0))  # not too many for the machine, but for a rank's part of it
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    loop.train_loader = DataLoader(loop.train_loader.dataset, 16, num_workers=min(workers, 4))
+    loop.fit(num_iterations=1)
+    assert "worker processes" not in "".join(capfd.readouterr())

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
+import trainloop
 from small_loop import make_loop
 from trainloop import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.errors import ConfigurationError
@@ -70,6 +72,32 @@ def test_arguments_of_wrappers_in_fit() -> None:
         with pytest.raises(ConfigurationError) as error:
             make_loop().fit(1, **arguments)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, home", [("EarlyStopping", "callbacks"), ("ModelCheckpoint", "callbacks"), ("ResourceQuota", "resources")]
+)
+def test_a_class_of_another_module_is_found(name: str, home: str) -> None:
+    said = f"Use: from trainloop.{home} import {name}"
+    with pytest.raises(ImportError, match=said):
+        exec(f"from trainloop import {name}", {})
+    with pytest.raises(AttributeError, match=said):
+        getattr(trainloop, name)
+    assert not hasattr(trainloop, name)
+    with pytest.raises(ImportError, match="cannot import name 'Unknown'"):
+        exec("from trainloop import Unknown", {})
+
+
+def test_loaders_do_not_belong_to_fit() -> None:
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match="loaders belong to the loop, not to fit"):
+        loop.fit(loop.train_loader, loop.validation_loader)  # type: ignore[arg-type]
+
+
+def test_a_list_of_batches_has_a_batch_size() -> None:
+    loop = make_loop()
+    loop.train_loader = [(torch.zeros(6, 8), torch.zeros(6, dtype=torch.long))] * 2
+    assert "effective batch 6" in repr(loop)
 
 
 def test_what_is_checked_is_still_what_it_was() -> None:

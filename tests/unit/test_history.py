@@ -176,3 +176,11 @@ def test_without_matplotlib_the_error_names_the_extra(history: History, monkeypa
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigurationError, match=r"history.plot needs matplotlib: pip install '\.\[plot\]'."):
         history.plot()
+
+
+def test_table_of_pandas(history: History) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = history.to_dataframe()
+    assert list(table["epoch"]) == [1, 2, 3]
+    assert list(table["loss"]) == [0.5, 0.25, 0.125]
+    assert pandas.isna(table["val_loss"][1])

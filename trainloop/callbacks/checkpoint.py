@@ -148,8 +148,8 @@ class ModelCheckpoint(Saver):
         name = str(dirpath).rstrip("/")
         if name.endswith(_FILES) and not os.path.isdir(name):
             raise ConfigurationError(
-                f"ModelCheckpoint: dirpath={name!r}: must be a folder, but this is the name of a file. Checkpoints in the "
-                "folder get names by epoch and step; best_path is the path of the best one, and load_best() loads it. "
+                f"ModelCheckpoint: dirpath={name!r}: must be a folder, but this is the name of a file. Checkpoints "
+                "in it get names by epoch and step; best_path is the path of the best one, and load_best() loads it. "
                 f"Pass, for example, {os.path.splitext(name)[0]!r}."
             )
         self._folder = checkpoint.folder(dirpath)

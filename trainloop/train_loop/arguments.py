@@ -20,6 +20,7 @@ from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_signatures, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
+from trainloop.parallel.scatter import batch_length
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.options import AmpOptions, RestartOptions
 
@@ -299,6 +300,11 @@ def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
     """
     for name, value in (("num_epochs", num_epochs), ("num_iterations", num_iterations)):
         if (number := whole_number(value)) is None or number < 0:
+            if isinstance(value, DataLoader) or (isinstance(value, Iterable) and hasattr(value, "dataset")):
+                raise ConfigurationError(
+                    f"{name}={short(value)}: loaders belong to the loop, not to fit: TrainLoop(model, train_loader, "
+                    "validation_loader, ...).fit(num_epochs=10)."
+                )
             raise ConfigurationError(
                 f"{name}={short(value)}: must be an int of 0 or more. One of num_epochs and num_iterations must be "
                 "positive, and the other 0. Pass callbacks by keyword: fit(..., callbacks=[...])."
@@ -421,6 +427,8 @@ def loader_length(loader: Any) -> int | None:
 
 def loader_batch_size(loader: Any) -> int | None:
     """Return the number of samples in a full batch of one process, or ``None`` if it is unknown."""
+    if isinstance(loader, (list, tuple)) and loader:  # a list of batches
+        return batch_length(loader[0])
     if not isinstance(loader, DataLoader):
         return None
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)

@@ -165,6 +165,10 @@ def _as_rank(
     loop.process = process = launch.place_here()
     loop.drawn_seed = distributed.broadcast_object(loop.drawn_seed)
     rank_side = None if paths is None else RankSide(loop, paths, sends=process.local_rank == 0)
+    if paths is not None:
+        # Torch compares the workers with the CPUs of this rank. The caller's process has compared them with the CPUs of
+        # the machine when it created the loader.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     ranks = process.local_world_size
     applied_here = applied(
         loop.options.quota,
