@@ -262,9 +262,10 @@ class Training(Run):
 
     def take_data(self) -> None:
         """Read the loop's training loader from now on, if it or a part of it has changed since the last call."""
-        loader = check_loader(self.loop.train_loader, "train_loader", optional=False)
+        loader = self.loop.train_loader
         if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
             return
+        check_loader(loader, "train_loader", optional=False)
         if self._marks is not None:
             self.feed.close()
             if self._marks.loader is loader:
