@@ -347,7 +347,7 @@ def _common_seed(mesh: Any) -> int:
     seed = torch.randint(2**31, (), device="cpu")
     if dist.get_backend() == "nccl":
         seed = seed.cuda()
-    _send_from_first(seed, mesh)
+    _send_from_first([seed], mesh)
     return int(seed)
 
 
