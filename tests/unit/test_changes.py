@@ -32,20 +32,22 @@ def check(change: str, mode: str, moment: str, seed: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_has_the_effect_of_the_hand_written_loop_at_every_moment(change: str) -> None:
-    for moment in MOMENTS:
+def test_a_change_has_the_effect_of_the_hand_written_loop(change: str) -> None:
+    for moment in ("on_batch_begin", "on_epoch_end"):
         check(change, "single", moment)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("mode, seed", [("single", 0), ("dp", None)])
-def test_a_change_has_the_same_effect_with_a_seed_and_in_replicas(change: str, mode: str, seed: int | None) -> None:
+@pytest.mark.parametrize("mode, seed", [("single", None), ("single", 0), ("dp", None)])
+def test_a_change_has_its_effect_at_every_moment_with_a_seed_and_in_replicas(
+    change: str, mode: str, seed: int | None
+) -> None:
     for moment in MOMENTS:
         check(change, mode, moment, seed)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["new_loader", "optimizer", "criterion_of_sums", "frozen", "enlarged", "pruned"])
 def test_a_run_resumed_after_a_change_is_the_uninterrupted_one(change: str, tmp_path: Path) -> None:
     assert resumed_differs(change, "single", "on_epoch_begin", tmp_path) == 0
 
