@@ -109,7 +109,7 @@ def test_every_hint_names_what_there_is() -> None:
         assert first == "torch" or hasattr(loop, first), here
 
 
-@pytest.mark.parametrize("name, here", [("test", "evaluate_loss_on_test_set()"), ("validate", "validation_set()")])
+@pytest.mark.parametrize("name, here", [("test", "predict_on_test_set()"), ("validate", "validation_set()")])
 def test_an_attribute_of_other_loops_says_the_one_here(name: str, here: str) -> None:
     loop = make_loop()
     with pytest.raises(AttributeError) as caught:

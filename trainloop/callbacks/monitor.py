@@ -45,6 +45,8 @@ class Monitor:
         the model or a callback has a torchmetrics metric of that name, by its ``higher_is_better``.
     owner : str
         Name of the callback to mention in error messages.
+    judges : bool
+        False if the callback only reads the metric, so that its direction does not matter.
 
     Raises
     ------
@@ -62,7 +64,7 @@ class Monitor:
     (True, False)
     """
 
-    def __init__(self, name: str, mode: Mode = "auto", owner: str = "Monitor") -> None:
+    def __init__(self, name: str, mode: Mode = "auto", owner: str = "Monitor", *, judges: bool = True) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{owner}: monitor={name!r}: must be the name of a metric, such as 'val_loss'.")
         check_mode(mode, owner)
@@ -70,7 +72,7 @@ class Monitor:
         self.owner = owner
         by_name = _lower_is_better(name)
         self._minimize = {"min": True, "max": False, "auto": by_name}[mode]
-        if by_name not in (None, self._minimize):
+        if judges and by_name not in (None, self._minimize):
             warn(
                 f"{owner}: monitor={name!r}, mode={mode!r}: by its name, {'lower' if by_name else 'higher'} is better, "
                 f"so the worst value would count as the best. Leave mode out, or pass mode='{_mode_of(by_name)}'. If "

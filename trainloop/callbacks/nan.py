@@ -79,7 +79,7 @@ class TerminateOnNaN(GradientCallbackBase):
         self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
         self.found: NonFinite | None = None
-        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN")  # the mode is not used
+        self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
         self._forget()

@@ -363,6 +363,10 @@ def warn_of_rates_left(optimizer: Any, callbacks: Sequence[Any]) -> None:
     optimizer : Optimizer or MultiOptimizer
     callbacks : sequence of AbstractCallback
         Callbacks of this ``fit``.
+
+    Examples
+    --------
+    >>> warn_of_rates_left(tl.optimizer, callbacks)
     """
     groups = [group for one in optimizers_of(optimizer) for group in one.param_groups]
     # Torch's schedulers store the initial rate in the group.
