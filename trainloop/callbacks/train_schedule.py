@@ -366,7 +366,7 @@ def warn_of_rates_left(optimizer: Any, callbacks: Sequence[Any]) -> None:
 
     Examples
     --------
-    >>> warn_of_rates_left(tl.optimizer, callbacks)
+    >>> warn_of_rates_left(tl.optimizer, tl.callbacks)
     """
     groups = [group for one in optimizers_of(optimizer) for group in one.param_groups]
     # Torch's schedulers store the initial rate in the group.
