@@ -113,7 +113,7 @@ class Stops(AbstractCallback):
             self.stop()
 
     def stop(self) -> None:
-        self.train_loop_obj.early_stop = True
+        self.end_training()
 
 
 ENDS = {
@@ -180,15 +180,20 @@ def test_an_end_names_all_who_asked_after_the_row(capsys: pytest.CaptureFixture[
     )
 
 
-def test_an_end_that_no_callback_asked_for_is_one_of_the_user(folder: Path) -> None:
-    """As Ctrl-C: the same line goes on."""
-
-    tl = make_whole()
-    tl.fit(num_epochs=3, callbacks=[ModelCheckpoint("kept"), FromThread()])
-    assert tl.epoch == 1
+def test_a_run_that_early_stop_has_ended_is_not_trained_on_unless_more_is_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who assigns the attribute is not known, so that the end holds with other callbacks, too."""
+    first = make_whole()
+    first.fit(num_epochs=3, callbacks=[ModelCheckpoint("kept"), FromThread()])
+    assert first.epoch == 1
     again = make_whole()
     again.fit(num_epochs=3, callbacks=[ModelCheckpoint("kept")], resume_from="last")
-    assert again.epoch == 3
+    assert state_of(again) == state_of(first)
+    assert "Nothing left to do: early_stop ended training after epoch 1." in capsys.readouterr().out
+    longer = make_whole()
+    longer.fit(num_epochs=4, callbacks=[ModelCheckpoint("kept")], resume_from="last")
+    assert longer.epoch == 4
 
 
 class FromThread(AbstractCallback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
@@ -32,7 +31,6 @@ __all__ = [
     "logs_nothing",
     "overrides",
     "overrides_of_user",
-    "requesting_callback",
     "require_loader",
     "warn_of_misnamed_hooks",
 ]
@@ -83,7 +81,7 @@ class AbstractCallback:
     ...         self.loss = loss
     ...     def on_epoch_end(self):
     ...         if self.train_loop_obj.history["loss"][-1] < self.loss:
-    ...             self.train_loop_obj.early_stop = True
+    ...             self.end_training()
     """
 
     # Names of the hooks, in the order in which they are called; the loop and HookTable read them.
@@ -112,6 +110,8 @@ class AbstractCallback:
     message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
+    shared: tuple[str, ...] = ()
+    """Names of attributes that all ranks' copies get from rank 0's copy when training ends, such as a run's ID."""
 
     if not TYPE_CHECKING:  # type checkers read the arguments of __init__
         __signature__ = _OwnSignature()
@@ -401,23 +401,6 @@ class HookTable:
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and misspelled names: __init__ sets every real hook.
         raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
-
-
-def requesting_callback(loop: Any) -> AbstractCallback | None:
-    """Return the callback whose hook sets an attribute of the loop; ``None`` if other code sets it.
-
-    Call it from the attribute's setter. A callback ends training by setting a plain attribute, which does not record
-    who set it, so the call stack is inspected.
-    """
-    frame = sys._getframe(3)  # the frame that set the attribute, above the setter and the loop's ``__setattr__``
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if owner is loop:
-            return None
-        if isinstance(owner, AbstractCallback) and any(owner is callback for callback in loop.callbacks):
-            return owner
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
-    return None
 
 
 def overrides(callback: AbstractCallback, name: str) -> bool:

@@ -89,7 +89,7 @@ class AllPredictionsSame(AbstractCallback):
             ending = "; training ends" if self.stop_training else ""
             print(f"All {len(predictions)} predictions are {value} after epoch {loop.epoch + 1}{ending}.")
         if self.stop_training:
-            loop.early_stop = True
+            self.end_training()
 
 
 def _same(prediction: Any, value: Any) -> bool:

@@ -57,7 +57,10 @@ class Loop(Protocol):
 
     @property
     def early_stop(self) -> bool:
-        """True if training ends after this step, or in ``on_epoch_end`` after this epoch. Any rank may set it."""
+        """True if training ends after this step, or in ``on_epoch_end`` after this epoch. Any rank may set it.
+
+        A callback's :meth:`~.AbstractCallback.end_training` also says who ends the training, and why.
+        """
 
     @early_stop.setter
     def early_stop(self, stop: bool) -> None: ...

@@ -166,7 +166,7 @@ class TerminateOnNaN(GradientCallbackBase):
     def _stop(self, found: NonFinite) -> None:
         loop = self.train_loop_obj
         self.found = found
-        loop.early_stop = True
+        self.end_training()
         # Gradients are equal on all ranks, so rank 0 reports them. A loss is reported by the rank that computed it.
         if loop.is_main_process() or not found.parameters:
             where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"

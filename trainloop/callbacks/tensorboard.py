@@ -93,6 +93,8 @@ class TensorBoard(Tracker):
        $ tensorboard --logdir runs
     """
 
+    shared = (*Tracker.shared, "log_dir")
+
     def __init__(
         self,
         log_dir: str | os.PathLike[str] | None = None,

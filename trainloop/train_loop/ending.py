@@ -14,15 +14,16 @@ __all__ = ["described_ends", "end_that_holds", "has_work_at_end", "nothing_left"
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
     """Return a line that gives the reason why training ended after ``epoch``, which is counted from 1."""
-    names = " and ".join(dict.fromkeys(end.name for end in ends)) or "early_stop, which was set outside of callbacks,"
+    names = " and ".join(dict.fromkeys(end.name for end in ends))
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
     return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
 
 
 def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
-    """Return the ends of a checkpoint's run whose callbacks are still present and would end the run again.
+    """Return the ends of a checkpoint's run that hold for this ``fit``.
 
-    Empty if this ``fit`` asks for more epochs or iterations than that run did.
+    A callback's end holds if the callback is still present and would end the run again; an assignment to ``early_stop``
+    holds in any case. Empty if this ``fit`` asks for more epochs or iterations than that run did.
     """
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
@@ -32,7 +33,10 @@ def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
     present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
     ends = [End(*saved) for saved in place.get("ends", ())]
     return [
-        end for end in ends if (key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {}))
+        end
+        for end in ends
+        if not end.kind
+        or ((key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {})))
     ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, requesting_callback
+from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import TrainFeed
@@ -270,10 +270,10 @@ class LoopState:
     @early_stop.setter
     def early_stop(self, stop: bool) -> None:
         self.note(end_requested=bool(stop))
-        if not stop:
+        if stop:
+            self._note_end(End("", "early_stop"))
+        else:
             self.note(ends=[])
-        elif (callback := requesting_callback(self)) is not None:
-            self._note_end(End(type(callback).__name__, callback.callback_name))
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
         """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""

@@ -113,10 +113,11 @@ class FitJob:
 
 
 class End(NamedTuple):
-    """A callback's request to end training."""
+    """A request to end training."""
 
     kind: str
-    """Name of the callback's class; together with ``name``, it identifies the callback in checkpoints."""
+    """Name of the callback's class; with ``name``, it identifies the callback in checkpoints. Empty for an assignment
+    to ``early_stop``, which does not say who assigns."""
     name: str
     reason: str = ""
     """Reason as text; empty if the callback gave none."""

@@ -329,14 +329,15 @@ class Training(Run):
             print(described_ends(loop.ends, loop.epoch), flush=True)
 
     def _share_attributes(self) -> None:
-        """Send values that only rank 0's callbacks have after training, such as a run's name, to all ranks."""
-        mine = [callback for callback in self.loop.callbacks if callback.device_idx_execution == 0]
-        if not self.parallel or not mine:
+        """Send the attributes that callbacks share from rank 0's copies to all ranks' copies."""
+        sharing = [callback for callback in self.loop.callbacks if callback.shared]
+        if not self.parallel or not sharing:
             return
-        plain = (str, int, float, type(None))
-        values = [{k: v for k, v in vars(one).items() if k[0] != "_" and type(v) in plain} for one in mine]
-        for callback, theirs in zip(mine, distributed.broadcast_object(values), strict=False):
-            vars(callback).update(theirs)
+        values = {cb.callback_name: {name: getattr(cb, name) for name in cb.shared} for cb in sharing}
+        first = distributed.broadcast_object(values)
+        for callback in sharing:
+            for name, value in first.get(callback.callback_name, {}).items():
+                setattr(callback, name, value)
 
     def _notify_exception(self, exception: BaseException) -> None:
         if not self.parallel:  # the other ranks' values can't be gathered

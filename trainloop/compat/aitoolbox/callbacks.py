@@ -130,7 +130,7 @@ class _StopsWithPatience(CompatCallback):
         """Count an epoch, and stop with this message after too many epochs without an improvement."""
         self.patience_count = self.patience if better else self.patience_count - 1
         if self.patience_count < 0:
-            self.train_loop_obj.early_stop = True
+            self.end_training()
             print(message)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class TerminateOnNaN(CompatCallback):
         loop = self.train_loop_obj
         value = loop.train_history[self.monitor][-1]
         if value is not None and not np.isfinite(value):
-            loop.early_stop = True
+            self.end_training()
             print(f"Terminating on {self.monitor} = {value} at epoch: {loop.epoch}.")
 
 
