@@ -425,7 +425,7 @@ def test_methods_that_may_be_called() -> None:
 
 
 def test_a_misspelt_argument_is_one_of_the_class_that_was_called() -> None:
-    with pytest.raises(TypeError, match=r"TrainLoop.__init__\(\) got an unexpected keyword argument 'gpumode'"):
+    with pytest.raises(TypeError, match=r"TrainLoop\(\) got an unexpected keyword argument 'gpumode'"):
         make(gpumode="ddp")
 
 

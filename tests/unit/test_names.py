@@ -76,7 +76,7 @@ def test_a_wrong_keyword_of_the_loop_says_the_right_one(name: str, meant: str) -
     with pytest.raises(ConfigurationError) as caught:
         make_loop(**{name: None})
     assert isinstance(caught.value, TypeError)  # as of every function
-    assert f"TrainLoop.__init__() got an unexpected keyword argument '{name}'" in str(caught.value)
+    assert f"TrainLoop() got an unexpected keyword argument '{name}'" in str(caught.value)
     assert meant in str(caught.value)
 
 

@@ -7,18 +7,16 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from trainloop.errors import UnknownArgumentError
 
 __all__ = [
     "attribute_hint",
-    "hides_unknown",
     "hint",
     "keywords_of",
     "nearest",
     "refuse",
-    "refuse_unknown",
     "refuses_unknown",
     "table_of",
 ]
@@ -232,35 +230,6 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def refuse_unknown(unknown: Iterable[str], function: str, functions: dict[str, Callable[..., Any]]) -> None:
-    """Raise an error for unknown keywords, with hints for the right names.
-
-    Parameters
-    ----------
-    unknown : iterable of str
-        Names that were given.
-    function : str
-        The key in ``functions`` of the function that got them.
-    functions : dict
-        The loop's constructor and ``fit``, by the names that messages use.
-
-    Raises
-    ------
-    UnknownArgumentError
-        If there are unknown names.
-    """
-    names = {key: _arguments_of(f) for key, f in functions.items()}
-    refuse(functions[function].__qualname__, unknown, names.pop(function), names)
-
-
-def hides_unknown(function: Function) -> Function:
-    """Hide a function's ``**unknown``, which exists only to raise errors, from its signature."""
-    signature = inspect.signature(function)
-    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return function
-
-
 def keywords_of(kind: type) -> list[str]:
     """Return the keywords of a class, including keywords that it passes to its bases as ``**kwargs``."""
     known: dict[str, None] = {}
@@ -273,14 +242,37 @@ def keywords_of(kind: type) -> list[str]:
     return list(known)
 
 
-def refuses_unknown(function: Function) -> Function:
-    """Decorate a function so that an unknown keyword raises an error with a hint, before the function runs."""
+@overload
+def refuses_unknown(function: Function) -> Function: ...
+
+
+@overload
+def refuses_unknown(*, others: Callable[[], Mapping[str, Callable[..., Any]]]) -> Callable[[Function], Function]: ...
+
+
+def refuses_unknown(
+    function: Function | None = None, *, others: Callable[[], Mapping[str, Callable[..., Any]]] = dict
+) -> Any:
+    """Decorate a function so that an unknown keyword raises an error with a hint, before the function runs.
+
+    If the function passes its ``**kwargs`` to the constructor of its class's base, their names are known, too.
+
+    Parameters
+    ----------
+    others : callable
+        Returns other functions, by the names that hints use, to which an unknown keyword may belong.
+    """
+    if function is None:
+        return functools.partial(refuses_unknown, others=others)
     own = _arguments_of(function)
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     shown = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse(shown, kwargs, own)
+        known = keywords_of(type(args[0])) if passes_on else own
+        if not kwargs.keys() <= set(known):
+            refuse(shown, kwargs, known, {name: _arguments_of(other) for name, other in others().items()})
         return function(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]  # with the same signature
+    return checked  # with the same signature

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainloop._support.forks import guard_forks
-from trainloop._support.keywords import keywords_of, refuse
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
@@ -79,8 +79,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     gather = SharedName("gather", DistributedDataParallel.gather)
     to_kwargs = SharedName("to_kwargs", DistributedDataParallel.to_kwargs)
 
+    @refuses_unknown
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
-        refuse("TTDistributedDataParallel", ddp_args, keywords_of(TTDistributedDataParallel))
         check_not_lazy(module, "TTDistributedDataParallel")
         # DDP has the same check, but does not name the module.
         trained = [p for p in module.parameters() if p.requires_grad]

@@ -35,8 +35,7 @@ def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
     return [
         end
         for end in ends
-        if not end.kind
-        or ((key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {})))
+        if not end.kind or ((key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {})))
     ]
 
 

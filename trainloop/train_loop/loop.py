@@ -29,12 +29,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 from trainloop._launch import keeping
 from trainloop._metrics import EpochEnd, named_losses
 from trainloop._support.carried import check_carried
-from trainloop._support.keywords import hides_unknown, refuse_unknown
+from trainloop._support.keywords import refuses_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.callbacks.train_schedule import warn_of_rates_left
@@ -159,7 +159,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
     >>> model = tl.fit(num_epochs=10)                                                         # doctest: +SKIP
     """
 
-    @hides_unknown
+    @refuses_unknown(others=lambda: {"fit": TrainLoop.fit})
     def __init__(
         self,
         model: ModelT,
@@ -187,9 +187,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         compile: bool | Literal["step"] | dict[str, Any] = False,
         start_method: StartMethod = "auto",
         checkpoint_modules: Modules | Sequence[Modules] | None = None,
-        **unknown: NoReturn,
     ) -> None:
-        refuse_unknown(unknown, "TrainLoop", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
         self.model: ModelT = check.check_model(model)
         self.train_loader: Any = check.check_loader(train_loader, "train_loader")
         self.validation_loader: Any = check.check_loader(validation_loader, "validation_loader")
@@ -232,7 +230,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         """Call :meth:`fit`."""
         return self.fit(*args, **kwargs)
 
-    @hides_unknown
+    @refuses_unknown(others=lambda: {"TrainLoop": TrainLoop.__init__})
     def fit(
         self,
         num_epochs: int = 0,
@@ -254,7 +252,6 @@ class TrainLoop(LoopState, Generic[ModelT]):
         resume_from: str | os.PathLike[str] | None = None,
         max_restarts: int = 0,
         restart_every_steps: int | None = None,
-        **unknown: NoReturn,
     ) -> ModelT:
         """Train the model. A second call continues where the first call ended.
 
@@ -328,7 +325,6 @@ class TrainLoop(LoopState, Generic[ModelT]):
             of the last finished step.
         """
         with signals() as received:  # from the first line to the last
-            refuse_unknown(unknown, "fit", {"TrainLoop": TrainLoop.__init__, "fit": TrainLoop.fit})
             if self.running is not None:
                 raise ConfigurationError(
                     "fit was called by a callback of the same loop. Create another TrainLoop for the inner training."
