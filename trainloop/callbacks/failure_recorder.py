@@ -279,20 +279,19 @@ class FailureRecorder(AbstractCallback):
             "text": failure.message,
             "traceback": "".join(traceback.format_exception(exception)),
         }
-        modules, stage = _traced_modules(exception)
         if run.step_in_work is not None:
             refused = self._refused()
             if refused:
                 return refused
             if self._step is not run.step_in_work:  # a hook failed before the first forward
                 self.forward_begins(True)
-            path = self._write("step", error["type"], error, stage)
-        elif any(module.startswith("trainloop.data") for module in modules) and "feed" in vars(run):
-            indices = _indices_in(exception) or run.feed.next_indices()
+            path = self._write("step", error["type"], error, run.stage)
+        elif run.stage == "data":
+            indices = run.feed.next_indices()
             if indices is None:
                 return ""
             self._place = {"epoch": run.loop.epoch, "step": run.loop.global_step + 1, "total_iteration_idx": 0}
-            path = self._write("loader", error["type"], error, stage, checkpoint.plain(indices))
+            path = self._write("loader", error["type"], error, run.stage, checkpoint.plain(indices))
         else:
             return ""
         with suppress(Exception):  # a class with __slots__ may not allow it
@@ -344,6 +343,7 @@ class FailureRecorder(AbstractCallback):
     def _step_state(self, stage: str) -> dict[str, Any]:
         loop = self.train_loop_obj
         run = loop.watch()
+        stage = "backward" if stage == "forward" else stage
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
         # DDP averages gradients during a step's last backward, unless the loop averages them afterwards.
@@ -448,33 +448,3 @@ def _packed(value: Any) -> dict[str, Any]:
     except Exception as error:
         return {"problem": f"{type(value).__name__} can't be pickled ({described(error)})"}
     return {"pickle": file.getvalue()}
-
-
-_STAGES = {
-    "forward_backward": "backward",
-    "complete": "complete",
-    "show_and_clip": "hooks",
-    "take_steps": "step",
-    "count_step": "done",
-    "step": "done",
-}
-
-
-def _traced_modules(exception: BaseException) -> tuple[list[str], str]:
-    """Return the names of the modules in the exception's traceback, and the stage of the step that failed."""
-    modules, stage = [], "backward"
-    for frame, _ in traceback.walk_tb(exception.__traceback__):
-        module = str(frame.f_globals.get("__name__", ""))
-        modules.append(module)
-        if module.startswith("trainloop.train_loop."):
-            stage = _STAGES.get(frame.f_code.co_name, stage)
-    return modules, stage
-
-
-def _indices_in(exception: BaseException) -> list[Any] | None:
-    """Return the indices that this process was loading when the exception was raised; None if it was not loading."""
-    for frame, _ in traceback.walk_tb(exception.__traceback__):
-        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if (module, function) == ("trainloop.data.sources", "load"):
-            return list(frame.f_locals["indices"])
-    return None

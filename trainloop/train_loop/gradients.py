@@ -422,6 +422,7 @@ class Gradients:
 
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
+        self._run.stage = "complete"
         given, weighted, weight, uneven = self.given, self._weighted, self._weight, self._uneven
         self.given, self._weighted, self._weight, self._uneven = [], False, 0.0, 0.0
         if True in given and False in given:
@@ -501,6 +502,7 @@ class Gradients:
     ) -> None:
         """Unscale the complete gradients, call ``on_after_gradient_update``, and clip them."""
         run = self._run
+        run.stage = "hooks"
         for i, optimizer in optimizers:
             self._place.scaler.unscale_(optimizer)  # before clipping, as torch's notes on AMP require
             if run.hooks.on_after_gradient_update:
@@ -517,6 +519,7 @@ class Gradients:
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
+        self._run.stage = "step"
         scaler = self._place.scaler
         if not scaler.is_enabled():
             for optimizer in optimizers:

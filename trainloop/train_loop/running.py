@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trainloop.train_loop.loop_state import LoopState
 
@@ -10,13 +10,18 @@ if TYPE_CHECKING:
     from trainloop._metrics import Recorder, StepValues
     from trainloop.callbacks.base import HookTable
 
-__all__ = ["TrainingRun"]
+__all__ = ["Stage", "TrainingRun"]
+
+Stage = Literal["data", "forward", "backward", "complete", "hooks", "step", "done"]
+"""What a run is doing: waiting for the next batches; in a step, a micro-batch's first hooks and forward, its backward,
+the end of the gradients' computation, hooks and clipping, the optimizers' steps; or what follows a step."""
 
 
 class TrainingRun(Protocol):
     """A training run at work in this process."""
 
     loop: LoopState
+    stage: Stage
     place: Any
     """Placed model, a :class:`~trainloop.train_loop.placement.Placement`."""
     hooks: HookTable

@@ -57,6 +57,7 @@ class AlternatingTraining(Training):
         counts = step.counts
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.progress.global_step + 1
+        self.stage = "forward"
         # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
         for recorder.batch_size in self._sizes:
@@ -113,6 +114,7 @@ class AlternatingTraining(Training):
                     self._zero_backward(generator)
                 continue
             self.recorder.batch_size = step.sizes[i]
+            self.stage = "forward"
             with self.place.batchnorm_ranks(counts, i):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
@@ -154,6 +156,7 @@ class AlternatingTraining(Training):
         gradients, (_, loss, weight) = self.gradients, yielded
         scale = None if step.scales is None else step.scales[i]
         scaled = gradients.scaled(loss, weight, scale, len(step.batches), step.sizes[i], is_sum=is_sum)
+        self.stage = "backward"
         try:
             self._differentiate(index, scaled)
         except RuntimeError as error:
@@ -234,6 +237,7 @@ class ClosureTraining(Training):
                 # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
             first = False
+            self.stage = "step"
             assert value is not None  # because of wants_loss
             return value
 

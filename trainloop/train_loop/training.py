@@ -53,6 +53,7 @@ from trainloop.train_loop.losses import explain_backward, per_sample, split_loss
 from trainloop.train_loop.options import End, FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
+from trainloop.train_loop.running import Stage
 from trainloop.train_loop.timings import StepClock, Timings
 from trainloop.train_loop.trained import (
     about_eval_mode,
@@ -91,6 +92,8 @@ class Training(Run):
     """
 
     trains = True
+    stage: Stage = "done"
+    """What the run is doing."""
     feed: Any
     gradients: Gradients
     step_taken = False
@@ -137,6 +140,7 @@ class Training(Run):
                 while not (ended_by or self.ended or self.is_done()):
                     steps = self._begin_epoch()
                     clock.begin_epoch()
+                    self.stage = "data"
                     asked = perf_counter()
                     for batches in steps:
                         clock.data += perf_counter() - asked
@@ -161,6 +165,7 @@ class Training(Run):
                         done = loop.progress.total_iteration_idx >= self._last_iteration
                         if ended_by or (done and self.epoch_batches != self.feed.num_batches):
                             break
+                        self.stage = "data"
                         asked = perf_counter()
                     else:
                         clock.data += perf_counter() - asked
@@ -426,6 +431,7 @@ class Training(Run):
 
     def _finish_epoch(self) -> None:
         loop = self.loop
+        self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
@@ -474,7 +480,9 @@ class Training(Run):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def forward_backward(
+        self, step: StepBatches, *, first: bool = True, begun: int = 0, wants_loss: bool = False
+    ) -> Tensor | None:
         """Run forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
         ``on_batch_end``.
 
@@ -484,6 +492,8 @@ class Training(Run):
             This rank's micro-batches.
         first : bool
             False for a repetition, which calls no hooks, counts no batches and records no losses.
+        begun : int
+            Number of micro-batches whose :meth:`begin_batch` has been called.
         wants_loss : bool
             Return the step's loss over all micro-batches and ranks, the same on every rank.
         """
@@ -495,7 +505,8 @@ class Training(Run):
         scaled_losses: list[Any] = []
         recorder.step = loop.progress.global_step + 1
         for i in range(count):
-            if first:
+            self.stage = "forward"
+            if first and i >= begun:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
             later = gradients.reduced_later
             model = place.model if later else place.wrapper
@@ -519,6 +530,7 @@ class Training(Run):
                         self._check_averages(loss, weight, count)
                     scale = None if scales is None else scales[i]
                     scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
+                    self.stage = "backward"
                     try:
                         gradients.backward(scaled)
                     except RuntimeError as error:
@@ -582,6 +594,7 @@ class Training(Run):
 
     def count_step(self) -> None:
         """Count an optimizer step."""
+        self.stage = "done"
         self.loop.progress.global_step += 1
         self.epoch_steps += 1
         for hook in self.hooks.on_after_optimizer_step:

@@ -53,14 +53,17 @@ class WholeStepTraining(Training):
     _rates: list[Tensor] | None = None
     """Learning rates of the groups, as the graph reads them; ``None`` while they are constants of the graph."""
 
-    def forward_backward(self, step: StepBatches, *, first: bool = True, wants_loss: bool = False) -> Tensor | None:
+    def forward_backward(
+        self, step: StepBatches, *, first: bool = True, begun: int = 0, wants_loss: bool = False
+    ) -> Tensor | None:
         """Run the whole step in the graph if it accepts the step; otherwise run the step without it."""
         if self._refused or not self._takes(step):
             if self._attached:  # otherwise backward would add to the last step's gradients
                 self._detach()
-            return super().forward_backward(step, first=first, wants_loss=wants_loss)
+            return super().forward_backward(step, first=first, begun=begun, wants_loss=wants_loss)
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
         recorder.step = loop.progress.global_step + 1
+        self.stage = "forward"
         self.begin_batch(0, size)
         # Compile only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
         if self._whole is None:
@@ -69,7 +72,7 @@ class WholeStepTraining(Training):
             changed = self._follow(now)
             if changed is not None:
                 self._refuse(changed)
-                return self._run_without_graph(step, first, wants_loss)
+                return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         if not self._attached:
             self._attached = True
             for parameter, gradient in zip(self._parameters, self._gradients):
@@ -85,7 +88,7 @@ class WholeStepTraining(Training):
                 raise
             self._refuse(f"{type(error).__name__}: {_first_line(error)}")
             self._logged.clear()
-            return self._run_without_graph(step, first, wants_loss)
+            return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         if not self._settings:
             self._settings = self._settings_now()
         logged, self._logged[:] = self._logged[:], ()
@@ -226,17 +229,6 @@ class WholeStepTraining(Training):
         finally:
             for group, number in zip(groups, numbers):
                 group["lr"] = number
-
-    def _run_without_graph(self, step: StepBatches, first: bool, wants_loss: bool) -> Tensor | None:
-        """Run the current step without the graph; the step's hooks were already called."""
-        self.loop.progress.total_iteration_idx -= 1  # the step begins again
-        self.epoch_batches -= 1
-        table = vars(self.hooks)
-        hooks, table["on_batch_begin"] = table["on_batch_begin"], ()
-        try:
-            return super().forward_backward(step, first=first, wants_loss=wants_loss)
-        finally:
-            table["on_batch_begin"] = hooks
 
     # -- the graph ---------------------------------------------------------------------------------------------------
 
