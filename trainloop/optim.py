@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -351,14 +351,30 @@ def _shares_groups(one: Optimizer, other: Optimizer) -> bool:
     return len(one.param_groups) == len(other.param_groups) and all(map(is_, one.param_groups, other.param_groups))
 
 
+def criterion_module(criterion: Any) -> nn.Module | None:
+    """Return a criterion as one module: itself, or a module of all modules in its dicts and lists, by their keys.
+
+    ``None`` if it contains no modules.
+    """
+    if isinstance(criterion, nn.Module):
+        return criterion
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(criterion, Mapping):
+        entries = criterion.items()
+    elif isinstance(criterion, (list, tuple)):
+        entries = enumerate(criterion)
+    whole = nn.Module()
+    for key, part in entries:
+        module = criterion_module(part)
+        if module is not None:
+            whole.add_module(f"[{key}]".replace(".", "_"), module)  # with brackets, it is no name of nn.Module's own
+    return whole if whole._modules else None
+
+
 def criterion_modules(criterion: Any) -> list[nn.Module]:
     """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
-    if isinstance(criterion, nn.Module):
-        return [criterion]
-    parts = criterion.values() if isinstance(criterion, Mapping) else criterion
-    return (
-        [m for part in parts for m in criterion_modules(part)] if isinstance(parts, (list, tuple, ValuesView)) else []
-    )
+    whole = criterion_module(criterion)
+    return [] if whole is None else [whole]
 
 
 def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel, distributed
 from trainloop.callbacks import GradientClipping, GradientStats, ModelCheckpoint
+from trainloop.errors import WorkerFailedError
 
 D = torch.float64
 
@@ -151,3 +152,48 @@ def test_hooks_for_gradients_are_reported_in_ddp(kind: str, capfd: pytest.Captur
 
 def clamped(gradient: Tensor) -> None:
     gradient.clamp(-1, 1)
+
+
+class Named(Net):
+    """Its criterion is a dict with a list in it."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        out = self(x)
+        return criterion["mean"](out, y) + criterion["learned"][0](out, y)
+
+
+@pytest.mark.parametrize("mode", ["single", "fsdp"])
+def test_modules_in_a_dict_are_resumed_and_come_back(mode: str, tmp_path: Path) -> None:
+    def fit(epochs: int, folder: str, **kwargs: Any) -> TrainLoop[Any]:
+        model, criterion = Named(), {"mean": nn.MSELoss(), "learned": [Margin()], "no module": abs}
+        adam = optim.Adam([*model.parameters(), *criterion["learned"][0].parameters()], lr=0.05)
+        loop = loop_of(model, criterion, adam, mode, seed=1)
+        loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path / folder)], **kwargs)
+        return loop
+
+    whole, begun = fit(3, "whole"), fit(1, "begun")
+    resumed = fit(3, "begun", resume_from="last")
+    learned, half, again = (loop.criterion["learned"][0].state_dict() for loop in (whole, begun, resumed))
+    assert not torch.equal(half["scale"], Margin().scale) and not torch.equal(half["scale"], learned["scale"])
+    assert all(torch.equal(learned[name], again[name]) for name in ("scale", "seen"))
+    assert learned["seen"] == 3 * (24 if mode == "single" else 12)
+
+
+class GathersItsRows(Net):
+    """A loss over the rows of all ranks, by a function that a rank without a batch does not call."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        others = distributed.gather_object(len(x))
+        return criterion(self(x), y) * len(others)
+
+
+def test_a_rank_without_rows_in_a_loss_over_ranks_is_named_as_a_cause() -> None:
+    model = GathersItsRows()
+    loop = loop_of(model, nn.MSELoss(), optim.SGD(model.parameters(), lr=0.1), "ddp", timeout=60)
+    loop.train_loader = DataLoader(data(7), batch_size=3)  # the last batch of an epoch is rank 0's only
+    with pytest.raises(WorkerFailedError) as caught:
+        loop.fit(num_epochs=1)
+    for cause in ("`if rank == 0:`", "rank without samples", "drop_last=True"):
+        assert cause in str(caught.value)

@@ -22,7 +22,7 @@ from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import criterion_module, optimizers_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -242,10 +242,9 @@ class ModelCheckpoint(Saver):
         into = loop.model if model is None else model
         load_model(into, _judged(state, into, monitor))
         if loop is not None and into is loop.model:
-            if state.get("criterion") and hasattr(
-                loop.criterion, "load_state_dict"
-            ):  # without the tensors of the model
-                loop.criterion.load_state_dict({**loop.criterion.state_dict(), **state["criterion"]})
+            criterion = criterion_module(loop.criterion)
+            if state.get("criterion") and criterion is not None:  # without the tensors of the model
+                criterion.load_state_dict({**criterion.state_dict(), **state["criterion"]})
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
         return state
 

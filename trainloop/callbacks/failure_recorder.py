@@ -35,6 +35,7 @@ from trainloop.callbacks.gradient import norms_of, which_are_finite
 from trainloop.callbacks.nan import describe_not_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim import criterion_module
 from trainloop.parallel.shards import is_sharded
 
 __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
@@ -393,7 +394,7 @@ class FailureRecorder(AbstractCallback):
 
 def recorded_modules(loop: Any) -> dict[str, nn.Module]:
     """Return the modules whose weights and buffers are recorded, by the first part of their paths in the record."""
-    parts = {"model": loop.model, "criterion": loop.criterion}
+    parts = {"model": loop.model, "criterion": criterion_module(loop.criterion)}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 

@@ -19,7 +19,7 @@ from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints,
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.marks import LoaderMarks
 from trainloop.data.orders import generator_states, set_generator_states
-from trainloop.optim import optimizers_of
+from trainloop.optim import optimizers_of, trained_modules
 from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.train_loop.loop_state import LoopState
 
@@ -389,7 +389,7 @@ def _modules(loop: LoopState) -> dict[tuple[int, str], nn.Module]:
 
 
 def _root_modules(loop: LoopState) -> list[nn.Module]:
-    return [loop.model, *([loop.criterion] if isinstance(loop.criterion, nn.Module) else [])]
+    return trained_modules(loop.model, loop.criterion)
 
 
 def _tensors(loop: LoopState) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:

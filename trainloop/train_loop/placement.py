@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import all_optimizers
+from trainloop.optim import all_optimizers, criterion_modules
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import refuse_changes_in_get_loss
@@ -159,8 +159,8 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         if mode != "fsdp":  # in fsdp, a device may not have room for the full model
             model.to(device)
         # Class weights and the like are buffers.
-        if isinstance(criterion, nn.Module):
-            criterion.to(device)
+        for module in criterion_modules(criterion):
+            module.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
         # Only here is the GPU known, with a context in which its capabilities can be queried.

@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainloop import checkpoint
 from trainloop._launch.failures import LOST_HOST, Failure, describe_failure, with_note
 from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
-from trainloop.optim import optimizers_of
+from trainloop.optim import optimizers_of, trained_modules
 from trainloop.resources.machine import available
 from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.options import Restart, RestartOptions
@@ -236,7 +236,7 @@ def restart_line(restart: Restart, limit: str) -> str:
 
 def _room_in_memory(loop: LoopState) -> int:
     """Return how many bytes of memory the private folder needs; 0 if the run is not allowed that much memory."""
-    modules = [module for module in (loop.model, loop.criterion) if isinstance(module, nn.Module)]
+    modules = trained_modules(loop.model, loop.criterion)
     weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
     held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))

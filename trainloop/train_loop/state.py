@@ -26,6 +26,7 @@ from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
     all_optimizers,
+    criterion_module,
     inner_optimizers,
     load_optimizer_state_dict,
     optimizer_state_dict,
@@ -158,11 +159,12 @@ def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[st
 
 def _criterion_state(loop: Any, *, of_model: bool) -> dict[str, Any]:
     """Return the criterion's own tensors or, if it holds the model, those of the model, which the model's state has."""
-    if not isinstance(loop.criterion, nn.Module):
+    criterion = criterion_module(loop.criterion)
+    if criterion is None:
         return {}
     models = {id(tensor) for tensor in loop.model.state_dict(keep_vars=True).values()}
-    kept = loop.criterion.state_dict(keep_vars=True)
-    return {name: t for name, t in loop.criterion.state_dict().items() if (id(kept[name]) in models) == of_model}
+    kept = criterion.state_dict(keep_vars=True)
+    return {name: t for name, t in criterion.state_dict().items() if (id(kept[name]) in models) == of_model}
 
 
 def _common_state(run: TrainingRun) -> dict[str, Any]:
@@ -473,8 +475,9 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
 def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
-    if isinstance(loop.criterion, nn.Module) and state["criterion"]:
-        loop.criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
+    criterion = criterion_module(loop.criterion)
+    if criterion is not None and state["criterion"]:
+        criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainloop._transfer.shared import shared_parts
 from trainloop._transfer.torch_objects import optimizer_state
 from trainloop.data.loader_copies import copy_loader
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import criterion_modules, optimizers_of
 from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["copies", "first_batch", "require_training_parts", "trial_of"]
@@ -48,8 +48,8 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
     model.train()
     if device is not None:
         model.to(device)
-        if isinstance(criterion, nn.Module):
-            criterion.to(device)
+        for module in criterion_modules(criterion):
+            module.to(device)
         for single in optimizers_of(optimizer):
             for state in single.state.values():
                 state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
