@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from conftest import make_data
 from event_files import event_files, read, steps, values_of
 from small_loop import Counts, Net, make_loop
-from trainloop import AbstractCallback, TrainLoop
+from trainloop import AbstractCallback, TrainLoop, distributed
 from trainloop.callbacks import (
     AllPredictionsSame,
     EarlyStopping,
@@ -33,6 +33,7 @@ from trainloop.callbacks import (
     TerminateOnNaN,
     TimeLimit,
 )
+from trainloop.errors import WorkerFailedError
 from trainloop.schedulers.warmup import LinearWithWarmupScheduler
 
 
@@ -237,3 +238,25 @@ def test_needs_no_more_than_the_loop(tmp_path: Path) -> None:
     ]  # fmt: skip
     loop.fit(num_epochs=1, callbacks=callbacks)
     assert loop.history["val_rows"] == [33.0]
+
+
+class OnRankZero(AbstractCallback):
+    def __init__(self, call: str) -> None:
+        super().__init__("mine", device_idx_execution=0)
+        self.call = call
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        if self.call == "evaluate":
+            loop.evaluate_loss_on_validation_set()
+        elif self.call == "reduce":
+            distributed.all_reduce(1.0)
+        else:
+            loop.model(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize(("mode", "call"), [("ddp", "evaluate"), ("ddp", "reduce"), ("fsdp", "model")])
+def test_what_needs_all_ranks_is_an_error_in_a_callback_of_one_rank(mode: str, call: str) -> None:
+    loop = make_loop(gpu_mode=mode, devices=2, timeout=60)
+    with pytest.raises(WorkerFailedError, match="mine was made with device_idx_execution"):
+        loop.fit(num_epochs=1, callbacks=[OnRankZero(call)], fsdp_model_args={"shard": [nn.Linear]})

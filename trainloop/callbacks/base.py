@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -16,6 +16,7 @@ from trainloop._support.keywords import nearest, refuse, table_of
 from trainloop._support.user_line import warn
 from trainloop.callbacks.loop import Loop
 from trainloop.devices import whole_number
+from trainloop.distributed.ranks import on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
@@ -377,14 +378,17 @@ class HookTable:
         local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            hooks = (_hook(cb, name) for cb in local if overrides(cb, name))
+            hooks = (_on_its_ranks(cb, name) for cb in local if overrides(cb, name))
             setattr(self, name, (*model_hooks, *map(guarded, hooks)))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         savers_last = sorted(ordered, key=lambda cb: isinstance(cb, Saver))
         self._in_turn = {
             name: tuple(
-                (guarded(_hook(cb, name)) if cb in local else None, not hasattr(getattr(cb, name), "logs_nothing"))
+                (
+                    guarded(_on_its_ranks(cb, name)) if cb in local else None,
+                    not hasattr(getattr(cb, name), "logs_nothing"),
+                )
                 for cb in callbacks_in_turn
                 if overrides(cb, name)
             )
@@ -448,6 +452,20 @@ def logs_nothing(hook: HookT) -> HookT:
 def _model_overrides(model: nn.Module | None, name: str) -> bool:
     # A model need not be a TTModel, but must have the methods of one.
     return callable(getattr(model, name, None)) and getattr(type(model), name, None) is not getattr(TTModel, name)
+
+
+def _on_its_ranks(callback: AbstractCallback, name: str) -> Hook:
+    """Return a callback's hook; if the callback runs on one rank only, what needs all ranks is an error in it."""
+    hook = _hook(callback, name)
+    if callback.device_idx_execution is None:
+        return hook
+
+    @wraps(hook)
+    def alone(*args: Any) -> None:
+        with on_one_rank(callback.callback_name):
+            hook(*args)
+
+    return alone
 
 
 def _hook(callback: Any, name: str) -> Hook:

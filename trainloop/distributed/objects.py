@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainloop._support.user_line import warn
 from trainloop.distributed.peers import only_trusted_peers
-from trainloop.distributed.ranks import exchanges_nothing, get_world_size, has_group
+from trainloop.distributed.ranks import exchanges_nothing, get_world_size, has_group, refuse_on_one_rank
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
 
@@ -45,6 +45,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 def session_here() -> Session:
     """Return the default group's session; the first call is collective."""
+    refuse_on_one_rank("a function that exchanges values between ranks")
     default = dist.group.WORLD
     session = _sessions.get(default)
     if session is None:

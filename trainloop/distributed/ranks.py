@@ -17,6 +17,8 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from trainloop.errors import ConfigurationError
+
 if dist.is_available():
     # Import this module before a process group exists: its functions store the current group as a default argument at
     # import, and would keep that group alive forever.
@@ -28,6 +30,7 @@ T = TypeVar("T")
 _REST_S = 2.0
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _whole_batch: ContextVar[bool] = ContextVar("whole_batch", default=False)
+_one_rank: ContextVar[str] = ContextVar("one_rank", default="")
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,6 +103,33 @@ def alone(enabled: bool) -> Iterator[None]:
         yield
     finally:
         _alone.reset(token)
+
+
+@contextlib.contextmanager
+def on_one_rank(callback: str) -> Iterator[None]:
+    """In the block, which only one rank executes, what needs all ranks raises an error that names the callback."""
+    token = _one_rank.set(callback)
+    try:
+        yield
+    finally:
+        _one_rank.reset(token)
+
+
+def refuse_on_one_rank(what: str) -> None:
+    """Raise an error if only one rank makes a call that needs all ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        In :func:`on_one_rank`. Without it, this rank would wait for the other ranks until the timeout.
+    """
+    callback = _one_rank.get()
+    if callback and dist.get_world_size() > 1:
+        raise ConfigurationError(
+            f"{callback} was made with device_idx_execution, so that its hooks run on one rank, but it calls {what}, "
+            "which all ranks must call together. Leave device_idx_execution out, and do the part that is for one rank "
+            "under `if self.train_loop_obj.is_main_process():`."
+        )
 
 
 def is_alone() -> bool:

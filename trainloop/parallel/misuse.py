@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
 
@@ -50,9 +51,10 @@ def explain_outside(error: BaseException) -> None:
 
 
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
-    """Raise an error at a forward of a sharded unit whose parameters ``torch.func.functional_call`` has replaced.
+    """Raise an error at a forward of a sharded unit that one rank makes alone, or with replaced parameters.
 
-    Gathering the unit's parameters would replace them again, so that the unit would run with its own weights.
+    One rank can't gather the unit's parameters. And if ``torch.func.functional_call`` has replaced parameters,
+    gathering would replace them again, so that the unit would run with its own weights.
     Return the handle of the unit's hook.
     """
     places = [
@@ -60,6 +62,7 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     ]
 
     def check(*_: Any) -> None:
+        refuse_on_one_rank("the model, whose parameters are sharded,")
         for parameters, key in places:
             if not isinstance(parameters.get(key), (nn.Parameter, type(None))):
                 raise ConfigurationError(
