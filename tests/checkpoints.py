@@ -78,7 +78,6 @@ class StandIn:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.epoch = self.global_step = self.history_epoch = 0
         self.history = History()
-        self.message_service = None
         self.callbacks = callbacks
         self.states = 0
         for callback in callbacks:

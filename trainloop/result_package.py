@@ -1,19 +1,18 @@
-"""Compute metrics over a whole dataset's predictions, by functions of ``(y_pred, y_true, metadata)`` and packages.
+"""Compute metrics over a whole dataset's predictions, by functions of ``(y_pred, y_true, metadata)``.
 
-:func:`evaluate_result_package` scores the result of ``predict_on_test_set()`` with a package of this module, a plain
-function, a torchmetrics metric or collection, or a list or dict of these, and returns numbers.
+:func:`evaluate_result_package` scores the result of ``predict_on_test_set()`` with functions of this module (or their
+names), your own functions, torchmetrics metrics or collections, or a list or dict of these, and returns numbers.
 
-The packages here use scikit-learn's metrics (extra ``metrics``), computed over all rows at once.
+The functions here use scikit-learn's metrics (extra ``metrics``), computed over all rows at once.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,14 +22,9 @@ from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
 
 __all__ = [
-    "AbstractResultPackage",
-    "BinaryClassificationResultPackage",
-    "ClassificationResultPackage",
-    "GeneralResultPackage",
-    "PreCalculatedResultPackage",
-    "RegressionResultPackage",
-    "TorchMetricsPackage",
     "accuracy",
+    "binary_classification",
+    "classification",
     "evaluate_result_package",
     "f1",
     "mae",
@@ -39,6 +33,7 @@ __all__ = [
     "precision",
     "r2",
     "recall",
+    "regression",
     "rmse",
     "roc_auc",
     "scikit_learn",
@@ -54,12 +49,11 @@ def evaluate_result_package(
 
     Parameters
     ----------
-    package : AbstractResultPackage, callable, torchmetrics metric, or list or dict of these
-        A function is called as ``package(y_pred, y_true, metadata)`` and returns a number or a dict of numbers. The
-        metric's name is the function's name, or its key in a dict.
+    package : str, callable, torchmetrics metric, or list or dict of these
+        A string is the name of a function of this module. A function is called as ``package(y_pred, y_true, metadata)``
+        and returns a number or a dict of numbers. The metric's name is the function's name, or its key in a dict.
     y_pred, y_true : Tensor, array or list
-        Rows of predictions and targets, as returned by ``predict_on_*``. Result packages get them as numpy arrays;
-        functions and torchmetrics get them unchanged.
+        Rows of predictions and targets, as returned by ``predict_on_*``.
     metadata : mapping, optional
         Metadata, as returned by ``predict_on_*``.
 
@@ -74,20 +68,19 @@ def evaluate_result_package(
 
     Examples
     --------
-    >>> evaluate_result_package(ClassificationResultPackage(), [0, 1, 1], [0, 1, 0])["accuracy"]
-    0.6666666666666666
+    >>> evaluate_result_package(["accuracy", "mae"], [0, 1, 1], [0, 1, 0])
+    {'accuracy': 0.6666666666666666, 'mae': 0.3333333333333333}
     """
     metadata = {} if metadata is None else metadata
-    if isinstance(package, AbstractResultPackage):
-        package.prepare_result_package(y_true, y_pred, package.hyperparameters, additional_results=dict(metadata))
-        return _numbers(package.get_results(), package.pkg_name)
+    if isinstance(package, str):
+        package = _named(package, "evaluate_result_package")
     if isinstance(package, Mapping):
         found: dict[str, float] = {}
         for name, one in package.items():
             values = evaluate_result_package(one, y_pred, y_true, metadata)
             found.update({name: next(iter(values.values()))} if len(values) == 1 else _prefixed(name, values))
         return found
-    if isinstance(package, Sequence) and not isinstance(package, str):
+    if isinstance(package, Sequence):
         found = {}
         for one in package:
             found.update(evaluate_result_package(one, y_pred, y_true, metadata))
@@ -99,22 +92,26 @@ def evaluate_result_package(
         return _numbers(package(y_pred, y_true, metadata), name)
     hint = " It is a class: pass an instance." if isinstance(package, type) else ""
     raise ConfigurationError(
-        f"{package!r} can't score predictions.{hint} Pass a result package such as ClassificationResultPackage(), a "
-        "function of (y_pred, y_true, metadata), a torchmetrics metric, or a list or dict of these."
+        f"{package!r} can't score predictions.{hint} Pass a function of (y_pred, y_true, metadata), the name of a "
+        "function of trainloop.result_package, a torchmetrics metric, or a list or dict of these."
     )
 
 
 def check_metric_functions(package: Any, owner: str) -> None:
-    """Raise an error if a function in a package can't be called with ``(y_pred, y_true, metadata)``.
+    """Raise an error if a function in a package is unknown or can't be called with ``(y_pred, y_true, metadata)``.
 
     Raises
     ------
     ConfigurationError
-        The message names the function.
+        The message names the function; also if scikit-learn is missing, which functions of this module need.
     """
+    if isinstance(package, str):
+        package = _named(package, owner)
+    if package in _BY_SCIKIT_LEARN and find_spec("sklearn") is None:
+        scikit_learn()  # raises; importing it would take a second
     if isinstance(package, Mapping):
         package = list(package.values())
-    if isinstance(package, Sequence) and not isinstance(package, str):
+    if isinstance(package, Sequence):
         for one in package:
             check_metric_functions(one, owner)
     elif isinstance(package, types.FunctionType):
@@ -127,6 +124,16 @@ def check_metric_functions(package: Any, owner: str) -> None:
                 f"{owner}: {name} takes {signature}, but is called with (y_pred, y_true, metadata): {error}. Define it "
                 f"as {name}(y_pred, y_true, metadata)."
             ) from None
+
+
+def _named(name: str, owner: str) -> Callable[..., Any]:
+    try:
+        return _NAMED[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"{owner}: no metric has the name {name!r}. Names are {', '.join(_NAMED)}; or pass a function of (y_pred, "
+            "y_true, metadata)."
+        ) from None
 
 
 def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, float]:
@@ -162,8 +169,6 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 def _numbers(values: Any, name: str) -> dict[str, float]:
     """Return the values as floats by name. A single value has the name ``name``."""
-    if isinstance(values, AbstractResultPackage):
-        values = values.get_results()
     if not isinstance(values, Mapping):
         values = {name: values}
     return {str(key): _number(value, str(key)) for key, value in values.items()}
@@ -340,196 +345,78 @@ def _check_lengths(predicted: Array, targets: Array) -> None:
         )
 
 
-# -- packages ----------------------------------------------------------------------------------------------------------
+# -- several metrics at once -------------------------------------------------------------------------------------------
 
 
-class AbstractResultPackage(ABC):
-    """Base class of metric packages. Override :meth:`prepare_results_dict`.
-
-    Parameters
-    ----------
-    pkg_name : str, optional
-        Name in reports. Default: the class name.
-    strict_content_check : bool
-        Ignored; accepted so that code written for AIToolbox works.
-    np_array : bool or 'auto'
-        If True, convert predictions and targets to numpy arrays. Rows of unequal length always stay a list.
-    **kwargs
-        Stored as ``package_metadata``.
-
-    Attributes
-    ----------
-    y_true, y_predicted : array
-        Rows to score; set before :meth:`prepare_results_dict` is called.
-    additional_results : dict
-        ``{'additional_results': metadata}``, with the metadata of ``predict_on_*``.
-    hyperparameters : dict or None
-    requires_loss : bool
-        Set it to True to receive the dataset's mean loss as ``metadata['loss']``.
-    results_dict : dict or None
-        The last results.
-
-    Examples
-    --------
-    >>> class Median(AbstractResultPackage):
-    ...     def prepare_results_dict(self):
-    ...         return {"median_error": np.median(np.abs(self.y_predicted - self.y_true))}
-    >>> evaluate_result_package(Median(), [1.0, 2.0, 4.0], [1.0, 1.0, 1.0])
-    {'median_error': 1.0}
-    """
-
-    def __init__(
-        self,
-        pkg_name: str | None = None,
-        strict_content_check: bool = False,
-        np_array: bool | str = True,
-        **kwargs: Any,
-    ) -> None:
-        self.pkg_name = pkg_name or type(self).__name__
-        self.strict_content_check = strict_content_check
-        self.np_array = np_array
-        self.package_metadata = kwargs
-        self.requires_loss = False
-        self.y_true: Any = None
-        self.y_predicted: Any = None
-        self.additional_results: dict[str, Any] | None = None
-        self.hyperparameters: dict[str, Any] | None = None
-        self.results_dict: Any = None
-
-    @abstractmethod
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        """Return a dict with the metrics of ``self.y_predicted`` against ``self.y_true``."""
-
-    def prepare_result_package(
-        self, y_true: Any, y_predicted: Any, hyperparameters: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """Store the rows and compute the metrics; :func:`evaluate_result_package` calls it."""
-        self.y_true = as_array(y_true) if self.np_array else y_true
-        self.y_predicted = as_array(y_predicted) if self.np_array else y_predicted
-        self.hyperparameters = hyperparameters
-        self.additional_results = kwargs
-        self.results_dict = self.prepare_results_dict()
-
-    def get_results(self) -> Any:
-        """Return the last results.
-
-        Raises
-        ------
-        ConfigurationError
-            If there are no results yet.
-        """
-        if self.results_dict is None:
-            raise ConfigurationError(f"{self.pkg_name} has no results yet. Call prepare_result_package first.")
-        return self.results_dict
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The package is sent between ranks without the dataset's predictions.
-        return {**self.__dict__, "y_true": None, "y_predicted": None, "additional_results": None}
-
-    def __str__(self) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self.get_results().items())
-
-
-class GeneralResultPackage(AbstractResultPackage):
-    """Combine any metrics.
-
-    Parameters
-    ----------
-    metrics_list : list or dict
-        Metrics for :func:`evaluate_result_package`, such as functions of ``(y_pred, y_true, metadata)``.
-    **kwargs
-        As in :class:`AbstractResultPackage`.
-    """
-
-    def __init__(self, metrics_list: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.metrics_list = metrics_list
-
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        metadata = (self.additional_results or {}).get("additional_results")
-        return evaluate_result_package(self.metrics_list, self.y_predicted, self.y_true, metadata)
-
-
-class TorchMetricsPackage(GeneralResultPackage):
-    """A torchmetrics metric or ``MetricCollection`` as a package (extra ``metrics``)."""
-
-    def __init__(self, torch_metrics: Any, **kwargs: Any) -> None:
-        super().__init__(torch_metrics, **{"np_array": False, **kwargs})
-
-
-class _ScikitLearnPackage(AbstractResultPackage):
-    """Base of packages that need scikit-learn.
-
-    If it is missing, construction fails, rather than the first evaluation.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if find_spec("sklearn") is None:  # importing it would take a second
-            scikit_learn()
-
-
-class ClassificationResultPackage(_ScikitLearnPackage):
-    """Metrics for predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` averaged over classes.
+def classification(y_pred: Any, y_true: Any, metadata: Any = None) -> dict[str, float]:
+    """Return the metrics of predicted classes: ``accuracy``, and ``precision``, ``recall`` and ``f1`` over classes.
 
     Predictions are classes, or rows of scores whose maximum is the class. Targets are classes or one-hot rows. Both may
     have a class for each element of a row, such as a token or pixel; all elements are then counted together. Several
     labels per row (multi-label) are not supported; use, for example, torchmetrics' ``MultilabelF1Score``.
     """
-
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        rows = self.y_predicted, self.y_true
-        return {"accuracy": accuracy(*rows), "precision": precision(*rows), "recall": recall(*rows), "f1": f1(*rows)}
+    rows = as_array(y_pred), as_array(y_true)
+    return {"accuracy": accuracy(*rows), "precision": precision(*rows), "recall": recall(*rows), "f1": f1(*rows)}
 
 
-class BinaryClassificationResultPackage(_ScikitLearnPackage):
-    """Metrics for scores of two classes: ``accuracy``, ``precision``, ``recall``, ``f1``, ``roc_auc``, ``pr_auc``.
+def binary_classification(
+    y_pred: Any, y_true: Any, metadata: Any = None, *, threshold: float = 0.5
+) -> dict[str, float]:
+    """Return the metrics of scores of two classes: ``accuracy precision recall f1 roc_auc pr_auc``.
 
     Parameters
     ----------
-    positive_class_thresh : float
-        Minimum score of the positive class: 0.5 for probabilities, 0.0 for logits.
-    **kwargs
-        As in :class:`AbstractResultPackage`.
-
-    Notes
-    -----
-    Predictions have one score per row, with shape (n,) or (n, 1), or the scores of both classes, with shape (n, 2). In
-    the latter case, the second score is used.
+    y_pred, y_true : Tensor, array or list
+        Scores with shape (n,) or (n, 1), or of both classes, with shape (n, 2): then the second score is used. Targets
+        are 0 or 1.
+    metadata : object
+        Not used.
+    threshold : float
+        Minimum score of the positive class: 0.5 for probabilities, 0.0 for logits. To pass another one to a callback,
+        use ``functools.partial(binary_classification, threshold=0.0)``.
     """
-
-    def __init__(self, positive_class_thresh: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.positive_class_thresh = positive_class_thresh
-
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        scores, targets = as_scores(self.y_predicted), as_scores(self.y_true)
-        chosen = (scores >= self.positive_class_thresh).astype(int)
-        metrics, rows = scikit_learn(), ((targets == 1).astype(int), chosen)
-        return {
-            "accuracy": accuracy(chosen, targets),
-            "precision": float(metrics.precision_score(*rows, zero_division=0)),
-            "recall": float(metrics.recall_score(*rows, zero_division=0)),
-            "f1": float(metrics.f1_score(*rows, zero_division=0)),
-            "roc_auc": roc_auc(scores, targets),
-            "pr_auc": pr_auc(scores, targets),
-        }
+    scores, targets = as_scores(as_array(y_pred)), as_scores(as_array(y_true))
+    chosen = (scores >= threshold).astype(int)
+    metrics, rows = scikit_learn(), ((targets == 1).astype(int), chosen)
+    return {
+        "accuracy": accuracy(chosen, targets),
+        "precision": float(metrics.precision_score(*rows, zero_division=0)),
+        "recall": float(metrics.recall_score(*rows, zero_division=0)),
+        "f1": float(metrics.f1_score(*rows, zero_division=0)),
+        "roc_auc": roc_auc(scores, targets),
+        "pr_auc": pr_auc(scores, targets),
+    }
 
 
-class RegressionResultPackage(_ScikitLearnPackage):
-    """Metrics for predicted numbers: ``mse``, ``rmse``, ``mae`` and ``r2``, over all elements."""
-
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        rows = self.y_predicted, self.y_true
-        return {"mse": mse(*rows), "rmse": rmse(*rows), "mae": mae(*rows), "r2": r2(*rows)}
+def regression(y_pred: Any, y_true: Any, metadata: Any = None) -> dict[str, float]:
+    """Return the metrics of predicted numbers, over all elements: ``mse``, ``rmse``, ``mae`` and ``r2``."""
+    rows = as_array(y_pred), as_array(y_true)
+    return {"mse": mse(*rows), "rmse": rmse(*rows), "mae": mae(*rows), "r2": r2(*rows)}
 
 
-class PreCalculatedResultPackage(AbstractResultPackage):
-    """A package of results that were computed elsewhere."""
+_NAMED: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        *(accuracy, precision, recall, f1, roc_auc, pr_auc, mse, rmse, mae, r2),
+        *(classification, binary_classification, regression),
+    )
+}
 
-    def __init__(self, results_dict: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.results_dict = dict(results_dict)
+_BY_SCIKIT_LEARN = [function for function in _NAMED.values() if function not in (mse, rmse, mae)]
 
-    def prepare_results_dict(self) -> Mapping[str, Any]:
-        return self.get_results()
+_REMOVED = {
+    "AbstractResultPackage": "a function of (y_pred, y_true, metadata) that returns a dict",
+    "BinaryClassificationResultPackage": "the function binary_classification",
+    "ClassificationResultPackage": "the function classification",
+    "GeneralResultPackage": "a list or a dict of metrics",
+    "PreCalculatedResultPackage": "a function that returns the dict",
+    "RegressionResultPackage": "the function regression",
+    "TorchMetricsPackage": "the torchmetrics object itself",
+}
+
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name in _REMOVED:
+            raise ImportError(f"trainloop.result_package has no {name}: use {_REMOVED[name]} instead.")
+        raise AttributeError(f"module 'trainloop.result_package' has no attribute {name!r}")

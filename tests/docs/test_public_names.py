@@ -13,8 +13,6 @@ import trainloop
 from places import ROOT
 
 PAGES = sorted((ROOT / "docs" / "api").glob("*.rst"))
-# Other libraries' names, which the migration pages list.
-NOT_LISTED = {"compat"}
 
 
 def listed() -> dict[str, str]:
@@ -39,11 +37,7 @@ def listed() -> dict[str, str]:
 
 def modules() -> list[ModuleType]:
     names = [module.name for module in pkgutil.iter_modules(trainloop.__path__)]
-    return [
-        importlib.import_module(f"trainloop.{name}")
-        for name in names
-        if not name.startswith("_") and name not in NOT_LISTED
-    ]
+    return [importlib.import_module(f"trainloop.{name}") for name in names if not name.startswith("_")]
 
 
 def test_what_is_public_is_listed() -> None:

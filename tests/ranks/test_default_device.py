@@ -19,7 +19,7 @@ CREATE = set(
     "arange as_tensor asarray empty empty_strided eye full linspace logspace ones rand randint randn randperm"
     " scalar_tensor sparse_coo_tensor tensor zeros".split()
 )
-NO_EXCHANGES = {"compat", "pretrained", "tabular"}
+NO_EXCHANGES = {"pretrained", "tabular"}
 
 
 def test_every_tensor_is_created_on_a_device_that_is_named() -> None:

@@ -14,7 +14,7 @@ from trainloop.train_loop import TrainLop  # wrong
 class Prints(AbstractCallback):
     def on_epoch_end(self) -> None:
         print(self.train_loop_obj.global_stp)  # wrong
-        self.message_service.write("a", 1)  # wrong
+        self.train_loop_obj.log_all("a", 1)  # wrong
 
 
 def main() -> None:

@@ -49,7 +49,6 @@ class StopAt(AbstractCallback):
         if loop.history["loss"][-1] < self.loss or loop.global_step > 100:
             loop.early_stop = True
         self.log("width", loop.model.fc.in_features)
-        self.message_service.write_message("epoch", loop.epoch)
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         rate: float = self.train_loop_obj.optimizer.param_groups[0]["lr"]

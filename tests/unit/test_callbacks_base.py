@@ -23,7 +23,6 @@ from trainloop.callbacks import (
     StochasticWeightAveraging,
 )
 from trainloop.callbacks.base import HookTable, overrides, warn_of_misnamed_hooks
-from trainloop.callbacks.messages import KEEP_FOREVER, OVERWRITE, UNTIL_END_OF_EPOCH, UNTIL_READ, MessageService
 from trainloop.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -266,11 +265,11 @@ def test_an_exception_is_told_and_goes_on() -> None:
 def test_a_callback_knows_its_loop() -> None:
     class Looks(AbstractCallback):
         def on_train_loop_registration(self) -> None:
-            self.at_registration = (self.train_loop_obj, self.message_service)
+            self.at_registration = self.train_loop_obj
 
     tl, looks = make_loop(), Looks()
     tl.fit(num_iterations=1, callbacks=[looks])
-    assert looks.at_registration == (tl, tl.message_service)
+    assert looks.at_registration is tl
     assert looks.callback_name == "Looks"
     assert repr(looks) == "Looks(execution_order=0)"
     assert looks.state_dict() == {}
@@ -287,58 +286,6 @@ def test_an_override_of_registration_is_kept() -> None:
     old, tl = Old(), make_loop()
     assert old.register_train_loop_object(tl) is old
     assert (old.before, old.train_loop_obj) == (None, tl)
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def test_messages_stay_as_long_as_they_should() -> None:
-    board = MessageService()
-    for setting in (KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ):
-        board.write_message("k", setting, setting)
-    assert board.read_messages("k") == [KEEP_FOREVER, UNTIL_END_OF_EPOCH, UNTIL_READ]
-    assert board.read_messages("k") == [KEEP_FOREVER, UNTIL_END_OF_EPOCH]
-    board.end_of_epoch_trigger()
-    assert board.read_messages("k") == [KEEP_FOREVER]
-    assert board.read_messages("other") == []
-
-
-def test_settings_combine() -> None:
-    board = MessageService()
-    board.write_message("k", 1)
-    board.write_message("k", 2, [OVERWRITE, UNTIL_READ, UNTIL_END_OF_EPOCH])
-    assert board.read_messages("k") == [2]
-    board.write_message("k", 3, (UNTIL_READ, UNTIL_END_OF_EPOCH))
-    board.end_of_epoch_trigger()
-    assert board.read_messages("k") == []
-
-
-def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError,
-        match=r"settings='forever': choose from 'keep_forever', 'until_end_of_epoch', 'until_read', 'overwrite'.",
-    ):
-        MessageService().write_message("k", 1, "forever")
-    with pytest.raises(ConfigurationError, match=r"settings=\[\]: choose from"):
-        MessageService().write_message("k", 1, [])
-
-
-def test_callbacks_of_one_loop_share_a_board() -> None:
-    class Writes(AbstractCallback):
-        def on_epoch_begin(self) -> None:
-            self.message_service.write_message("epoch", self.train_loop_obj.epoch, UNTIL_END_OF_EPOCH)
-
-    class Reads(AbstractCallback):
-        def __init__(self) -> None:
-            super().__init__()
-            self.read: list[Any] = []
-
-        def on_epoch_end(self) -> None:
-            self.read.append(self.message_service.read_messages("epoch"))
-
-    reads = Reads()
-    make_loop().fit(num_epochs=2, callbacks=[Writes(), reads])
-    assert reads.read == [[0], [1]]
 
 
 def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None:

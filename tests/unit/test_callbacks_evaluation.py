@@ -13,23 +13,19 @@ from small_loop import STEPS_PER_EPOCH, Counts, Scores, make_loop
 from trainloop.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
-    MetricHistoryRename,
     ModelPerformanceEvaluation,
-    ModelPerformancePrintReport,
     TrainHistoryPlot,
 )
-from trainloop.callbacks.performance_eval import TrainHistoryFormatter
 from trainloop.errors import ConfigurationError
-from trainloop.result_package import ClassificationResultPackage
+from trainloop.result_package import classification
 
 
 def test_metrics_of_each_epoch_and_of_the_end() -> None:
     loop = make_loop()
-    package = ClassificationResultPackage()
     # EarlyStopping finds the metric of the same epoch, in whatever order they are passed.
     callbacks = [
         EarlyStopping("val_accuracy_macro", patience=9),
-        ModelPerformanceEvaluation({"macro": accuracy, "p": package}),
+        ModelPerformanceEvaluation({"macro": accuracy, "p": classification, "named": "f1"}),
     ]
     callbacks[0] = EarlyStopping("val_macro", patience=9, mode="max")
     loop.fit(num_epochs=2, callbacks=callbacks)
@@ -38,6 +34,7 @@ def test_metrics_of_each_epoch_and_of_the_end() -> None:
     assert len(loop.history["val_macro"]) == 2
     assert loop.history["val_macro"][-1] == loop.history["train_end_val_macro"][-1] == pytest.approx(now)
     assert loop.history["val_p_accuracy"] == loop.history["val_macro"]
+    assert loop.history["val_named"] == loop.history["val_p_f1"]
 
 
 def accuracy(y_pred: Any, y_true: Any, metadata: Any) -> float:
@@ -94,30 +91,13 @@ def test_between_epochs() -> None:
     assert loop.history["iterfreq4_val_rows"] == [33.0] * 3  # after batches 4, 8 and 12
 
 
-def test_a_package_that_needs_the_loss() -> None:
-    loop, package = make_loop(), Counts()
-    package.requires_loss = True
-    loop.fit(num_epochs=2, callbacks=[ModelPerformanceEvaluation(package, {"lr": 0.1})])
-    assert loop.history["val_own_loss"] == loop.history["val_loss"]
-    assert package.hyperparameters == {"lr": 0.1}
+def test_arguments_are_in_the_metadata_of_functions() -> None:
+    def seen(y_pred: Any, y_true: Any, metadata: Any) -> float:
+        return metadata["lr"]
 
-
-def test_a_package_with_files_of_its_own() -> None:
-    class Writes(Counts):
-        folder: Any = None
-
-        def set_experiment_dir_path_for_additional_results(self, *where: str) -> None:
-            self.folder = where
-
-    def run(**arguments: Any) -> Any:
-        loop, package = make_loop(), Writes()
-        loop.project_name, loop.experiment_name = "project", "first"  # as a tracking loop has
-        loop.experiment_timestamp, loop.local_model_result_folder_path = "now", "here"
-        loop.fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(package, **arguments)])
-        return package.folder
-
-    assert run() == ("project", "first", "now", "here")
-    assert run(if_available_output_to_project_dir=False) is None
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(seen, {"lr": 0.1})])
+    assert loop.history["val_seen"] == [0.1]
 
 
 @pytest.mark.parametrize(
@@ -136,20 +116,9 @@ def test_a_package_with_files_of_its_own() -> None:
             lambda: make_loop(validation=False).fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(Counts())]),
             "ModelPerformanceEvaluation(on_val_data=True): the loop has no validation_loader. Pass one to TrainLoop.",
         ),
-        (lambda: ModelPerformancePrintReport([]), "metrics=[]: must be a list of names"),
-        (lambda: ModelPerformancePrintReport("loss"), "metrics='loss': must be a list of names"),
         (
-            lambda: ModelPerformancePrintReport(["loss"], report_frequency=0),
-            "report_frequency=0: must be an int of 1 or more",
-        ),
-        (
-            lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformancePrintReport(["f1"])]),
-            "ModelPerformancePrintReport: 'f1' is not in the history. The history has: ",
-        ),
-        (lambda: MetricHistoryRename("a", "b", True, True), "epoch_end=True, train_end=True: exactly one must be True"),
-        (
-            lambda: make_loop().fit(num_epochs=1, callbacks=[MetricHistoryRename("f1", "score")]),
-            "MetricHistoryRename: input_metric_getter returned a list of length 0 instead of 1",
+            lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation("acuracy")]),
+            "ModelPerformanceEvaluation: no metric has the name 'acuracy'. Names are accuracy, ",
         ),
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
     ],
@@ -158,45 +127,6 @@ def test_what_cannot_work(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         make()
     assert words in str(error.value)
-
-
-def test_print_report(capsys: pytest.CaptureFixture[str]) -> None:
-    loop = make_loop()
-    report = ModelPerformancePrintReport(["val_rows", "f1"], strict_metric_reporting=False, list_tracked_metrics=True)
-    loop.fit(num_epochs=2, callbacks=[report, ModelPerformanceEvaluation(Counts())])
-    out = capsys.readouterr().out
-    assert out.count("---- Performance after epoch") == 2
-    assert out.count("\nval_rows: 33\n") == 2
-    assert "---- Performance at the end of training ----" in out
-    assert "\ntrain_end_val_rows: 33\n" in out
-    assert "'f1' is not in the history. The history has: 'loss'" in out or "The history has: 'accuracy'" in out
-    assert "metrics: " in out
-
-
-def test_print_report_every_second_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    report = ModelPerformancePrintReport(["loss"], report_frequency=2)
-    make_loop().fit(num_epochs=3, callbacks=[report])
-    out = capsys.readouterr().out
-    assert [line[-6] for line in out.splitlines() if "after epoch" in line] == ["1", "3"]
-
-
-def test_metrics_made_of_others(capsys: pytest.CaptureFixture[str]) -> None:
-    loop = make_loop(validation=False)
-    loop.fit(
-        num_epochs=3,
-        callbacks=[
-            Scores([1.0, 2.0, 3.0]),
-            MetricHistoryRename("score", "renamed"),
-            MetricHistoryRename(lambda history: [2 * value for value in history["score"]], "doubled"),
-            TrainHistoryFormatter(lambda history: [sum(history["score"])], lambda v: ("sum", v[0]), False, True),
-            MetricHistoryRename("f1", "never", strict_metric_extract=False),
-        ],
-    )
-    assert loop.history["renamed"] == [1.0, 2.0, 3.0]
-    assert loop.history["doubled"] == [2.0, 4.0, 6.0]
-    assert loop.history["sum"] == [6.0]
-    assert "never" not in loop.history
-    assert capsys.readouterr().out.count("returned a list of length 0 instead of") == 3
 
 
 def test_history_plot(tmp_path: Path, may_leave: Callable[..., None]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from small_loop import STEPS_PER_EPOCH, Scores, make_loop
+from small_loop import STEPS_PER_EPOCH, make_loop
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.callbacks.trackers import AlertConfig, MLflowTracking, WandBTracking
+from trainloop.callbacks.trackers import MLflowTracking, WandBTracking
 from trainloop.errors import ConfigurationError
 
 
@@ -110,21 +110,6 @@ def test_wandb_goes_on_in_the_same_run(runs: list[Run], tmp_path: Path) -> None:
     assert runs[-1].id == "run3"  # another training, another run
 
 
-def test_wandb_alerts(runs: list[Run]) -> None:
-    alerts = [
-        AlertConfig("score", 0.5, wandb_alert_level="WARN"),
-        AlertConfig("score", 0.8, objective="minimize"),
-    ]
-    make_loop().fit(num_epochs=3, callbacks=[Scores([0.25, 0.75, 1.0]), WandBTracking(alerts=alerts)])
-    low, high = runs[0].alerts
-    assert low == {
-        "title": "score is too low", "text": "score is 0.25, below the threshold of 0.5.", "level": "WARN",
-    }  # fmt: skip
-    assert high == {
-        "title": "score is too high", "text": "score is 1, above the threshold of 0.8.", "level": None,
-    }  # fmt: skip
-
-
 def test_wandb_run_of_one_s_own(runs: list[Run]) -> None:
     import wandb
 
@@ -163,13 +148,7 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
             ),
             "does not exist in the ranks. Leave",
         ),
-        (
-            lambda: make_loop().fit(num_epochs=1, callbacks=[WandBTracking(alerts=[AlertConfig("f1", 0.5)])]),
-            "an alert is set on 'f1', which is not in the history. The history has: '",
-        ),
-        (lambda: WandBTracking(alerts=["loss"]), "alerts has 'loss': each must be an AlertConfig"),  # type: ignore[list-item]
         (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be an int of 1 or more, or None"),
-        (lambda: AlertConfig("loss", 1.0, "min"), "objective='min': must be 'maximize' or 'minimize'"),  # type: ignore[arg-type]
         (
             lambda: MLflowTracking(log_every_n_steps=0),
             "MLflowTracking: log_every_n_steps=0: must be an int of 1 or more",
@@ -356,16 +335,15 @@ def test_wandb_that_fails_gets_the_values_later(runs: list[Run], monkeypatch: py
         raise OSError("no network")
 
     monkeypatch.setattr(Run, "log", flaky)
-    for name in ("alert", "log_code", "finish"):
+    for name in ("log_code", "finish"):
         monkeypatch.setattr(Run, name, fails)
     loop = make_loop()
-    tracking = WandBTracking(hyperparams={1: 2}, source_dirs=["src"], alerts=[AlertConfig("loss", 1e9)])
+    tracking = WandBTracking(hyperparams={1: 2}, source_dirs=["src"])
     with pytest.warns(RuntimeWarning) as warned:
         loop.fit(num_epochs=4, callbacks=[tracking])
     assert [values["epoch/loss"] for values in runs[0].logged] == loop.history["loss"]
     assert runs[0].arguments["config"] == {"1": 2}
     assert sorted(str(one.message).partition(": ")[2].partition(" (")[0] for one in warned) == [
-        "the alert 'loss is too low' could not be sent",
         "the code of 'src' could not be stored",
         "the run could not be closed",
         "values could not be sent",

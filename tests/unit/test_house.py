@@ -120,7 +120,6 @@ def test_one_step_is_short() -> None:
 FILES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
-    if "compat" not in path.relative_to(PACKAGE).parts
 }
 
 

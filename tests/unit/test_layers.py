@@ -37,7 +37,6 @@ LAYERS = [
     ["tools", "pretrained"],
     ["tuning"],
     ["tabular"],
-    ["compat"],
     ["doctor"],
     ["__main__"],
 ]

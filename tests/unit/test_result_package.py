@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ def test_classification_is_that_of_scikit_learn(seed: int, classes: int) -> None
         "recall": skm.recall_score(y_true, y_pred, **macro),
         "f1": skm.f1_score(y_true, y_pred, **macro),
     }
-    package = rp.ClassificationResultPackage()
+    package = rp.classification
     one_hot = np.eye(classes)[y_true]
     for predicted, targets in [
         (scores, y_true),
@@ -88,15 +88,15 @@ def test_binary_is_that_of_scikit_learn(seed: int, ties: bool) -> None:
     }
     both = np.stack([1 - scores, scores], axis=1)
     for predicted in (scores, scores[:, None], torch.tensor(both), list(scores)):
-        found = evaluate_result_package(rp.BinaryClassificationResultPackage(), predicted, y_true)
+        found = evaluate_result_package(rp.binary_classification, predicted, y_true)
         assert found == pytest.approx(expected, abs=1e-12)
     logits = np.log(scores.clip(1e-9) / (1 - scores).clip(1e-9))
-    by_logits = evaluate_result_package(rp.BinaryClassificationResultPackage(positive_class_thresh=0.0), logits, y_true)
+    by_logits = evaluate_result_package(partial(rp.binary_classification, threshold=0.0), logits, y_true)
     assert by_logits == pytest.approx(expected, abs=1e-12)
 
 
 def test_one_class_alone_has_no_area() -> None:
-    found = evaluate_result_package(rp.BinaryClassificationResultPackage(), [0.1, 0.2], [0, 0])
+    found = evaluate_result_package(rp.binary_classification, [0.1, 0.2], [0, 0])
     assert np.isnan(found["roc_auc"])
     assert np.isnan(found["pr_auc"])
     assert (found["accuracy"], found["precision"], found["recall"], found["f1"]) == (1.0, 0.0, 0.0, 0.0)
@@ -110,7 +110,7 @@ def test_regression_is_that_of_scikit_learn() -> None:
         "mae": skm.mean_absolute_error(y_true, y_pred),
         "r2": skm.r2_score(y_true, y_pred),
     }
-    package = rp.RegressionResultPackage()
+    package = rp.regression
     assert evaluate_result_package(package, y_pred, y_true) == pytest.approx(expected, abs=1e-12)
     # (n, 1) against (n,) is no (n, n)
     assert evaluate_result_package(package, torch.tensor(y_pred)[:, None], y_true) == pytest.approx(expected, abs=1e-12)
@@ -139,53 +139,22 @@ def test_functions_lists_and_dicts() -> None:
     assert evaluate_result_package(rows, *data) == {"rows": 7.0}
     assert evaluate_result_package([rows, two], *data) == {"rows": 7.0, "a": 1.5, "b": 2.0}
     assert evaluate_result_package({"n": rows, "x": two}, *data) == {"n": 7.0, "x_a": 1.5, "x_b": 2.0}
-    general = rp.GeneralResultPackage([rows, rp.accuracy], pkg_name="mine")
-    assert evaluate_result_package(general, *data) == {"rows": 7.0, "accuracy": 0.5}
-    assert str(general) == "rows: 7.0\naccuracy: 0.5"
+    assert evaluate_result_package([rows, "accuracy"], *data) == {"rows": 7.0, "accuracy": 0.5}
     assert all(type(v) is float for v in evaluate_result_package(two, *data).values())
 
 
-def test_a_users_package_sees_what_aitoolbox_gave() -> None:
-    class Mine(rp.AbstractResultPackage):
-        def prepare_results_dict(self) -> dict[str, Any]:
-            assert isinstance(self.y_true, np.ndarray)
-            assert self.additional_results == {"additional_results": {"loss": 0.25}}
-            return {"wrong": int((self.y_true != self.y_predicted).sum())}
-
-    package = Mine("mine", strict_content_check=True, threshold=3)
-    assert package.package_metadata == {"threshold": 3}
-    with pytest.raises(ConfigurationError, match=r"mine has no results yet. Call prepare_result_package first"):
-        package.get_results()
-    assert evaluate_result_package(package, [0, 1], [0, 0], {"loss": 0.25}) == {"wrong": 1.0}
-    assert len(package.y_true) == 2
-
-
-def test_ragged_rows_stay_a_list() -> None:
-    class Lengths(rp.AbstractResultPackage):
-        def prepare_results_dict(self) -> dict[str, Any]:
-            return {"longest": max(len(row) for row in self.y_predicted)}
-
-    assert evaluate_result_package(Lengths(), [[1], [1, 2, 3]], [0, 1]) == {"longest": 3.0}
-
-
-def test_packages_pickle_without_the_predictions() -> None:
-    package = rp.RegressionResultPackage()
-    evaluate_result_package(package, np.zeros(100_000), np.ones(100_000))
-    data = pickle.dumps(package)
-    assert len(data) < 2000
-    assert pickle.loads(data).get_results()["mse"] == 1.0
-
-
-def test_results_known_before() -> None:
-    assert evaluate_result_package(rp.PreCalculatedResultPackage({"bleu": 0.3}), [1], [1]) == {"bleu": 0.3}
+@pytest.mark.parametrize("name", rp._REMOVED)
+def test_classes_of_earlier_versions_say_what_replaces_them(name: str) -> None:
+    with pytest.raises(ImportError, match=f"has no {name}: use .* instead"):
+        getattr(rp, name)
 
 
 @pytest.mark.parametrize(
     "package, message",
     [
-        (3, r"3 can't score predictions. Pass a result package such as ClassificationResultPackage\(\), a function"),
-        ("accuracy", r"'accuracy' can't score predictions"),
-        (rp.ClassificationResultPackage, r"can't score predictions. It is a class: pass an instance"),
+        (3, r"3 can't score predictions. Pass a function of \(y_pred, y_true, metadata\), the name of a function"),
+        ("acuracy", r"no metric has the name 'acuracy'. Names are accuracy, "),
+        (dict, r"can't score predictions. It is a class: pass an instance"),
         (lambda *_: np.zeros(3), r"metric '<lambda>' returned a ndarray of shape \(3,\), but must return one number"),
         (lambda *_: {"x": None}, r"metric 'x' returned a NoneType, but must return one number, or a dict of numbers"),
     ],
@@ -208,7 +177,7 @@ def test_torchmetrics() -> None:
     both = torchmetrics.MetricCollection(
         {"acc": torchmetrics.Accuracy(**kind, average="micro"), "f1": torchmetrics.F1Score(**kind)}
     )
-    found = evaluate_result_package(rp.TorchMetricsPackage(both), scores, y_true)
+    found = evaluate_result_package(both, scores, y_true)
     assert found["acc"] == pytest.approx(expected)
     assert set(found) == {"acc", "f1"}
     again = evaluate_result_package({"a": single, "b": both}, scores, y_true)
@@ -219,13 +188,10 @@ def test_without_scikit_learn_packages_are_refused_before_any_training(monkeypat
     hidden = r"A metric of classes, or r2, needs scikit-learn: pip install '\.\[metrics\]'"
     monkeypatch.setattr(rp, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
-    for package in (
-        rp.ClassificationResultPackage,
-        rp.BinaryClassificationResultPackage,
-        rp.RegressionResultPackage,
-    ):
+    for package in (rp.classification, "binary_classification", ["mse", "regression"]):
         with pytest.raises(ConfigurationError, match=hidden):
-            package()
+            rp.check_metric_functions(package, "mine")
+    rp.check_metric_functions(["mse", rp.mae], "mine")
     for metric in (rp.accuracy, rp.f1, rp.roc_auc, rp.r2):
         with pytest.raises(ConfigurationError, match=hidden):
             metric([0, 1], [1, 0])
@@ -236,6 +202,6 @@ def test_a_model_that_diverges_scores_nan_and_trains_on() -> None:
     scores = [0.1, float("nan"), 0.3]
     assert np.isnan(rp.roc_auc(scores, [0, 1, 0]))
     assert np.isnan(rp.pr_auc(scores, [0, 1, 0]))
-    found = evaluate_result_package(rp.RegressionResultPackage(), scores, [0.0, 1.0, 2.0])
+    found = evaluate_result_package(rp.regression, scores, [0.0, 1.0, 2.0])
     assert all(np.isnan(value) for value in found.values())
     assert np.isnan(rp.accuracy([], []))

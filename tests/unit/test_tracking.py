@@ -20,7 +20,7 @@ from trainloop import TrainLoop, TTModel, checkpoint
 from trainloop.callbacks import tracking
 from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
 from trainloop.errors import ConfigurationError
-from trainloop.result_package import AbstractResultPackage, ClassificationResultPackage
+from trainloop.result_package import classification
 
 
 class Net(TTModel):
@@ -58,16 +58,6 @@ def rows(y_pred: Any, y_true: Any, metadata: Any) -> int:
     return len(y_pred)
 
 
-class WithLoss(AbstractResultPackage):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_loss = True
-
-    def prepare_results_dict(self) -> dict[str, Any]:
-        assert self.hyperparameters == {"lr": 0.1}
-        return {"loss": self.additional_results["additional_results"]["loss"]}
-
-
 def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     sources = tmp_path / "src"
     (sources / "deep" / "__pycache__").mkdir(parents=True)
@@ -79,7 +69,7 @@ def test_an_experiment_end_to_end(tmp_path: Path) -> None:
     }  # fmt: skip
     given = dict(hyperparams)
     experiment = Experiment("digits", "baseline", tmp_path / "results", hyperparams, source_dirs=[sources])
-    loop, end = tracked(experiment, val=ClassificationResultPackage(), test=[rows])
+    loop, end = tracked(experiment, val=classification, test=[rows])
     loop.fit(num_epochs=2)
 
     assert hyperparams == given, "the user's own dict is left alone"
@@ -183,12 +173,6 @@ def test_in_a_notebook_the_cells_are_kept(tmp_path: Path, monkeypatch: pytest.Mo
     exec(compile("experiment = Experiment('p', 'e', where)", "/tmp/ipykernel_1/2.py", "exec"), namespace)
     namespace["experiment"].record()
     assert namespace["experiment"].folder.read_text("notebook.py") == "# In [1]\nx = 1\n\n# In [2]\ntl.fit()"
-
-
-def test_a_package_may_ask_for_the_loss(tmp_path: Path) -> None:
-    loop, end = tracked(Experiment("p", "e", tmp_path, {"lr": 0.1}), test=WithLoss())
-    loop.fit(num_epochs=1)
-    assert end.results["test"]["loss"] == pytest.approx(loop.evaluate_loss_on_test_set())
 
 
 def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) -> None:

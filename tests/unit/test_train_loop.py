@@ -128,21 +128,6 @@ def test_batch_predictions_reach_callbacks_with_their_dataset() -> None:
     ]
 
 
-def test_messages_between_callbacks() -> None:
-    seen: list[Any] = []
-
-    class Writer(AbstractCallback):
-        def on_batch_end(self) -> None:
-            self.message_service.write_message("steps", self.train_loop_obj.global_step, "until_end_of_epoch")
-
-    class Reader(AbstractCallback):
-        def on_epoch_end(self) -> None:
-            seen.append(self.message_service.read_messages("steps"))
-
-    make(dataset=data(20)).fit(num_epochs=2, callbacks=[Writer(), Reader()])
-    assert seen == [[1, 2], [3, 4]]
-
-
 def test_num_iterations_counts_batches_over_epochs() -> None:
     loop = make(dataset=data(30))
     loop.fit(num_iterations=7)

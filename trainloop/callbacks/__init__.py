@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING
 
 # `X as X` re-exports a name for type checkers, which can't read a computed __all__.
 from trainloop.callbacks.base import AbstractCallback as AbstractCallback
-from trainloop.callbacks.basic import AllPredictionsSame as AllPredictionsSame
 from trainloop.callbacks.basic import DataSubsetTestRun as DataSubsetTestRun
-from trainloop.callbacks.basic import FunctionOnTrainLoop as FunctionOnTrainLoop
-from trainloop.callbacks.basic import InMultiProcessDataLoad as InMultiProcessDataLoad
-from trainloop.callbacks.basic import ListRegisteredCallbacks as ListRegisteredCallbacks
 from trainloop.callbacks.basic import TrainHistoryPlot as TrainHistoryPlot
 from trainloop.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainloop.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -23,13 +19,10 @@ from trainloop.callbacks.gradient import GradientStats as GradientStats
 from trainloop.callbacks.loop import Loop as Loop
 from trainloop.callbacks.nan import TerminateOnNaN as TerminateOnNaN
 from trainloop.callbacks.performance_eval import ConfusionMatrix as ConfusionMatrix
-from trainloop.callbacks.performance_eval import MetricHistoryRename as MetricHistoryRename
 from trainloop.callbacks.performance_eval import ModelPerformanceEvaluation as ModelPerformanceEvaluation
-from trainloop.callbacks.performance_eval import ModelPerformancePrintReport as ModelPerformancePrintReport
 from trainloop.callbacks.profiler import Profiler as Profiler
 from trainloop.callbacks.profiler import ThroughputMonitor as ThroughputMonitor
 from trainloop.callbacks.tensorboard import TensorBoard as TensorBoard
-from trainloop.callbacks.trackers import AlertConfig as AlertConfig
 from trainloop.callbacks.trackers import MLflowTracking as MLflowTracking
 from trainloop.callbacks.trackers import WandBTracking as WandBTracking
 from trainloop.callbacks.train_schedule import AbstractScheduler as AbstractScheduler
@@ -41,19 +34,26 @@ from trainloop.callbacks.weight_averages import WeightAverage as WeightAverage
 
 __all__ = [name for name, value in globals().items() if isinstance(value, type)]
 
-# AIToolbox names that this package exported until 0.2.0; they are now in trainloop.compat.aitoolbox.
+# Names of AIToolbox, most of which this package exported once, and what replaces them.
 _REMOVED = {
+    "AlertConfig": "Call wandb.alert(...) in a callback's on_epoch_end.",
+    "AllPredictionsSame": "Compare the predictions of predict_on_validation_set() in a callback's on_epoch_end.",
     "AbstractExperimentCallback": "Use AbstractCallback. A TrainLoopCheckpoint has its folder in loop.experiment.",
     "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",
+    "FunctionOnTrainLoop": "Write a callback with the hook that shall call the function.",
     "GeneralLRScheduler": "Use LRScheduler(scheduler_class, ...).",
     "GeneralLRSchedulerCallback": "Use LRScheduler(scheduler_class, ...).",
     "GradDistributionPlot": "Use TensorBoard(histograms_every_n_epochs=1).",
     "GradNormClip": "Use GradientClipping(max_norm=...).",
     "GradValueClip": "Use GradientClipping(max_value=...).",
     "GradientStatsPrint": "Use GradientStats().",
+    "InMultiProcessDataLoad": "Pass a callback with on_multiprocess_start as fit(in_process_data_load=...).",
     "LambdaLRScheduler": "Use LRScheduler(LambdaLR, lr_lambda=...).",
+    "ListRegisteredCallbacks": "Print tl.callbacks.",
+    "MetricHistoryRename": "Call insert_metric_result_into_history in a callback's on_epoch_end.",
     "ModelIterationCheckpoint": "Use ModelCheckpoint(dirpath, every_n_epochs=None, every_n_steps=...).",
     "ModelLoadContinueTraining": "Use fit(resume_from=path), with the path of the checkpoint.",
+    "ModelPerformancePrintReport": "The table of fit shows every metric; or print tl.history in a callback.",
     "ModelTrainEndSave": "Use trainloop.TrainLoopEndSave.",
     "ModelTrainHistoryFileWriter": "Use TrainLoopEndSave, or write history.rows() to a file.",
     "ModelTrainHistoryPlot": "Use TrainHistoryPlot(path).",
@@ -63,6 +63,7 @@ _REMOVED = {
     "StepLRScheduler": "Use LRScheduler(StepLR, step_size=...).",
     "TensorboardFullTracking": "Use TensorBoard(log_dir).",
     "TensorboardTrainBatchLoss": "Use TensorBoard(log_dir).",
+    "TrainHistoryFormatter": "Call insert_metric_result_into_history in a callback's on_epoch_end.",
     "TensorboardTrainHistoryMetric": "Use TensorBoard(log_dir, log_every_n_steps=None).",
 }
 
@@ -70,8 +71,5 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name in _REMOVED:  # an AttributeError's text would not reach `from trainloop.callbacks import ...`
-            raise ImportError(
-                f"trainloop.callbacks has no {name} since 0.2.0. {_REMOVED[name]} To keep the imports of a script "
-                "written for AIToolbox, add `import trainloop.compat.aitoolbox` above them."
-            )
+            raise ImportError(f'trainloop.callbacks has no {name}. {_REMOVED[name]} See the page "From AIToolbox".')
         raise AttributeError(f"module 'trainloop.callbacks' has no attribute {name!r}")

@@ -20,9 +20,6 @@ from trainloop.distributed.ranks import on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
-if TYPE_CHECKING:
-    from trainloop.callbacks.messages import MessageService
-
 __all__ = [
     "AbstractCallback",
     "HookTable",
@@ -71,8 +68,6 @@ class AbstractCallback:
     ----------
     train_loop_obj : Loop
         The loop; available from ``on_train_loop_registration`` on.
-    message_service : trainloop.callbacks.messages.MessageService
-        Service through which the callbacks of one loop exchange messages.
 
     Examples
     --------
@@ -108,7 +103,6 @@ class AbstractCallback:
 
     # None only before registration. No hook runs then, so hooks need not check for None.
     train_loop_obj: Loop = None  # type: ignore[assignment]
-    message_service: MessageService = None  # type: ignore[assignment]
     execution_order: int = 0
     device_idx_execution: int | None = None
     shared: tuple[str, ...] = ()
@@ -137,7 +131,6 @@ class AbstractCallback:
         if self.train_loop_obj is not None and self.train_loop_obj is not train_loop_obj:
             self.reset()
         self.train_loop_obj = train_loop_obj
-        self.message_service = getattr(train_loop_obj, "message_service", None)  # type: ignore[assignment]
         self.on_train_loop_registration()
         return self
 

@@ -1,9 +1,9 @@
-"""Callbacks that compute, print or combine metrics over whole datasets, and the confusion matrix."""
+"""Callbacks that compute metrics over whole datasets, and the confusion matrix."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +21,13 @@ from trainloop.result_package import check_metric_functions, classes_of, evaluat
 
 __all__ = [
     "ConfusionMatrix",
-    "MetricHistoryRename",
     "ModelPerformanceEvaluation",
-    "ModelPerformancePrintReport",
-    "TrainHistoryFormatter",
 ]
 
 
 @dataclass(eq=False, repr=False)
 class ModelPerformanceEvaluation(AbstractCallback):
-    """Compute a result package's metrics over whole datasets, and add them to the history.
+    """Compute metrics over whole datasets, and add them to the history.
 
     The name of a metric gets a prefix. ``accuracy`` becomes ``val_accuracy`` (``train_accuracy`` on training data). At
     the end of training it becomes ``train_end_val_accuracy``, and within epochs ``iterfreq<n>_val_accuracy``.
@@ -39,10 +36,10 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     Parameters
     ----------
-    result_package : result package, torchmetrics metric, or callable
-        Package to evaluate with :func:`trainloop.result_package.evaluate_result_package`.
+    result_package : str, callable, torchmetrics metric, or list or dict of these
+        Metrics for :func:`trainloop.result_package.evaluate_result_package`.
     args : dict, optional
-        Hyperparameters for the package's reports (``package.hyperparameters``).
+        Values that are added to the ``metadata`` of metric functions.
     on_each_epoch : bool
         Evaluate after each epoch. The model is always evaluated at the end of training.
     on_train_data, on_val_data : bool
@@ -51,19 +48,16 @@ class ModelPerformanceEvaluation(AbstractCallback):
         Epochs between two evaluations, starting with the first. Default: every epoch.
     on_iteration_frequency : int
         Batches between two evaluations within an epoch; 0 for none.
-    if_available_output_to_project_dir : bool
-        If True and the loop is a ``TrainLoopCheckpoint`` or similar, the package writes its own files into the results
-        folder.
 
     Raises
     ------
     ConfigurationError
-        If no data is selected, or a frequency is out of range; at ``fit``, if the loop has no validation loader.
+        If no data is selected, or a frequency is out of range; at ``fit``, if the loop has no validation loader, or a
+        metric can't be computed.
 
     Examples
     --------
-    >>> from trainloop.result_package import ClassificationResultPackage
-    >>> evaluation = ModelPerformanceEvaluation(ClassificationResultPackage())
+    >>> evaluation = ModelPerformanceEvaluation(["accuracy", "f1"])
     >>> tl.fit(num_epochs=3, callbacks=[evaluation, EarlyStopping("val_accuracy", patience=2)])
     """
 
@@ -74,7 +68,6 @@ class ModelPerformanceEvaluation(AbstractCallback):
     on_val_data: bool = True
     eval_frequency: int | None = None
     on_iteration_frequency: int = 0
-    if_available_output_to_project_dir: bool = True
 
     def __post_init__(self) -> None:
         super().__init__("ModelPerformanceEvaluation")
@@ -91,16 +84,9 @@ class ModelPerformanceEvaluation(AbstractCallback):
             self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
     def on_train_loop_registration(self) -> None:
-        loop = self.train_loop_obj
         self.check_loaders()
         check_metric_functions(self.result_package, type(self).__name__)
         self._latest = None
-        if hasattr(self.result_package, "hyperparameters") and self.args:
-            self.result_package.hyperparameters = self.args
-        set_folder = getattr(self.result_package, "set_experiment_dir_path_for_additional_results", None)
-        names = ("project_name", "experiment_name", "experiment_timestamp", "local_model_result_folder_path")
-        if self.if_available_output_to_project_dir and set_folder and all(hasattr(loop, name) for name in names):
-            set_folder(*(getattr(loop, name) for name in names))
 
     def check_loaders(self) -> None:
         """Raise an error if the loop lacks a loader that the evaluation needs."""
@@ -136,20 +122,16 @@ class ModelPerformanceEvaluation(AbstractCallback):
         if distributed.exchange_ints([int(latest != state)])[0][0]:
             metrics = {}
             if self.on_train_data:
-                metrics.update(self._evaluate("train_", loop.predict_on_train_set, loop.evaluate_loss_on_train_set))
+                metrics.update(self._evaluate("train_", loop.predict_on_train_set))
             if self.on_val_data:
-                metrics.update(
-                    self._evaluate("val_", loop.predict_on_validation_set, loop.evaluate_loss_on_validation_set)
-                )
+                metrics.update(self._evaluate("val_", loop.predict_on_validation_set))
             self._latest = (state, metrics)
         for name, value in metrics.items():
             loop.insert_metric_result_into_history(prefix + name, value)
 
-    def _evaluate(self, prefix: str, predict: Callable[[], Any], loss: Callable[[], Any]) -> dict[str, float]:
+    def _evaluate(self, prefix: str, predict: Callable[[], Any]) -> dict[str, float]:
         y_pred, y_true, metadata = predict()
-        if getattr(self.result_package, "requires_loss", False):
-            metadata = {**metadata, "loss": loss()}
-        metrics = evaluate_result_package(self.result_package, y_pred, y_true, metadata)
+        metrics = evaluate_result_package(self.result_package, y_pred, y_true, {**metadata, **(self.args or {})})
         return {prefix + name: value for name, value in metrics.items()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -298,205 +280,3 @@ def confusion_matrix(y_pred: Any, y_true: Any, num_classes: int = 0) -> Tensor:
     number = max(num_classes, *(int(classes.max()) + 1 for classes in (predicted, true) if len(classes)), 1)
     pairs = torch.as_tensor(true.astype(np.int64) * number + predicted.astype(np.int64), device="cpu")
     return torch.bincount(pairs, minlength=number * number).reshape(number, number)
-
-
-@dataclass(eq=False, repr=False)
-class ModelPerformancePrintReport(AbstractCallback):
-    """Print chosen metrics of the history after each epoch and at the end of training.
-
-    Parameters
-    ----------
-    metrics : sequence of str
-        Names in ``history``; at the end of training, the metrics with the prefix ``train_end_`` are printed too.
-    on_each_epoch : bool
-        Print after each epoch. The metrics are always printed at the end of training.
-    report_frequency : int, optional
-        Epochs between two reports, starting with the first. Default: every epoch.
-    strict_metric_reporting : bool
-        If True, a missing metric is an error; otherwise, a line reports that it is missing.
-    list_tracked_metrics : bool
-        Print the names of all metrics in the history, too.
-
-    Raises
-    ------
-    ConfigurationError
-        If ``metrics`` is empty; later, if a metric is missing and ``strict_metric_reporting`` is True.
-
-    Examples
-    --------
-    >>> ModelPerformancePrintReport(["val_accuracy", "val_loss"])
-    """
-
-    metrics: Sequence[str]
-    on_each_epoch: bool = True
-    report_frequency: int | None = None
-    strict_metric_reporting: bool = True
-    list_tracked_metrics: bool = False
-
-    def __post_init__(self) -> None:
-        # Runs after callbacks that compute metrics.
-        super().__init__("ModelPerformancePrintReport", execution_order=97, device_idx_execution=0)
-        if isinstance(self.metrics, str) or not self.metrics:
-            raise ConfigurationError(f"ModelPerformancePrintReport: metrics={self.metrics!r}: must be a list of names.")
-        check_counts(self, "report_frequency", optional=True)
-
-    def on_epoch_end(self) -> None:
-        if self.on_each_epoch and self.train_loop_obj.epoch % (self.report_frequency or 1) == 0:
-            self.print_heading(at_end=False)
-            self.print_performance_report()
-
-    def on_train_end(self) -> None:
-        self.print_heading(at_end=True)
-        self.print_performance_report(prefix="train_end_")
-
-    def print_heading(self, at_end: bool) -> None:
-        """Print the line above the metrics."""
-        when = "at the end of training" if at_end else f"after epoch {self.train_loop_obj.epoch + 1}"
-        print(f"---- Performance {when} ----")
-
-    def print_performance_report(self, prefix: str = "") -> None:
-        """Print the newest value of each metric.
-
-        Parameters
-        ----------
-        prefix : str
-            Prefix of each metric's name, used only if the history has the prefixed name.
-        """
-        history = self.train_loop_obj.history
-        if self.list_tracked_metrics:
-            print(f"metrics: {', '.join(map(repr, history))}")
-        for metric in self.metrics:
-            name = prefix + metric if prefix + metric in history else metric
-            if name in history:
-                print(f"{name}: {history[name][-1]:.6g}")
-            else:
-                self._report_missing(name, history)
-
-    def _report_missing(self, name: str, history: Iterable[str]) -> None:
-        known = ", ".join(map(repr, history))
-        message = f"ModelPerformancePrintReport: {name!r} is not in the history. The history has: {known}."
-        if self.strict_metric_reporting:
-            raise ConfigurationError(message)
-        print(message)
-
-
-@dataclass(eq=False, repr=False)
-class TrainHistoryFormatter(AbstractCallback):
-    """Compute a new metric from other metrics in the history.
-
-    Parameters
-    ----------
-    input_metric_getter : callable
-        Function of the history that returns a list of values, one for each epoch so far.
-    output_metric_setter : callable
-        Function of that list that returns ``(name, value)`` to add to the history.
-    epoch_end, train_end : bool
-        Compute the metric after each epoch, or at the end of training; exactly one must be True.
-    strict_metric_extract : bool
-        If True, a list without a value for the current epoch is an error; otherwise a line is printed and nothing is
-        added.
-
-    Raises
-    ------
-    ConfigurationError
-        If not exactly one of ``epoch_end`` and ``train_end`` is True; later, if the list has no value for the current
-        epoch.
-
-    Examples
-    --------
-    >>> gap = TrainHistoryFormatter(
-    ...     lambda history: [v - t for v, t in zip(history["val_loss"], history["loss"])],
-    ...     lambda gaps: ("generalisation_gap", gaps[-1]),
-    ... )
-    """
-
-    input_metric_getter: Callable[[Any], list[Any]]
-    output_metric_setter: Callable[[list[Any]], tuple[str, float]]
-    epoch_end: bool = True
-    train_end: bool = False
-    strict_metric_extract: bool = True
-
-    def __post_init__(self) -> None:
-        super().__init__("TrainHistoryFormatter")
-        if bool(self.epoch_end) == bool(self.train_end):
-            raise ConfigurationError(
-                f"{type(self).__name__}: epoch_end={self.epoch_end}, train_end={self.train_end}: exactly one must be "
-                "True."
-            )
-
-    def on_epoch_end(self) -> None:
-        if self.epoch_end and self.check_if_history_updated(train_end_phase=False):
-            self.format_history()
-
-    def on_train_end(self) -> None:
-        if self.train_end and self.check_if_history_updated(train_end_phase=True):
-            self.format_history()
-
-    def read_history(self) -> Any:
-        """Return the history to pass to ``input_metric_getter``."""
-        return self.train_loop_obj.history
-
-    def format_history(self) -> None:
-        """Add the new metric's value to the history."""
-        name, value = self.output_metric_setter(self.input_metric_getter(self.read_history()))
-        self.train_loop_obj.insert_metric_result_into_history(name, value)
-
-    def check_if_history_updated(self, train_end_phase: bool) -> bool:
-        """Return True if the list has one value for each epoch so far (at the end of training: exactly one value).
-
-        Raises
-        ------
-        ConfigurationError
-            If a value is missing and ``strict_metric_extract`` is True. (If it is False, a line is printed.)
-        """
-        expected = 1 if train_end_phase else self.train_loop_obj.epoch + 1
-        found = len(self.input_metric_getter(self.read_history()))
-        if found == expected:
-            return True
-        message = (
-            f"{type(self).__name__}: input_metric_getter returned a list of length {found} instead of {expected}. Put "
-            "this callback after the one that computes the metric."
-        )
-        if self.strict_metric_extract:
-            raise ConfigurationError(message)
-        if self.train_loop_obj.is_main_process():
-            print(message)
-        return False
-
-
-class MetricHistoryRename(TrainHistoryFormatter):
-    """Copy a metric of the history to another name.
-
-    Parameters
-    ----------
-    input_metric_path : str or callable
-        Name of the metric, or a function of the history that returns the list of its values.
-    new_metric_name : str
-    epoch_end, train_end : bool
-        Add the newest value after each epoch, or at the end of training; exactly one must be True.
-    strict_metric_extract : bool
-        If True, a missing value for the current epoch is an error; otherwise a line is printed and nothing is added.
-
-    Examples
-    --------
-    >>> MetricHistoryRename("val_accuracy", "score")
-    """
-
-    def __init__(
-        self,
-        input_metric_path: str | Callable[[Any], list[Any]],
-        new_metric_name: str,
-        epoch_end: bool = True,
-        train_end: bool = False,
-        strict_metric_extract: bool = True,
-    ) -> None:
-        self.input_metric_path = input_metric_path
-        self.new_metric_name = new_metric_name
-        super().__init__(self._values, self._renamed, epoch_end, train_end, strict_metric_extract)
-
-    def _values(self, history: Any) -> list[Any]:
-        path = self.input_metric_path
-        return path(history) if callable(path) else history.get(path, [])
-
-    def _renamed(self, values: list[Any]) -> tuple[str, float]:
-        return self.new_metric_name, values[-1]

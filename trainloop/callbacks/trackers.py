@@ -6,9 +6,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
@@ -16,7 +15,7 @@ from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 
-__all__ = ["AlertConfig", "MLflowTracking", "WandBTracking"]
+__all__ = ["MLflowTracking", "WandBTracking"]
 
 
 class EpochValues:
@@ -259,45 +258,6 @@ class ServiceTracker(Tracker):
         self._pending = [(step, dict(values)) for step, values in state.get("pending", ())]
 
 
-@dataclass(frozen=True)
-class AlertConfig:
-    """Condition under which Weights & Biases sends a message.
-
-    Raises
-    ------
-    ConfigurationError
-        If ``objective`` is invalid.
-
-    Examples
-    --------
-    >>> AlertConfig("val_accuracy", 0.9).message(0.5)
-    ('val_accuracy is too low', 'val_accuracy is 0.5, below the threshold of 0.9.')
-    """
-
-    metric_name: str
-    """Name in ``history``."""
-    threshold_value: float
-    """Limit beyond which the alert is sent."""
-    objective: Literal["maximize", "minimize"] = "maximize"
-    """``'maximize'`` sends the alert if the metric is below the threshold, ``'minimize'`` if the metric is above."""
-    wandb_alert_level: Any = None
-    """A ``wandb.AlertLevel``."""
-
-    def __post_init__(self) -> None:
-        if self.objective not in ("maximize", "minimize"):
-            raise ConfigurationError(f"AlertConfig: objective={self.objective!r}: must be 'maximize' or 'minimize'.")
-
-    def message(self, value: float) -> tuple[str, str] | None:
-        """Return the title and the text of a message if the value is beyond the threshold, otherwise ``None``."""
-        low = self.objective == "maximize" and value < self.threshold_value
-        high = self.objective == "minimize" and value > self.threshold_value
-        if not low and not high:
-            return None
-        word, side = ("low", "below") if low else ("high", "above")
-        text = f"{self.metric_name} is {value:.6g}, {side} the threshold of {self.threshold_value:.6g}."
-        return f"{self.metric_name} is too {word}", text
-
-
 class WandBTracking(ServiceTracker):
     """Send the run to Weights & Biases, from rank 0.
 
@@ -315,8 +275,6 @@ class WandBTracking(ServiceTracker):
         Configuration of the run. Default: the hyperparameters of a ``TrainLoopCheckpoint`` or similar loop.
     tags : sequence of str, optional
         Tags of the run.
-    alerts : sequence of AlertConfig, optional
-        Alerts, checked after each epoch.
     wandb_pre_initialized : bool
         Use the run that is already active, and leave it open. This works only if training runs in the calling process.
     source_dirs : sequence of str
@@ -333,7 +291,7 @@ class WandBTracking(ServiceTracker):
     Raises
     ------
     ConfigurationError
-        If wandb is missing, or an alert is not an :class:`AlertConfig`.
+        If wandb is missing.
 
     Examples
     --------
@@ -348,7 +306,6 @@ class WandBTracking(ServiceTracker):
         batch_log_frequency: int | None = None,
         hyperparams: Mapping[str, Any] | None = None,
         tags: Sequence[str] | None = None,
-        alerts: Sequence[AlertConfig] | None = None,
         wandb_pre_initialized: bool = False,
         source_dirs: Sequence[str] = (),
         log_dir: str | os.PathLike[str] | None = None,
@@ -357,18 +314,13 @@ class WandBTracking(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), hyperparams)
-        for alert in alerts or ():
-            if not isinstance(alert, AlertConfig):
-                raise ConfigurationError(f"WandBTracking: alerts has {alert!r}: each must be an AlertConfig.")
         self.metric_names = None if metric_names is None else list(metric_names)
         self.tags = None if tags is None else list(tags)
-        self.alerts = list(alerts or ())
         self.wandb_pre_initialized = wandb_pre_initialized
         self.source_dirs = list(source_dirs)
         self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
         self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
-        self._newest: dict[str, float] = {}  # values that are new at the end of the current epoch
 
     def on_train_loop_registration(self) -> None:
         super().on_train_loop_registration()
@@ -417,28 +369,7 @@ class WandBTracking(ServiceTracker):
         for step, scalars in rows:
             self._open().log({**scalars, "global_step": step})
 
-    @logs_nothing
-    def on_epoch_end(self) -> None:
-        self._newest = {}
-        super().on_epoch_end()
-        for alert in self.alerts:
-            if alert.metric_name not in self.train_loop_obj.history:
-                names = ", ".join(map(repr, self.train_loop_obj.history))
-                raise ConfigurationError(
-                    f"WandBTracking: an alert is set on {alert.metric_name!r}, which is not in the history. The "
-                    f"history has: {names}."
-                )
-            message = alert.message(self._newest[alert.metric_name]) if alert.metric_name in self._newest else None
-            if message is not None:
-                title, text = message
-                level = {} if alert.wandb_alert_level is None else {"level": alert.wandb_alert_level}
-                self._attempt(f"the alert {title!r} could not be sent", partial(self._alert, title, text, level))
-
-    def _alert(self, title: str, text: str, level: dict[str, Any]) -> None:
-        self._open().alert(title=title, text=text, **level)
-
     def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        self._newest.update(values)
         names = values if self.metric_names is None else [name for name in values if name in self.metric_names]
         if names:
             self._pass([(step, {**{f"epoch/{name}": values[name] for name in names}, "epoch": epoch})])

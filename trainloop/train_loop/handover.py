@@ -58,7 +58,7 @@ def known_objects(loop: LoopState) -> list[object]:
             if item is not None:
                 found.setdefault(id(item), item)
 
-    add([loop, loop.message_service, loop.history])
+    add([loop, loop.history])
     for module in _root_modules(loop):
         add(module.modules())
         add(module.parameters())
@@ -194,7 +194,6 @@ class RankSide:
             "history": loop.history.state_dict(),
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS},
-            "messages": loop.message_service.__dict__,
             "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
             "list of callbacks": self._changed_list(),
             "result": result,
@@ -282,7 +281,6 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     loop.note(**state["settings"])
     for name, value in state["counters"].items():
         setattr(loop, name, value)
-    loop.message_service.__dict__.update(state["messages"])
     for callback, saved in zip(callbacks, state["callbacks"], strict=True):
         _put_callback_state(callback, saved)
     if state["list of callbacks"] is not None:

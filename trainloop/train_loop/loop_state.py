@@ -13,7 +13,6 @@ from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
-from trainloop.callbacks.messages import MessageService
 from trainloop.data import TrainFeed
 from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
@@ -88,7 +87,6 @@ class LoopState:
         self.progress = Progress()
         self.callbacks: list[AbstractCallback] = []
         """Callbacks of the last ``fit``, including those that the loop's class adds."""
-        self.message_service = MessageService()
         """Service through which callbacks exchange messages."""
         self.history = History()
         """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
@@ -468,7 +466,7 @@ class LoopState:
 _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callbacks"})
 # The loop's own attributes, as far as they are not properties or methods of the class.
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
-    "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "
+    "callbacks history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
     "resumed running".split()
 )

@@ -99,7 +99,7 @@ class TrainLoopCheckpoint(_TrackingLoop[ModelT]):
 
 
 class TrainLoopEndSave(_TrackingLoop[ModelT]):
-    """A loop that evaluates result packages at the end of training, and saves the model and a report.
+    """A loop that computes metrics at the end of training, and saves the model and a report.
 
     Parameters
     ----------
@@ -108,8 +108,8 @@ class TrainLoopEndSave(_TrackingLoop[ModelT]):
     project_name, experiment_name, local_model_result_folder_path, hyperparams, source_dirs
         As in :class:`TrainLoopCheckpoint`.
     val_result_package, test_result_package : optional
-        Package to evaluate with :func:`trainloop.result_package.evaluate_result_package`: a result package, metric
-        functions of ``(y_pred, y_true, metadata)``, or torchmetrics.
+        Metrics for :func:`trainloop.result_package.evaluate_result_package`: names, functions of ``(y_pred, y_true,
+        metadata)``, torchmetrics, or a list or dict of these.
     **loop_arguments
         The other arguments of :class:`TrainLoop`.
     """

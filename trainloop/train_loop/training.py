@@ -444,7 +444,6 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
-        loop.message_service.end_of_epoch_trigger()
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
