@@ -545,7 +545,7 @@ def _counted(
         counts: Mapping[str, Any] = {key: sum(by.values()) for key, by in counter.get_flop_counts().items()}
         forward, step = counter.get_total_flops(), None
         if not is_input:
-            loss, _ = output
+            loss = output.loss
             total = loss.total() if isinstance(loss, MultiLoss) else loss
             if total.requires_grad:
                 # Called inside the counter's block, so that the backward pass is counted, too.

@@ -18,7 +18,7 @@ from trainloop import MultiLoss
 from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.evaluating import evaluating, join_rows, keep_all_batches, mean_loss, on_cpu, predictions
-from trainloop.train_loop.losses import split_loss
+from trainloop.train_loop.losses import read_loss
 
 # -- mean loss ---------------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,9 @@ def batches_of(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[in
 
 def losses_of(values: Sequence[Any], sizes: Sequence[int], recorder: Recorder | None = None) -> dict[str, float]:
     recorder = recorder or Recorder(on_step=False)
-    return mean_loss(batches_of(values, sizes), split_loss, recorder, "validation_loader").losses
+    return mean_loss(
+        batches_of(values, sizes), lambda value, sums: read_loss(value, 1, sums), recorder, "validation_loader"
+    ).losses
 
 
 def test_loss_is_the_mean_over_samples() -> None:
@@ -85,7 +87,7 @@ def test_no_samples_is_an_error() -> None:
 )
 def test_what_is_no_loss(output: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        split_loss(output)
+        read_loss(output, 1)
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.nested import map_parts, map_together, parts_of
-from trainloop._support.reduction import SumRule, divisor_of, functional_losses
+from trainloop._support.reduction import SumRule, functional_losses
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.scatter import as_rows, is_table, join_tables
-from trainloop.train_loop.losses import per_sample, weights_of_parts
+from trainloop.train_loop.losses import BatchLoss
 
 __all__ = [
     "Predictions",
@@ -64,7 +64,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 def mean_loss(
     batches: Iterator[tuple[int, Any, int]],
-    get_loss: Callable[[Any], tuple[Any, Any]],
+    get_loss: Callable[[Any, Callable[[Any], bool] | None], BatchLoss],
     recorder: Recorder,
     name: str,
     sums: SumRule | None = None,
@@ -78,7 +78,7 @@ def mean_loss(
     batches : iterator of (batch_index, batch, size)
         This rank's batches.
     get_loss : callable
-        ``get_loss(batch)`` -> ``(loss, weight)``, as :func:`~trainloop.train_loop.losses.loss_of` returns them.
+        ``get_loss(batch, sums)``, as :func:`~trainloop.train_loop.losses.loss_of` returns it.
     recorder : Recorder
         An empty recorder; it is empty again afterwards.
     name : str
@@ -91,29 +91,28 @@ def mean_loss(
     ConfigurationError
         If the loader has no samples at all.
     """
-    summed = None if sums is not None else False
+    decides: Callable[[Any], bool] | None = sums
     calls_functions: list[bool] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
         functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
-        with torch.set_grad_enabled(summed is None and not getattr(sums, "certain", True)), functions:
-            loss, weight = get_loss(batch)
-        if summed is None:
-            assert sums is not None
-            summed = sums(loss)
-        if weight is None:
-            if summed:
-                loss = per_sample(loss, size)
-            else:
-                weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
-        recorder.add_loss(loss, size if weight is None else weight)
+        with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
+            read = get_loss(batch, decides)
+        if number == 1 and sums is not None and not read.explicit:
+            decides = _is_sum if read.is_sum else None
+        recorder.add_loss(*read.shown(size))
         if number % BATCHES_BETWEEN_READINGS == 0:
             recorder.compact()
     end = recorder.finish_epoch()
     if not end.losses:
         raise ConfigurationError(f"{name} has no samples, so there is no loss to average. Give it data.")
     return end
+
+
+def _is_sum(loss: Any) -> bool:
+    """Return True: the first batch has shown that losses are sums."""
+    return True
 
 
 def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
-from trainloop.train_loop.losses import split_loss, weights_of_parts
+from trainloop.train_loop.losses import BatchLoss, read_loss
 from trainloop.train_loop.running import TrainingRun
 from trainloop.train_loop.trained import TrainedParameters
 
@@ -83,6 +83,8 @@ class Gradients:
         self.outdated = False
         """True if the optimizer, the criterion or a module has changed since the last step."""
         self.ranks = loop.world_size if run.parallel else 1
+        self.scales = place.scaler.is_enabled()
+        """True if losses are multiplied by AMP's scale."""
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.usual_units: dict[str | None, float] = {}
         self.reduced_later = self.ragged = False
@@ -215,9 +217,7 @@ class Gradients:
 
     # -- for each micro-batch ----------------------------------------------------------------------------------------
 
-    def scaled(
-        self, loss: Any, weight: Any, scale: float | None, count: int, size: int, *, is_sum: bool = False
-    ) -> Any:
+    def scaled(self, read: BatchLoss, scale: float | None, count: int, size: int) -> Any:
         """Scale a micro-batch's loss so that the gradients, added up and averaged over ranks, are the step's gradients.
 
         A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to the sum over
@@ -226,21 +226,18 @@ class Gradients:
 
         Parameters
         ----------
-        loss : Tensor or MultiLoss
-        weight : Tensor, float, dict or None
-            Weight that ``get_loss`` returned, or the divisor of its criterion (:mod:`trainloop._support.reduction`);
-            a dict of weights for a ``MultiLoss``.
+        read : BatchLoss
         scale : float or None
             Weight of the micro-batch by samples, if the step's micro-batches differ in size.
         count : int
             Number of micro-batches of the step.
         size : int
             Number of samples of the micro-batch.
-        is_sum : bool
-            True if the loss is a sum over its batch's samples, rather than a mean; :attr:`sums` decides.
         """
+        loss, weight = read.loss, read.units
+        self.given.append(read.explicit)
         self._weighted = self._weighted or weight is not None
-        if is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
+        if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
             return loss  # the loss is already the mean over the step's units: scaling would only add rounding errors
@@ -409,11 +406,11 @@ class Gradients:
         place = self._place
         with place.autocast:
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
-        loss, weight = split_loss(output)
-        if weight is None and isinstance(loss, MultiLoss) and weights_of_parts(loss, 1):
-            for name in loss:  # the other ranks run a backward for each loss
+        read = read_loss(output, 1)
+        if isinstance(read.units, dict):  # the other ranks run a backward for each loss
+            for name in read.loss:
                 self._parts.setdefault(name, _Part())
-        self.backward(loss * 0.0)
+        self.backward(read.loss * 0.0)
 
     # -- for each step -----------------------------------------------------------------------------------------------
 
@@ -521,7 +518,7 @@ class Gradients:
         """Step each optimizer; with a scaler only if its gradients are finite."""
         self._run.stage = "step"
         scaler = self._place.scaler
-        if not scaler.is_enabled():
+        if not self.scales:
             for optimizer in optimizers:
                 optimizer.step()
             return

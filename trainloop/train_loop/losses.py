@@ -7,7 +7,7 @@ This module separates a loss from its weight, and rejects it if it can't be diff
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
 
 __all__ = [
+    "BatchLoss",
     "Yielded",
     "explain_batch_of_one",
     "explain_backward",
@@ -28,16 +29,54 @@ __all__ = [
     "explained_evaluation",
     "joined_losses",
     "loss_of",
-    "per_sample",
+    "read_loss",
     "split_loss",
-    "split_yielded",
+    "read_yielded",
     "weights_of_parts",
 ]
 
 
-def per_sample(loss: Any, size: int) -> Any:
-    """Convert a loss that is a sum over ``size`` samples to a mean, for the history."""
-    return loss.detach() / max(size, 1)
+class BatchLoss(NamedTuple):
+    """The loss of a batch, and what it weighs in a mean over batches."""
+
+    loss: Any
+    """The loss, or a :class:`MultiLoss`."""
+    units: Any = None
+    """Units over which the loss is a mean: what ``get_loss`` returned as its weight, or the divisor of the criterion
+    (:mod:`trainloop._support.reduction`); a dict for the parts of a ``MultiLoss``. ``None``: the batch's samples."""
+    explicit: bool = False
+    """True if ``get_loss`` returned the weight."""
+    is_sum: bool = False
+    """True if the loss is a sum over the batch's samples, rather than a mean."""
+
+    def shown(self, size: int) -> tuple[Any, Any]:
+        """Return the mean loss of a batch of ``size`` samples, and its weight, for the history."""
+        loss = self.loss.detach() / max(size, 1) if self.is_sum else self.loss
+        return loss, size if self.units is None else self.units
+
+
+def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+    """Return what ``get_loss`` returned for a batch of ``size`` samples.
+
+    Parameters
+    ----------
+    output : Tensor, MultiLoss or tuple
+        A loss, or ``(loss, weight)``.
+    size : int
+    sums : callable, optional
+        Decides whether a loss is a sum over samples; see :func:`trainloop._support.reduction.sum_rule`.
+    """
+    if isinstance(output, Tensor):
+        loss = output
+        if loss.numel() != 1:
+            _check_scalar(loss)
+    else:
+        loss, weight = split_loss(output)
+        if weight is not None:
+            return BatchLoss(loss, weight, True)
+    is_sum = sums is not None and sums(loss)
+    units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
+    return BatchLoss(loss, units, False, is_sum)
 
 
 def split_loss(output: Any) -> tuple[Any, Any]:
@@ -161,37 +200,34 @@ class Yielded(NamedTuple):
 
     optimizer: int | str | None
     """Name or index of the loss's optimizer; ``None`` if there is only one."""
-    loss: Any
-    """The loss: a 0-d tensor."""
-    weight: Any
-    """Weight of the loss; ``None`` if ``get_loss`` yielded no weight."""
+    read: BatchLoss
 
 
-def split_yielded(item: Any) -> Yielded:
-    """Split an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizer's name."""
+def read_yielded(item: Any, size: int, sums: Callable[[Any], bool] | None = None) -> Yielded:
+    """Read an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizer's name."""
     optimizer = None
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
         optimizer, item = item
-    loss, weight = split_loss(item)
-    if not isinstance(loss, Tensor):
+    read = read_loss(item, size, sums)
+    if not isinstance(read.loss, Tensor):
         raise ConfigurationError(
             "get_loss yielded a MultiLoss. Yield the losses one by one, each after its optimizer's name, as in `yield "
             "'generator', loss`, or return the MultiLoss."
         )
-    return Yielded(optimizer, loss, weight)
+    return Yielded(optimizer, read)
 
 
-def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiLoss, Any]:
-    """Return the losses that one batch of ``size`` samples yielded, averaged for each optimizer, and their weight.
+def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
+    """Return the losses that one batch of ``size`` samples yielded, averaged for each optimizer, with their units.
 
-    The weight is ``None`` if no loss has one, and a dict if there are losses for several optimizers.
+    The units are ``None`` if no loss has any, and a dict if there are losses for several optimizers.
     """
     groups: dict[int | str | None, list[Tensor]] = {}
     weights: dict[int | str | None, Any] = {}
-    for optimizer, loss, weight in losses:
-        groups.setdefault(optimizer, []).append(loss.reshape(()))
-        if weight is not None:
-            weights.setdefault(optimizer, weight)
+    for optimizer, read in losses:
+        groups.setdefault(optimizer, []).append(read.loss.reshape(()))
+        if read.units is not None:
+            weights.setdefault(optimizer, read.units)
     if not groups:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
@@ -200,23 +236,22 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> tuple[Tensor | MultiL
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
         weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}
-        return MultiLoss({str(optimizer): mean for optimizer, mean in means.items()}), weight_of if weights else None
+        return BatchLoss(MultiLoss({str(key): mean for key, mean in means.items()}), weight_of if weights else None)
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
             f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
             "name or index before each loss, as in `yield 'generator', loss`, or before none."
         )
-    return means[None], weights.get(None)
+    return BatchLoss(means[None], weights.get(None))
 
 
-def loss_of(output: Any, size: int) -> tuple[Any, Any]:
-    """Return the loss and the weight of a batch of ``size`` samples; run a ``get_loss`` that yields to its end.
+def loss_of(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+    """Return the loss of a batch of ``size`` samples; run a ``get_loss`` that yields to its end.
 
-    The weight is ``None`` if there is none, and a dict if losses for several optimizers were yielded with weights.
+    The losses that it yields are means then; ``sums`` decides about their mean.
     """
     if not isinstance(output, Generator):
-        return split_loss(output)
-    losses = [split_yielded(item) for item in output]
-    weighted = [item._replace(weight=divisor_of(item.loss)) if item.weight is None else item for item in losses]
-    return joined_losses(weighted, size)
+        return read_loss(output, size, sums)
+    joined = joined_losses([read_yielded(item, size) for item in output], size)
+    return joined._replace(is_sum=joined.units is None and sums is not None and sums(joined.loss))

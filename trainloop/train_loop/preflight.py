@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainloop._support import rng
 from trainloop._support.nested import parts_of
-from trainloop._support.reduction import sum_rule
+from trainloop._support.reduction import SumRule, sum_rule
 from trainloop._transfer import pack
 from trainloop.data import SplitBatches, TrainFeed
 from trainloop.distributed.tensors import noting_exchanges
@@ -33,7 +33,7 @@ from trainloop.train_loop.arguments import check_wrapper_args
 from trainloop.train_loop.evaluating import check_rows, evaluating, row_count
 from trainloop.train_loop.execute import sent_parts, untouched
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.losses import explained_evaluation, loss_of, split_loss, split_yielded
+from trainloop.train_loop.losses import BatchLoss, explained_evaluation, loss_of, read_loss, read_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 
@@ -187,13 +187,14 @@ def _sendable(loop: TrainLoop[Any]) -> str:
 def _one_batch(loop: TrainLoop[Any]) -> str:
     model, _, criterion = copies(loop, CPU)
     batch = first_batch(loop.train_loader)
-    loss, weight = _loss_of(model, batch, criterion)
-    value = _number(loss)
+    rule = sum_rule(model, criterion)
+    read = _loss_of(model, batch, criterion, rule)
+    value = _number(read.loss)
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Check its inputs and the model's initial weights.")
-    rule = sum_rule(model, criterion)
-    if weight is None:
-        _check_reduction(model, batch, criterion, declared_sum=rule is not None and rule(loss))
+    if not read.explicit:
+        _check_reduction(model, batch, criterion, declared_sum=read.is_sum)
+    weight = read.units if read.explicit else None
     weights = weight.values() if isinstance(weight, Mapping) else [] if weight is None else [weight]
     return ", ".join([f"loss {value:.4g}", *(f"weight {float(w):g}" for w in weights)])
 
@@ -208,7 +209,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
     batch = first_batch(_evaluated(loop))
     size = batch_length(batch) or 1
     with evaluating(*trained_modules(model, criterion)), explained_evaluation():
-        loss, _ = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size)
+        loss = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size).loss
         output = model.get_predictions(batch, torch.device("cpu"))
     check_rows(output, size)
     return f"loss {_number(loss):.4g}, {row_count(output, size)} predictions"
@@ -221,7 +222,7 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
         return
     model.eval()  # with BatchNorm, a sample's loss depends on other samples; with dropout, it is random
     try:
-        whole, first, second = (_number(_loss_of(model, part, criterion)[0]) for part in (batch, *cut))
+        whole, first, second = (_number(_loss_of(model, part, criterion).loss) for part in (batch, *cut))
     except Exception:  # the model accepts only batches of one size: nothing to compare
         return
     is_sum = math.isclose(whole, first + second, rel_tol=1e-4)
@@ -241,8 +242,8 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
         )
 
 
-def _loss_of(model: Any, batch: Any, criterion: Any) -> tuple[Any, Any]:
-    return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), batch_length(batch) or 1)
+def _loss_of(model: Any, batch: Any, criterion: Any, rule: SumRule | None = None) -> BatchLoss:
+    return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), batch_length(batch) or 1, rule)
 
 
 def _number(loss: Any) -> float:
@@ -284,7 +285,7 @@ def _after_backward(loop: TrainLoop[Any]) -> tuple[nn.Module, Any]:
     model, optimizer, criterion = copies(loop, CPU)
     output = model.get_loss(first_batch(loop.train_loader), criterion, torch.device("cpu"))
     for item in output if isinstance(output, Generator) else [output]:
-        loss = split_yielded(item).loss if isinstance(output, Generator) else split_loss(item)[0]
+        loss = (read_yielded(item, 1).read if isinstance(output, Generator) else read_loss(item, 1)).loss
         (loss.total() if isinstance(loss, MultiLoss) else loss).backward()
     return model, optimizer
 

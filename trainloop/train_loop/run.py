@@ -43,7 +43,7 @@ from trainloop.train_loop.display import Display
 from trainloop.train_loop.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
 from trainloop.train_loop.idle import Idle, padded_batches
 from trainloop.train_loop.loop_state import LoopState
-from trainloop.train_loop.losses import explained_evaluation, loss_of
+from trainloop.train_loop.losses import BatchLoss, explained_evaluation, loss_of
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.rows import PredictionStream, RowFiles, rows_folder, write_rows
 from trainloop.train_loop.timings import StepClock
@@ -180,9 +180,9 @@ class Run:
         criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
-        def get_loss(batch: Any) -> Any:
+        def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
             with self.place.autocast, whole_batch(), explained_evaluation():
-                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size)
+                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
             return loss

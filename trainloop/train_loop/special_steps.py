@@ -23,17 +23,10 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._metrics import Recorder
-from trainloop._support.reduction import divisor_of
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
-from trainloop.train_loop.losses import (
-    Yielded,
-    explain_backward,
-    joined_losses,
-    per_sample,
-    split_yielded,
-)
+from trainloop.train_loop.losses import BatchLoss, Yielded, explain_backward, joined_losses, read_yielded
 from trainloop.train_loop.training import Training
 
 __all__ = [
@@ -87,8 +80,7 @@ class AlternatingTraining(Training):
             found_inf += loop.progress.found_inf
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
-            loss, weight = joined_losses(losses, size)
-            loop.progress.last_loss = recorder.add_loss(loss, size if weight is None else weight)
+            loop.progress.last_loss = recorder.add_loss(*joined_losses(losses, size).shown(size))
 
     def step(self) -> None:
         """Finish the step; the optimizers have already stepped, each after its loss."""
@@ -106,7 +98,6 @@ class AlternatingTraining(Training):
         shown: list[list[Yielded]],
     ) -> int | None:
         """Run backward of each generator's next loss; return the optimizer's index, or None once all have ended."""
-        sums = self.gradients.sums
         indices: set[int] = set()
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
@@ -123,18 +114,15 @@ class AlternatingTraining(Training):
                 if item is _ENDED:
                     indices.add(_ENDED)
                     continue
-                yielded = split_yielded(item)
-                index = _index_of(self.loop.optimizer, yielded.optimizer)
+                size = step.sizes[i]
+                optimizer, read = read_yielded(item, size, self.gradients.sums)
+                index = _index_of(self.loop.optimizer, optimizer)
                 indices.add(index)
-                is_sum = sums is not None and yielded.weight is None and sums(yielded.loss)
-                self.gradients.given.append(yielded.weight is not None)
-                if yielded.weight is None:
-                    yielded = yielded._replace(weight=divisor_of(yielded.loss))
-                self._backward_of(step, i, index, yielded, is_sum)
+                self._backward_of(step, i, index, read)
                 if self.watch is not None:
-                    self.watch.backward_ended(yielded.loss)
-            value = per_sample(yielded.loss, step.sizes[i]) if is_sum else yielded.loss.detach()
-            shown[i].append(yielded._replace(loss=value))
+                    self.watch.backward_ended(read.loss)
+            mean = read._replace(loss=read.shown(size)[0].detach(), is_sum=False)
+            shown[i].append(Yielded(optimizer, mean))
         self.recorder.batch_size = self._sizes[-1]  # for hooks: the last micro-batch, which this rank may not have
         # Exchange all errors at once: if one rank raised alone, the other ranks would wait for it in the next
         # collective.
@@ -152,15 +140,14 @@ class AlternatingTraining(Training):
         (index,) = everyone
         return None if index == _ENDED else index
 
-    def _backward_of(self, step: StepBatches, i: int, index: int, yielded: Yielded, is_sum: bool) -> None:
-        gradients, (_, loss, weight) = self.gradients, yielded
+    def _backward_of(self, step: StepBatches, i: int, index: int, read: BatchLoss) -> None:
         scale = None if step.scales is None else step.scales[i]
-        scaled = gradients.scaled(loss, weight, scale, len(step.batches), step.sizes[i], is_sum=is_sum)
+        scaled = self.gradients.scaled(read, scale, len(step.batches), step.sizes[i])
         self.stage = "backward"
         try:
             self._differentiate(index, scaled)
         except RuntimeError as error:
-            explain_backward(loss, error)
+            explain_backward(read.loss, error)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(
                     "get_loss yielded a loss whose graph begins before an earlier yield. That graph has been freed, "
@@ -183,8 +170,8 @@ class AlternatingTraining(Training):
         with self.place.autocast:
             item = next(generator, None)
         if item is not None:
-            yielded = split_yielded(item)
-            self._differentiate(_index_of(self.loop.optimizer, yielded.optimizer), yielded.loss * 0.0)
+            optimizer, read = read_yielded(item, 1)
+            self._differentiate(_index_of(self.loop.optimizer, optimizer), read.loss * 0.0)
 
 
 _BY_YIELD = (

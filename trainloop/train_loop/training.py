@@ -19,7 +19,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -49,7 +49,7 @@ from trainloop.train_loop.ending import described_ends, has_work_at_end
 from trainloop.train_loop.fsdp_checks import hooked_parameters
 from trainloop.train_loop.gradients import Gradients
 from trainloop.train_loop.loop_state import LoopState
-from trainloop.train_loop.losses import explain_backward, per_sample, split_loss, weights_of_parts
+from trainloop.train_loop.losses import BatchLoss, explain_backward, read_loss
 from trainloop.train_loop.options import End, FitJob
 from trainloop.train_loop.placement import Placement
 from trainloop.train_loop.run import STEPS_BETWEEN_FLUSHES, Run
@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 __all__ = ["Training", "Watch"]
 
 logger = logging.getLogger("trainloop")
+
+_ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run without ranks
 
 
 class Watch(Protocol):
@@ -509,7 +511,9 @@ class Training(Run):
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
             later = gradients.reduced_later
             model = place.model if later else place.wrapper
-            around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
+            around: AbstractContextManager[Any] = _ALONE
+            if self.parallel:
+                around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             with around:
                 if borrowed is not None:
@@ -520,40 +524,35 @@ class Training(Run):
                         watch.forward_begins(i == 0)
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
-                    loss, weight = (output, None) if isinstance(output, Tensor) else split_loss(output)
-                    is_sum = gradients.sums is not None and weight is None and gradients.sums(loss)
-                    gradients.given.append(weight is not None)
-                    if weight is None:
-                        weight = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, sizes[i])
+                    read = read_loss(output, sizes[i], gradients.sums)
                     if self.class_losses.uneven:
-                        self._check_averages(loss, weight, count)
-                    scale = None if scales is None else scales[i]
-                    scaled = gradients.scaled(loss, weight, scale, count, sizes[i], is_sum=is_sum)
+                        self._check_averages(read, count)
+                    scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
                     self.stage = "backward"
                     try:
                         gradients.backward(scaled)
                     except RuntimeError as error:
-                        explain_backward(loss, error)
+                        explain_backward(read.loss, error)
                         raise
                     if watch is not None:
-                        watch.backward_ended(loss)
+                        watch.backward_ended(read.loss)
                     if first:
-                        shown = per_sample(loss, sizes[i]) if is_sum else loss
-                        loop.progress.last_loss = recorder.add_loss(shown, sizes[i] if weight is None else weight)
+                        loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
         factor = gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
-    def _check_averages(self, loss: Any, weight: Any, count: int) -> None:
+    def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
         loop, calls = self.loop, self.class_losses.calls
         self.class_losses.uneven, self.class_losses.calls = False, 0
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
-        if isinstance(weight, dict):
-            weight = None if sum(divisor_of(part) is not None for part in loss.values()) < calls else weight
-        if weight is not None or not averaged or self._warned_of_averages or not loop.is_global_zero:
+        known = read.units is not None
+        if isinstance(read.units, dict):
+            known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
+        if known or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
         _warn(
@@ -583,7 +582,8 @@ class Training(Run):
     def step(self) -> None:
         """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
         gradients = self.gradients
-        gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
+        if self.loop.gradient_clip_norm is not None or self.hooks.on_after_gradient_update or gradients.scales:
+            gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
