@@ -39,6 +39,7 @@ from trainloop.callbacks.loop import Loop
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.marks import LoaderMarks
+from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, named_trained_parameters
 from trainloop.parallel.misuse import explain_outside
@@ -69,7 +70,7 @@ __all__ = ["Training", "Watch"]
 
 logger = logging.getLogger("trainloop")
 
-_ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run without ranks
+_ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
 
 class Watch(Protocol):
@@ -125,6 +126,7 @@ class Training(Run):
         """The step's batches, from their arrival until its last hook has run."""
         self.clock: StepClock = StepClock()
         self._job = job
+        self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
         self._marks: LoaderMarks | None = None
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
@@ -512,7 +514,7 @@ class Training(Run):
             later = gradients.reduced_later
             model = place.model if later else place.wrapper
             around: AbstractContextManager[Any] = _ALONE
-            if self.parallel:
+            if self._in_ranks:
                 around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             with around:
