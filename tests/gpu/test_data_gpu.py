@@ -82,3 +82,18 @@ def test_shapes_of_all_kinds_and_batches_that_are_there_already() -> None:
     assert first["x"].device == first["there"].device == second[0].device == device
     assert first["text"] == ["a", "b", "c"]
     assert second[1] is None
+
+
+def test_epochs_and_evaluations_use_the_same_memory() -> None:
+    """The allocator keeps what is freed for the stream that it was allocated on: there must not be a stream an epoch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = DataLoader(TensorDataset(torch.zeros(6, 1 << 20)), 1)  # 4 MiB a batch
+    train, evaluation = TrainFeed(data, device=device), EvalFeed(data, device=device)
+    reserved = []
+    for _ in range(10):
+        for step in train.steps(1):
+            step.batches[0][0].sum().item()
+        for _, (batch,), _ in evaluation.batches():
+            batch.sum().item()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[9] == reserved[1]

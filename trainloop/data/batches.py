@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -293,10 +294,20 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     return map_parts(lambda part: _map(function, method, part), batch)
 
 
+@functools.cache
+def _copy_stream(index: int) -> torch.cuda.Stream:
+    """Return this process's stream for copies to a device, the same for all epochs, evaluations and loops.
+
+    The allocator keeps freed memory for the stream that it was allocated on: with a stream for each epoch, the batches
+    of earlier epochs would stay reserved, and nothing could use their memory.
+    """
+    return torch.cuda.Stream(index)
+
+
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
 
-    Each batch is pinned and copied on a separate stream, while the previous one is in use.
+    Each batch is pinned and copied on this process's stream for copies, while the previous one is in use.
 
     Parameters
     ----------
@@ -305,7 +316,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
     device : torch.device
         A CUDA device.
     """
-    copies = torch.cuda.Stream(device)
+    copies = _copy_stream(torch.cuda.current_device() if device.index is None else device.index)
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item
