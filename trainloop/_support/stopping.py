@@ -90,10 +90,12 @@ class SharedStop:
     timeout_s : float
         Seconds that a rank that votes to stop waits for the others to reach the boundary.
     pids : sequence of int, optional
-        Process of each rank, if no launching process watches the ranks: a rank then stops waiting for a dead process.
+        Process of each rank, if no launching process of this package watches the ranks: a rank then stops waiting for a
+        dead process.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
+    _DONE = -1  # in place of a rank's vote
 
     def __init__(
         self,
@@ -140,13 +142,28 @@ class SharedStop:
         return sum(reason for index, reason in enumerate(_REASONS) if flags[index])
 
     def abort(self) -> None:
-        """Mark the run as failed, so that ranks stop waiting for votes. The launching process calls it."""
+        """Mark the run as failed, so that ranks stop waiting for votes.
+
+        The launching process calls it; without one, the rank that fails.
+        """
         self._slots[self._ABORTED] = 1
 
     @property
     def aborted(self) -> bool:
-        """True if the launching process has marked the run as failed."""
+        """True if the run has been marked as failed."""
         return bool(self._slots[self._ABORTED])
+
+    @property
+    def failed(self) -> bool:
+        """True if the run has been marked as failed, or a rank's process (``pids``) has ended before it was done."""
+        return self.aborted or any(
+            self._slots[self._VOTES + rank] != self._DONE and not process_exists(pid)
+            for rank, pid in enumerate(self._pids or ())
+        )
+
+    def finish(self) -> None:
+        """Mark this rank as done; it reaches no other boundary, and its process may end."""
+        self._slots[self._slot] = self._DONE
 
     def boundary_of(self, rank: int) -> int:
         """Return the number of boundaries that a rank has reached: a sign of life that costs the rank nothing."""
