@@ -85,7 +85,7 @@ def test_shapes_of_all_kinds_and_batches_that_are_there_already() -> None:
 
 
 def test_epochs_and_evaluations_use_the_same_memory() -> None:
-    """The allocator keeps what is freed for the stream that it was allocated on: there must not be a stream an epoch."""
+    """The allocator keeps freed memory for the stream that it was allocated on."""
     device = torch.device("cuda", torch.cuda.current_device())
     data = DataLoader(TensorDataset(torch.zeros(6, 1 << 20)), 1)  # 4 MiB a batch
     train, evaluation = TrainFeed(data, device=device), EvalFeed(data, device=device)

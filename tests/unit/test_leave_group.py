@@ -80,10 +80,8 @@ def test_the_exit_waits_for_threads_that_are_busy() -> None:
     thread.join()
 
 
-def test_a_failed_rank_aborts_all_groups_of_torch_2_6_once(
-    threads_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the default group as its argument, 2.6.0 aborts this group only; it stays registered, without a backend."""
+def test_a_failed_rank_aborts_all_groups_of_torch_2_6(threads_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an argument, 2.6.0 aborts the default group only, which stays half registered."""
     aborted = []
 
     def abort_as_in_2_6(group: dist.ProcessGroup | None = None) -> None:

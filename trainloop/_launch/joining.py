@@ -338,10 +338,8 @@ def _common_slots(me: Rank) -> tuple[memoryview | None, list[int]]:
             if found.st_ino == inode and found.st_uid == user_id():
                 slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
         # Local rank 0 keeps the file open until all ranks have mapped it.
-        found_by = [
-            found for node, found in exchange_ints([me.node_rank, int(slots is not None)]) if node == me.node_rank
-        ]
-        return slots if all(found_by) else None, pids
+        results = exchange_ints([me.node_rank, int(slots is not None)])
+        return slots if all(found for node, found in results if node == me.node_rank) else None, pids
     finally:
         if leads:
             close_file(fd)

@@ -160,9 +160,7 @@ class RankTerminated(BaseException):
     """Raised in a rank by SIGTERM once another rank has failed, so that ``finally`` blocks run."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "another rank has failed. This rank ends because of it; the failed rank's output has the cause."
-        )
+        super().__init__("another rank has failed, so this rank ends. The output of that rank has the cause.")
 
 
 _started_as: Rank | None = None
