@@ -55,8 +55,12 @@ def test_a_rank_that_has_gone_before_it_was_done_has_failed() -> None:
     gone.wait()
     own, other = (SharedStop(slots, rank, 2, pids=[os.getpid(), gone.pid]) for rank in (0, 1))
     assert own.failed
+    other.request(TERMINATE)
+    own._slots[own._slot] = 1 << 8 | TERMINATE
+    assert other.reached() == TERMINATE
     other.finish()
     assert not own.failed
+    assert own.reached() == TERMINATE  # its vote is still there
     other.abort()
     assert own.failed
 
