@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
@@ -117,6 +118,35 @@ def test_a_step_copies_its_batch_and_waits_for_nothing(
     loop.fit(num_epochs=1, callbacks=callbacks, grad_accumulation=accumulation)
     a_step = {kind: found / STEPS for kind, found in counts.found.items()}
     assert a_step == {"synchronisations": 0, "to device": 2 * accumulation, "to host": 0}
+
+
+class Conversions(TorchDispatchMode):
+    """Count conversions of one number to another dtype: each is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        converts = func is torch.ops.aten._to_copy.default and args[0].is_cuda and not args[0].ndim
+        self.count += converts and args[0].dtype is torch.float64
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_factor_of_gradients_is_converted_once_a_step() -> None:
+    model = Net()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*(t[:96] for t in make_data().tensors)), 16),
+        optimizer=sgd(model),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cuda",
+        progress_bar=False,
+    )
+    with Conversions() as found:
+        loop.fit(num_epochs=1, grad_accumulation=2)
+    steps, micro_batches = 3, 6
+    assert found.count <= steps + micro_batches  # for the factor, and for each loss
 
 
 def test_a_hand_written_step_that_waits_is_counted() -> None:
