@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset, default_collate, default_convert
 
 from trainloop._support.nested import map_parts, parts_of
@@ -238,9 +240,31 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
         try:
             return part.to(device, non_blocking=non_blocking)
         except TypeError:  # this method takes only a device
-            return part.to(device)
+            with _CopiesWithoutWait() if non_blocking else contextlib.nullcontext():
+                return part.to(device)
 
     return _map(move, "to", batch)
+
+
+class _CopiesWithoutWait(TorchFunctionMode):
+    """Copy tensors to a GPU from pinned memory, without a wait, where an object's own ``to(device)`` moves them.
+
+    Such a copy would wait for all work that the GPU has, since it is ordered behind this work.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.cuda) and "non_blocking" not in kwargs and len(args) < 3:
+            source = args[0]
+            moves = func is Tensor.cuda or any(_is_gpu(one) for one in (*args[1:2], kwargs.get("device")))
+            # Memory that is pinned already may be the object's own, which it may change after the copy.
+            if moves and source.is_cpu and _is_plain(source) and not source.is_pinned():
+                return func(source.pin_memory(), *args[1:], **kwargs, non_blocking=True)
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
 
 
 def pin(batch: T) -> T:
