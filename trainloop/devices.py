@@ -327,9 +327,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Find GPUs that no other run uses, lease them to this process, and return their indices.
 
     Use it if several runs share a machine, especially if its GPUs are in 'exclusive process' mode. The function tries
-    GPUs in index order: it creates one small tensor on each, and thereby a CUDA context. The search stops as soon as
-    enough GPUs are found. GPUs leased by another trainloop run on this machine are skipped. The lease lasts until this
-    process ends. A second call in the same process may return the same GPUs.
+    GPUs in index order: it creates one small tensor on each, in another process, which then ends, so that this process
+    uses no memory of a GPU that its ranks will use. The search stops as soon as enough GPUs are found. GPUs leased by
+    another trainloop run on this machine are skipped. The lease lasts until this process ends. A second call in the
+    same process may return the same GPUs.
 
     Parameters
     ----------

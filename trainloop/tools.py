@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainloop._launch.failures import is_about_memory
 from trainloop._support.distribution import import_extra
 from trainloop._support.nested import parts_of
 from trainloop.callbacks.base import AbstractCallback
@@ -30,7 +31,7 @@ from trainloop.data.loader_copies import copy_loader
 from trainloop.data.loaders import is_stream, plain_batches
 from trainloop.data.samplers import length_of
 from trainloop.devices import has_ranks
-from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.optim import MultiLoss, MultiOptimizer, optimizers_of
 from trainloop.resources.quota import format_bytes
@@ -221,9 +222,6 @@ class _Sweep(AbstractCallback):
 # -- the largest batch -------------------------------------------------------------------------------------------------
 
 
-_WORDS = ("out of memory", "OutOfMemoryError", "can't allocate memory", "Cannot allocate memory", "MemoryError")
-
-
 @dataclass(frozen=True)
 class BatchSizes:
     """Result of :func:`find_batch_size`. Sizes are batch sizes per process."""
@@ -301,9 +299,10 @@ def find_batch_size(
     size = min(smallest or loader.batch_size, most or smallest or loader.batch_size)
     tried: dict[int, float | None] = {}
     limit = "memory"
+    doubtful: list[Exception] = []
     with untouched(loop), _off_the_gpu(loop):
         while size not in tried:
-            tried[size] = _samples_per_second(loop, size, steps)
+            tried[size] = _samples_per_second(loop, size, steps, doubtful)
             if tried[size] is None:
                 break
             if most is not None and size >= most:
@@ -312,12 +311,15 @@ def find_batch_size(
         if tried[min(tried)] is None:  # the first size was too large: try smaller ones
             while size > 1 and tried[size] is None:
                 size //= 2
-                tried[size] = _samples_per_second(loop, size, steps)
-    return BatchSizes(tried, limit)
+                tried[size] = _samples_per_second(loop, size, steps, doubtful)
+    found = BatchSizes(tried, limit)
+    if doubtful and found.suggestion is None:  # the size is not the cause
+        raise doubtful[-1]
+    return found
 
 
-def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | None:
-    """Return samples per second; ``None`` if memory ran out."""
+def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int, doubtful: list[Exception]) -> float | None:
+    """Return samples per second; ``None`` if memory ran out. ``doubtful`` gets an error that may have another cause."""
     clock = _Clock()
     loader: Any = loop.train_loader
     batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
@@ -330,8 +332,11 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
         # A small dataset is repeated, because only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock], **arguments)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError and WorkerFailedError are RuntimeErrors
-        if not _is_about_memory(error):
+        about_memory = is_about_memory(error)
+        if about_memory is False:
             raise
+        if about_memory is None:
+            doubtful[:] = [error.with_traceback(None)]  # whose frames refer to the tensors that didn't fit
         return None
     finally:
         del trial
@@ -339,14 +344,6 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int) -> float | 
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     return size / max(clock.seconds_per_step, 1e-9)
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # the kernel kills a process when memory runs out
-        return True
-    return any(word in str(error) for word in _WORDS)
 
 
 class _Clock(AbstractCallback):

@@ -497,6 +497,18 @@ def test_an_error_without_text() -> None:
 
 HINTS = {
     "OutOfMemoryError: CUDA out of memory. Tried to allocate": "the GPU's memory ran out",
+    "AcceleratorError: CUDA error: out of memory": "the GPU's memory ran out",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`": "the GPU's memory ran out",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED": "the GPU's memory ran out",
+    "RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED": "the GPU's memory ran out",
+    "DistBackendError: ncclUnhandledCudaError: Last error:\nFailed to CUDA calloc 8 bytes": "the GPU's memory ran out",
+    "DistBackendError: ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'": "the GPU's memory ran out",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`": "The usual cause is",
+    "RuntimeError: GET was unable to find an engine to execute this computation": "The usual cause is",
+    "DistBackendError: ncclUnhandledCudaError: Call to CUDA function failed.": "The usual cause is",
+    "DistBackendError: ncclSystemError: Error while creating shared memory segment /a": "shared memory ran",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED": "memory ran out: use a smaller",
+    "RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.": "memory ran out",
     "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": "memory ran out",
     "MemoryError: ": "memory ran out",
     "RuntimeError: The server socket has failed. EADDRINUSE: Address already in use": "the port is in use",

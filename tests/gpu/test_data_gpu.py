@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from trainloop.data import EvalFeed, TrainFeed
 
@@ -50,13 +50,31 @@ def test_batches_arrive_on_the_gpu_in_order(seed: int | None, kwargs: dict[str, 
         )
 
 
-def test_the_host_waits_for_nothing() -> None:
+class Pair:
+    """A batch whose method takes a device only."""
+
+    def __init__(self, items: Any) -> None:
+        self.x, self.y = default_collate(items)
+        self.where = "cpu"
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.x, self.y)[index]
+
+    def to(self, device: torch.device) -> Pair:
+        self.x, self.y, self.where = self.x.to(device), self.y.long().to(device=device), str(device)
+        return self
+
+
+@pytest.mark.parametrize("collate", [None, Pair], ids=["tensors", "object"])
+def test_the_host_waits_for_nothing(collate: Any) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    feed = TrainFeed(make_loader(shuffle=True), seed=1, device=device)
+    feed = TrainFeed(make_loader(shuffle=True, collate_fn=collate), seed=1, device=device)
     list(feed.steps(1))
+    total = torch.zeros((), device=device)
     with no_synchronisation():
         for step in feed.steps(1):
-            step.batches[0][0].sum()
+            total += step.batches[0][0].sum()
+    assert total.item() == sum(range(4096))
 
 
 def test_the_next_copy_is_under_way_while_a_step_runs() -> None:
@@ -82,3 +100,18 @@ def test_shapes_of_all_kinds_and_batches_that_are_there_already() -> None:
     assert first["x"].device == first["there"].device == second[0].device == device
     assert first["text"] == ["a", "b", "c"]
     assert second[1] is None
+
+
+def test_epochs_and_evaluations_use_the_same_memory() -> None:
+    """The allocator keeps freed memory for the stream that it was allocated on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = DataLoader(TensorDataset(torch.zeros(6, 1 << 20)), 1)  # 4 MiB a batch
+    train, evaluation = TrainFeed(data, device=device), EvalFeed(data, device=device)
+    reserved = []
+    for _ in range(10):
+        for step in train.steps(1):
+            step.batches[0][0].sum().item()
+        for _, (batch,), _ in evaluation.batches():
+            batch.sum().item()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[9] == reserved[1]

@@ -48,10 +48,11 @@ def test_looking_takes_no_memory_of_a_gpu() -> None:
     code = """
 import os, pynvml
 from trainloop.resources import available, gpus
-from trainloop.devices import resolve
+from trainloop.devices import find_usable_cuda_devices, resolve
 found = available()
 names = gpus.names(found.num_gpus)
 resolve("cuda", "auto")
+find_usable_cuda_devices()
 pynvml.nvmlInit()
 pids = set()
 for name in names:

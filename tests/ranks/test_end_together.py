@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ranks import run_own_ranks
 from small_loop import make_loop
@@ -81,3 +82,45 @@ def test_rank_0_reads_what_is_resumed(tmp_path: Path) -> None:
     assert [first[3], second[3]] == [True, False]
     assert first[4] == second[4]
     assert None not in first[4]
+
+
+class Fails(AbstractCallback):
+    """Rank 1 fails, while rank 0 is in a call that another rank's end does not end."""
+
+    def __init__(self) -> None:
+        super().__init__("fails")
+        self.unwound = ""
+
+    def on_batch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 3 and loop.rank == 1:
+            raise LookupError("struck")
+        if loop.global_step == 3:
+            time.sleep(50)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.unwound = type(exception).__name__
+
+
+def fail_in_one(folder: str) -> tuple[str, str, float]:
+    # As in a group with NCCL, which this process has none of.
+    dist.get_backend_config = lambda *_: "cpu:gloo,cuda:nccl"  # type: ignore[assignment]
+    callback, began = Fails(), time.monotonic()
+    loop = make_loop(validation=False, gpu_mode="ddp", devices=2, seed=1)
+    with pytest.raises(BaseException) as ended:
+        loop.fit(1, callbacks=[callback])
+    took = time.monotonic() - began
+    (Path(folder) / str(distributed.get_rank())).touch()
+    while len(list(Path(folder).glob("[01]"))) < 2:  # the end of this process would end the other one, too
+        time.sleep(0.01)
+    return f"{ended.type.__name__}: {ended.value}", callback.unwound, took
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_ends_the_others_of_a_launcher(tmp_path: Path) -> None:
+    """torchrun gives them 30 s, in which a wait for NCCL does not end."""
+    waiting, failed = run_own_ranks(fail_in_one, 2, str(tmp_path), folder=tmp_path)
+    assert failed[:2] == ("LookupError: struck", "LookupError")
+    assert waiting[0].startswith("RankTerminated: another rank has failed")
+    assert waiting[1] == "RankTerminated"
+    assert waiting[2] < 25

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from trainloop.errors import ResourceError
-from trainloop.resources import lease
+from trainloop.errors import DeviceError, ResourceError
+from trainloop.resources import gpus, lease
 from trainloop.resources.lease import Request, acquire
 
 ROOT = str(Path(lease.__file__).parents[2])
@@ -117,7 +118,7 @@ from trainloop import devices
 from trainloop.resources import gpus
 devices._cuda_count = lambda: 8
 gpus.names = lambda count: [f"gpu-{i}" for i in range(count)]
-gpus._accepts_a_tensor = lambda index: True
+gpus._TRY_GPUS = "import sys\\nfor line in sys.stdin: print(1, flush=True)"
 print(devices.find_usable_cuda_devices(int(sys.argv[1])), flush=True)
 sys.stdin.readline()
 """
@@ -352,3 +353,30 @@ def test_a_child_is_told_that_it_works_within_its_parent_s_lease() -> None:
     environ = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environ)
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_gpus_are_tried_in_a_process_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context that is made to try a GPU must not stay in this process."""
+    here: list[int] = []
+    code = "import os, sys\nfor line in sys.stdin: print(int(os.getpid() != {} and int(line) != 1), flush=True)"
+    monkeypatch.setattr(gpus, "_TRY_GPUS", code.format(os.getpid()))
+    monkeypatch.setattr(gpus, "_accepts_a_tensor", lambda index: here.append(index) or True)
+    with gpus._Probe() as probe:
+        assert [probe.accepts_a_tensor(index) for index in (0, 1, 2)] == [True, False, True]
+        assert here == []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # device 1 may be in use by this process
+        assert probe.accepts_a_tensor(1)
+    assert here == [1]
+    assert probe._process.returncode is not None
+
+
+def test_a_process_that_can_not_try_gpus_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_TRY_GPUS", "raise SystemExit('libcuda is broken')")
+    with (
+        gpus._Probe() as probe,
+        pytest.raises(DeviceError, match=r"GPU 3 can't be tried, .*: libcuda is broken\. Choose the GPUs yourself"),
+    ):
+        probe.accepts_a_tensor(3)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(DeviceError, match=r"no process for it starts: .*nowhere"):
+        gpus._Probe()

@@ -162,9 +162,10 @@ static cudaError_t context(int d) {  // a primary context comes with the first r
   if (d < 0 || d >= ndev()) return fail(cudaErrorInvalidDevice);
   std::lock_guard<std::mutex> l(g);
   if (ctx[d]) return cudaSuccess;
-  if (env("FAKECUDA_EXCLUSIVE", 0)) {
-    char p[128];
-    snprintf(p, sizeof p, "/dev/shm/fakecuda-exclusive-%s-%d", getenv("FAKECUDA_EXCLUSIVE"), physical(d));
+  const char* exclusive = getenv("FAKECUDA_EXCLUSIVE");
+  if (exclusive && *exclusive) {
+    char p[256];
+    snprintf(p, sizeof p, "/dev/shm/fakecuda-exclusive-%s-%d", exclusive, physical(d));
     int fd = open(p, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (flock(fd, LOCK_EX | LOCK_NB)) {
       close(fd);

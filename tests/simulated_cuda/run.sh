@@ -20,7 +20,8 @@ if [[ ! -e $BUILD/fakeops.so || -n $(find "$HERE" -name '*.c*' -newer "$BUILD/fa
   bash "$HERE/build.sh" "$PY" "$BUILD"
 fi
 # Seen by every interpreter of the environment, those that tests start with a path of their own too; only FAKEGPU acts.
-printf '%s\n' "$HERE/site" "$HERE/nvml" >"$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/simulated_cuda.pth"
+# Not a sitecustomize: Debian's Python has one of its own, which it finds first.
+printf '%s\n' "$HERE/site" "$HERE/nvml" 'import fakegpu_start' >"$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/simulated_cuda.pth"
 export FAKEGPU=1 FAKECUDA_BUILD=$BUILD OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PATH=$VENV/bin:$PATH
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 LD_PRELOAD=$BUILD/libcudart.so.13:$BUILD/libcuda.so.1:$BUILD/libnccl.so.2 exec "$@"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,38 @@ def test_the_rank_that_is_lost_is_named_and_all_end(
         assert took < 10
     if not detected and how != "hangs":  # else its watchdog ends it at once
         assert (tmp_path / "unwound").read_text() == "RankTerminated"
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("group", ["its own", "the script's"])
+def test_a_rank_that_is_lost_ends_the_others_of_torchrun(how: str, group: str, tmp_path: Path) -> None:
+    """torchrun kills them after 30 s, since its signal reaches no handler of a process that waits for NCCL."""
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [*command, how, group, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environ
+    )
+    took = time.time() - float((tmp_path / "struck").read_text())
+    assert done.returncode == 1, done.stderr
+    assert took < 15, done.stderr
+    assert (tmp_path / "unwound").read_text() == "RankTerminated"
+    assert ("LookupError: struck" in done.stderr) == (how == "raises")
+
+
+TORCHRUN = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+from test_nccl_faults import Strikes, make_loop
+
+how, group, folder = sys.argv[1:]
+if group == "the script's":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+make_loop().fit(num_epochs=2, callbacks=[Strikes(how, pathlib.Path(folder))])
+"""
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])

@@ -166,3 +166,11 @@ with torch.cuda.device(1):
     run_python(code, FAKECUDA_LOG=str(log))
     contexts = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if " context " in line]
     assert contexts == ["context device 1"]
+
+
+def test_another_sitecustomize_does_not_hide_the_kernels(tmp_path: Path) -> None:
+    """Debian's Python has one, which is found before those of an environment."""
+    (tmp_path / "sitecustomize.py").write_text("print('first')")
+    code = "import torch; print(torch.ones(3, device='cuda').sum().item())"
+    path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    assert run_python(code, PYTHONPATH=path).split() == ["first", "3.0"]

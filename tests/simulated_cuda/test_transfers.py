@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop._metrics import LateRead
 from trainloop.callbacks import GradientStats, LearningRateMonitor, LRScheduler, TensorBoard
+from trainloop.train_loop import display
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +95,7 @@ def two(model: Net) -> MultiOptimizer:
         pytest.param(Net, adam, {"gpu_mode": "dp", "devices": 1}, 1, id="dp of one"),
         pytest.param(Net, sgd, {"gpu_mode": "ddp", "devices": 2, "gradient_clip_norm": 1.0}, 1, id="ddp"),
         pytest.param(Weighted, adam, {"gpu_mode": "ddp", "devices": 2, "use_amp": "bf16"}, 2, id="ddp, accumulation"),
+        pytest.param(TwoLosses, two, {"gpu_mode": "ddp", "devices": 2}, 1, id="ddp, two optimizers"),
     ],
 )
 def test_a_step_copies_its_batch_and_waits_for_nothing(
@@ -117,6 +122,70 @@ def test_a_step_copies_its_batch_and_waits_for_nothing(
     loop.fit(num_epochs=1, callbacks=callbacks, grad_accumulation=accumulation)
     a_step = {kind: found / STEPS for kind, found in counts.found.items()}
     assert a_step == {"synchronisations": 0, "to device": 2 * accumulation, "to host": 0}
+
+
+def test_the_progress_bar_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is drawn after each step here, with the values of the step before or of an earlier one."""
+    monkeypatch.setattr(display, "REDRAW_S", 0.0)
+    monkeypatch.setattr(display, "has_screen", lambda: True)
+    x, y = make_data().tensors
+    model = Net()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x.repeat(20, 1), y.repeat(20)), 16, pin_memory=True),
+        optimizer=sgd(model),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cuda",
+    )
+    loop.fit(num_epochs=1, callbacks=[counts := Counts()])
+    # Two numbers arrive in pinned memory.
+    assert {kind: found / STEPS for kind, found in counts.found.items() if kind != "to host"} == {
+        "synchronisations": 0,
+        "to device": 2,
+    }
+    assert re.search(r"loss=\d.*, norm=\d", capsys.readouterr().err)
+
+
+def test_numbers_that_are_read_late_are_those_of_an_earlier_call() -> None:
+    read, loss = LateRead(), torch.zeros((), device="cuda")
+    assert read({"loss": loss, "cpu": torch.tensor(7.0), "number": 2.0}) == {"cpu": 7, "number": 2}
+    torch.cuda.synchronize()
+    loss.fill_(5)
+    assert read({"loss": loss}) == {"loss": 0}
+    torch.cuda._sleep(300_000_000)
+    torch.cuda.synchronize()
+    assert read({"loss": loss}) == {"loss": 5}
+
+
+class Conversions(TorchDispatchMode):
+    """Count conversions of one number to another dtype: each is a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        converts = func is torch.ops.aten._to_copy.default and args[0].is_cuda and not args[0].ndim
+        self.count += converts and args[0].dtype is torch.float64
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_factor_of_gradients_is_converted_once_a_step() -> None:
+    model = Net()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*(t[:96] for t in make_data().tensors)), 16),
+        optimizer=sgd(model),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cuda",
+        progress_bar=False,
+    )
+    with Conversions() as found:
+        loop.fit(num_epochs=1, grad_accumulation=2)
+    steps, micro_batches = 3, 6
+    assert found.count <= steps + micro_batches  # for the factor, and for each loss
 
 
 def test_a_hand_written_step_that_waits_is_counted() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from checkpoints import same
 from trainloop import checkpoint
 from trainloop.checkpoint import HostCopy, plain
+from trainloop.checkpoint.plain import pinned_like
 from trainloop.errors import CheckpointError
 
 Point = namedtuple("Point", "x y")
@@ -182,3 +183,26 @@ def test_tensors_made_of_tensors_need_their_librarys_word(tmp_path: Path) -> Non
     assert loaded.left.tolist() + loaded.right.tolist() == [0, 1, 2, 3]
     with pytest.raises(CheckpointError, match="names code"):
         checkpoint.load(tmp_path / "a.pt")
+
+
+def test_pinned_tensors_share_blocks_that_are_powers_of_two() -> None:
+    """torch's allocator of pinned memory rounds each allocation up to a power of two."""
+    sizes = []
+
+    def allocate(size: int) -> Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    likes = [torch.rand(1000, 1100).t(), torch.zeros((), dtype=torch.int64), torch.zeros(0, 3), torch.rand(5, 7).half()]
+    likes += [torch.rand(950 + i, 300).bfloat16() for i in range(40)]
+    likes += [torch.rand(2, 3, 50, 50).to(memory_format=torch.channels_last), torch.zeros(3, dtype=torch.bool)]
+    copies = pinned_like(likes, allocate)
+    for like, copy in zip(likes, copies, strict=True):
+        copy.copy_(like)
+    for like, copy in zip(likes, copies, strict=True):
+        assert torch.equal(like, copy)
+        assert (like.stride(), like.dtype) == (copy.stride(), copy.dtype)
+        assert copy.untyped_storage().nbytes() == copy.nbytes
+    total = sum(like.nbytes for like in likes)
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert sum(sizes) < 1.6 * total < sum(1 << (like.nbytes - 1).bit_length() for like in likes if like.numel())

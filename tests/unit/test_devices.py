@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -460,12 +461,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]
         return index != 1
 
     monkeypatch.setattr(devices, "_cuda_count", lambda: 4)
-    monkeypatch.setattr(gpu_names, "_accepts_a_tensor", try_one)
+    monkeypatch.setattr(gpu_names, "_Probe", lambda: SimpleProbe(try_one))
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path))
     monkeypatch.setattr(gpu_names, "_own_leases", {})
     yield tried
     for held in gpu_names._own_leases.values():
         held.release()
+
+
+class SimpleProbe(contextlib.nullcontext["SimpleProbe"]):
+    def __init__(self, accepts_a_tensor: Callable[[int], bool]) -> None:
+        super().__init__(self)
+        self.accepts_a_tensor = accepts_a_tensor
 
 
 def test_usable_gpus_are_the_first_that_take_a_tensor_and_no_more_are_tried(gpus: list[int]) -> None:
@@ -502,7 +509,7 @@ def test_none_of_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_usable_of_no_usable_is_an_error(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_names, "_accepts_a_tensor", lambda index: False)
+    monkeypatch.setattr(gpu_names, "_Probe", lambda: SimpleProbe(lambda index: False))
     with pytest.raises(DeviceError, match=r"only 0 of 4 GPUs can be used now. .*: GPUs \[0, 1, 2, 3\]"):
         find_usable_cuda_devices(-1)
 

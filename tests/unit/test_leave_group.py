@@ -78,3 +78,23 @@ def test_the_exit_waits_for_threads_that_are_busy() -> None:
     release_last_work()
     assert not state["busy"]
     thread.join()
+
+
+def test_a_failed_rank_aborts_all_groups_of_torch_2_6(threads_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an argument, 2.6.0 aborts the default group only, which stays half registered."""
+    aborted = []
+
+    def abort_as_in_2_6(group: dist.ProcessGroup | None = None) -> None:
+        aborted.append(group)
+        if group == dist.group.WORLD:
+            dist.destroy_process_group()
+        else:
+            dist.distributed_c10d._world.pg_map.clear()
+            dist.distributed_c10d._world.pg_backend_config.clear()
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort_as_in_2_6)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    group = dist.group.WORLD
+    leave_group(failed=True)
+    leave_group(failed=True)
+    assert aborted == [group]

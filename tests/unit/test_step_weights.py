@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import reference
+from conftest import make_data
+from small_loop import Net
 from trainloop import TrainLoop, TTModel
 
 
@@ -70,3 +73,38 @@ def test_a_weighted_loss_is_bit_identical_to_the_loop_by_hand(clip: float | None
     )
     tl.fit(num_epochs=2)
     assert reference.identical(ours, theirs)
+
+
+class InPlace(TorchDispatchMode):
+    """Count multiplications in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten.mul_
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device), (batch_data[1] >= 0).sum()
+
+
+@pytest.mark.parametrize("ignored, multiplications", [(0, 0), (5, 1)])
+def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int) -> None:
+    x, y = make_data().tensors
+    y[:ignored] = -100
+    model = Counted()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x[:48], y[:48]), 16),
+        optimizer=optim.SGD(model.parameters(), 0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    with InPlace() as found:
+        loop.fit(num_epochs=1, grad_accumulation=3)
+    assert found.count == multiplications * len(list(model.parameters()))

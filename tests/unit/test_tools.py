@@ -210,6 +210,30 @@ def test_tools_take_what_training_takes(kind: type[Net]) -> None:
     assert len(loop.find_lr(steps=10).losses) == 10
 
 
+class Library(RuntimeError):
+    """An error of a library that allocates without torch."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"]
+)
+def test_find_batch_size_knows_the_errors_of_libraries(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "text", text)
+    found = make_loop(Hungry(Library), gpu_mode="dp", devices=1).find_batch_size(smallest=20, steps=2)
+    assert found.suggestion == 40
+
+
+def test_an_error_with_other_causes_at_every_size_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "text", "GET was unable to find an engine to execute this computation")
+    with pytest.raises(Library, match="unable to find an engine"):
+        make_loop(Hungry(Library, most=0), gpu_mode="dp", devices=1).find_batch_size(steps=2)
+
+
 @pytest.mark.usefixtures("starts_processes")
 def test_find_batch_size_takes_several_optimizers_and_a_batch_larger_than_the_data() -> None:
     class TwoParts(Deep):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 
 import pytest
 
 from trainloop._launch import rank_process
 from trainloop._launch.liveness import Liveness, Sign
+from trainloop._launch.rank_process import RankTerminated
+from trainloop._support.signals import ends_by_sigterm, signals
+from trainloop._support.stopping import TERMINATE, LocalStop, SharedStop
 
 
 def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +47,40 @@ def test_a_rank_that_is_done_before_is_left_alone(monkeypatch: pytest.MonkeyPatc
     watch.start()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)
+
+
+def test_a_rank_that_has_gone_before_it_was_done_has_failed() -> None:
+    slots = memoryview(bytearray(8 * SharedStop.num_slots(2))).cast("q")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    own, other = (SharedStop(slots, rank, 2, pids=[os.getpid(), gone.pid]) for rank in (0, 1))
+    assert own.failed
+    other.request(TERMINATE)
+    own._slots[own._slot] = 1 << 8 | TERMINATE
+    assert other.reached() == TERMINATE
+    other.finish()
+    assert not own.failed
+    assert own.reached() == TERMINATE  # its vote is still there
+    other.abort()
+    assert own.failed
+
+
+def test_sigterm_ends_a_launcher_s_rank_at_once_only_if_the_run_has_failed() -> None:
+    failed, stop = threading.Event(), LocalStop()
+    with signals() as received:
+        assert not ends_by_sigterm()
+        with signals(stop, ended=failed.is_set, end=RankTerminated):
+            assert ends_by_sigterm()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reached() == received.reasons == TERMINATE
+            failed.set()
+            with pytest.raises(RankTerminated, match="another rank has failed"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                raise LookupError
+            except LookupError:
+                os.kill(os.getpid(), signal.SIGTERM)  # what unwinds is not interrupted
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_silence_is_counted_from_the_last_sign_of_life() -> None:

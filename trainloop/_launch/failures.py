@@ -33,6 +33,7 @@ __all__ = [
     "failure_of",
     "first_failure",
     "hint",
+    "is_about_memory",
     "is_timeout",
     "with_note",
     "worker_failed_error",
@@ -129,9 +130,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 _OUT_OF_SHARED_MEMORY = (
     r"unable to (mmap|open|write|allocate|resize).*(shared memory|/torch_)|bus error|No space left on device.*shm|"
-    r"torch_shm_manager"
+    r"torch_shm_manager|creating shared memory segment"
 )
-"""Errors of torch and of the kernel when ``/dev/shm`` is full."""
+"""Errors of torch, NCCL and the kernel when ``/dev/shm`` is full."""
 _MORE_SHARED_MEMORY = (
     "shared memory ran out: give the container a larger /dev/shm (docker run --shm-size=8g), or use fewer "
     "DataLoader workers, or num_workers=0."
@@ -236,16 +237,34 @@ def exit_text(exitcode: int | None) -> str:
         return f"signal {-exitcode}"
 
 
+# torch's allocators ("CUDA out of memory"), CUDA and NCCL ("Cuda failure 'out of memory'"), and the libraries that
+# allocate without torch: cuBLAS, cuDNN 8 and 9, cuSPARSE, cuSOLVER, cuFFT, hipBLAS, MIOpen.
+_GPU_MEMORY = (
+    r"(?<!host )out of memory|OutOfMemoryError|STATUS_ALLOC_FAILED|DEVICE_ALLOCATION_FAILED|CUFFT_ALLOC_FAILED|"
+    r"miopenStatusAllocFailed|Failed to CUDA (calloc|malloc|host alloc)"
+)
+# These libraries also fail in this way if their memory can't be allocated, and for other reasons.
+_PERHAPS_GPU_MEMORY = (
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS)_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR|"
+    r"unable to find an engine to execute|ncclUnhandledCudaError|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES"
+)
+_HOST_MEMORY = (
+    r"MemoryError|DefaultCPUAllocator: not enough memory|can('t|not) allocate memory|bad_alloc|host out of memory|"
+    r"HOST_ALLOCATION_FAILED"
+)
+
 # Advice by patterns in the traceback or message; the first match wins.
 _HINTS = [
     (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
+    (_GPU_MEMORY, "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp."),
     (
-        r"CUDA out of memory|OutOfMemoryError|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED",
-        "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp.",
+        _HOST_MEMORY,
+        "memory ran out: use a smaller batch_size, fewer DataLoader workers or fewer ranks, or raise the memory limit.",
     ),
     (
-        r"MemoryError|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|std::bad_alloc|bad_alloc",
-        "memory ran out: use a smaller batch_size, fewer DataLoader workers or fewer ranks, or raise the memory limit.",
+        _PERHAPS_GPU_MEMORY,
+        "a library could not start work on the GPU. The usual cause is that the GPU's memory ran out: use a smaller "
+        "batch_size with grad_accumulation, or use_amp.",
     ),
     (
         r"Address already in use|EADDRINUSE",
@@ -273,6 +292,24 @@ _HINTS = [
         "torch's collective, as with an uneven last batch: use trainloop.distributed.all_gather(value, concat=True).",
     ),
 ]
+
+
+def is_about_memory(error: BaseException) -> bool | None:
+    """Return True if memory ran out, on a GPU or on the host; ``None`` if this is a usual cause, but not the only one.
+
+    Examples
+    --------
+    >>> is_about_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    True
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, WorkerFailedError) and error.exitcode == -9:  # the kernel kills a process when memory runs out
+        return True
+    text = str(error)
+    if re.search(f"{_GPU_MEMORY}|{_HOST_MEMORY}", text, re.IGNORECASE):
+        return True
+    return None if re.search(_PERHAPS_GPU_MEMORY, text, re.IGNORECASE) else False
 
 
 def hint(failure: Failure) -> str:

@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainloop._launch.rank_process import started_as, started_by_launch
+from trainloop._launch.rank_process import RankTerminated, Unblocking, started_as, started_by_launch
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import user_id
-from trainloop._support.signals import signals
+from trainloop._support.signals import ends_by_sigterm, signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop._transfer.pages import anonymous_file, close_file
-from trainloop.distributed import Rank, barrier, exchange_ints
+from trainloop.distributed import Rank, exchange_ints
 from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
@@ -207,7 +207,8 @@ def join(
     """Run ``function`` in this process, as the rank that :func:`rank_from_launcher` returned, in a process group.
 
     An existing process group is used and left unchanged; one that is created here is destroyed at the end, so that a
-    script may train several times.
+    script may train several times. If a rank of this machine fails, the others end, too, even while they wait for it in
+    a collective of NCCL, by :class:`~trainloop._launch.rank_process.RankTerminated`.
 
     Parameters
     ----------
@@ -250,9 +251,28 @@ def join(
             undo.enter_context(torch.cuda.device(device))
         if not dist.is_initialized():
             undo.enter_context(_process_group(me, backend, init_method, timeout_s))
-        stop = undo.enter_context(_agreement(me, timeout_s))
-        undo.enter_context(signals(stop))
+        stop, here = undo.enter_context(_agreement(me, timeout_s))
+        undo.enter_context(signals(stop, ended=None if here is None else lambda: here.failed, end=RankTerminated))
+        if here is not None:
+            undo.enter_context(_ending_together(here))
         return function(stop)
+
+
+@contextlib.contextmanager
+def _ending_together(here: SharedStop) -> Iterator[None]:
+    """Mark this machine's ranks as failed if this rank fails, and end this rank once another one has failed."""
+    with contextlib.ExitStack() as undo:
+        # Without a handler that raises, this rank would continue with the results of aborted collectives.
+        if "nccl" in str(dist.get_backend_config()) and ends_by_sigterm():
+            unblocking = Unblocking(lambda: here.failed)
+            unblocking.start()
+            undo.callback(unblocking.stop)
+        try:
+            yield
+        except BaseException:
+            here.abort()  # before this rank leaves the group, so that the others do not fail by that
+            raise
+        here.finish()
 
 
 @contextlib.contextmanager
@@ -296,13 +316,20 @@ def _fresh_store(init_method: str, me: Rank, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"trainloop-{start}-{next(_group_number)}", _stores[init_method])
 
 
-def _common_slots(me: Rank) -> memoryview | None:
-    """Map the int64 slots that all ranks of this machine share, in a file of rank 0; ``None`` if it can't be opened."""
-    fd = anonymous_file("stop") if me.rank == 0 else -1
+def _common_slots(me: Rank) -> tuple[memoryview | None, list[int]]:
+    """Map the int64 slots that the ranks of a machine share, in a file of its local rank 0; return their PIDs, too.
+
+    The slots are ``None`` if any of these ranks can't open the file.
+    """
+    leads = me.local_rank == 0
+    fd = anonymous_file("stop") if leads else -1
     try:
-        if me.rank == 0:
-            os.ftruncate(fd, 8 * SharedStop.num_slots(me.world_size))
-        pid, number, inode = exchange_ints([os.getpid(), fd, os.fstat(fd).st_ino if me.rank == 0 else 0])[0]
+        if leads:
+            os.ftruncate(fd, 8 * SharedStop.num_slots(me.local_world_size))
+        own = [me.node_rank, me.local_rank, os.getpid(), fd, os.fstat(fd).st_ino if leads else 0]
+        here = sorted(row[1:] for row in exchange_ints(own) if row[0] == me.node_rank)
+        pids = [pid for _, pid, _, _ in here]
+        _, pid, number, inode = here[0]
         slots = None
         # A process in another container may have the same PID; the inode distinguishes the files.
         with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{number}", "r+b", buffering=0) as file:
@@ -310,32 +337,34 @@ def _common_slots(me: Rank) -> memoryview | None:
             # This user must own the file, whatever path was received.
             if found.st_ino == inode and found.st_uid == user_id():
                 slots = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        barrier()  # rank 0 keeps the file open until all ranks have mapped it
-        return slots
+        # Local rank 0 keeps the file open until all ranks have mapped it.
+        results = exchange_ints([me.node_rank, int(slots is not None)])
+        return slots if all(found for node, found in results if node == me.node_rank) else None, pids
     finally:
-        if me.rank == 0:
+        if leads:
             close_file(fd)
 
 
 @contextlib.contextmanager
-def _agreement(me: Rank, timeout_s: float) -> Iterator[StopAgreement]:
-    """Yield the stop agreement: by shared memory if all ranks can map it, else by a separate Gloo group."""
+def _agreement(me: Rank, timeout_s: float) -> Iterator[tuple[StopAgreement, SharedStop | None]]:
+    """Yield the stop agreement, and the shared memory of this machine's ranks (``None`` if they have none).
+
+    The agreement uses this memory if all ranks are on this machine, else a separate Gloo group.
+    """
     if me.world_size == 1:
-        yield LocalStop()
+        yield LocalStop(), None
         return
-    if me.local_world_size == me.world_size:
-        slots = _common_slots(me)
-        pids = [pid for (pid,) in exchange_ints([os.getpid()])]
-        if all(found for (found,) in exchange_ints([int(slots is not None)])):
-            assert slots is not None
-            shared = SharedStop(slots, me.rank, me.world_size, timeout_s, pids)
-            yield shared
-            shared.release()
-            return
-    with only_trusted_peers():
-        # This is a separate group, because its exchanges must not mix with exchanges of the user's code in the default
-        # group.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    stop = GroupStop(group, me.world_size)
-    yield stop
-    stop.finish()
+    slots, pids = _common_slots(me)
+    here = None if slots is None else SharedStop(slots, me.local_rank, me.local_world_size, timeout_s, pids)
+    if here is not None and me.local_world_size == me.world_size:
+        yield here, here
+    else:
+        with only_trusted_peers():
+            # This is a separate group, because its exchanges must not mix with exchanges of the user's code in the
+            # default group.
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        stop = GroupStop(group, me.world_size)
+        yield stop, here
+        stop.finish()
+    if here is not None:
+        here.release()

@@ -45,7 +45,9 @@ from trainloop.distributed.ranks import leave_group
 __all__ = [
     "STACK_SIGNAL",
     "RankSpec",
+    "RankTerminated",
     "State",
+    "Unblocking",
     "result_file",
     "run_rank",
     "started_as",
@@ -155,7 +157,10 @@ class RankSpec:
 
 
 class RankTerminated(BaseException):
-    """Raised in a rank by the parent's SIGTERM, so that ``finally`` blocks run."""
+    """Raised in a rank by SIGTERM once another rank has failed, so that ``finally`` blocks run."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank has failed, so this rank ends. The output of that rank has the cause.")
 
 
 _started_as: Rank | None = None
@@ -442,6 +447,7 @@ def _outlive_parent_briefly() -> None:
 
 _LOOK_S = 0.2
 _OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main thread to unwind if it is not blocked
+_ABORT_S = 10.0  # longest time that a rank that ends waits for collectives that are being aborted
 
 
 class Unblocking:
@@ -449,7 +455,7 @@ class Unblocking:
 
     A Gloo collective raises as soon as a neighbour has ended. On one machine, an NCCL collective keeps running on the
     device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
-    killed, once the time that the launching process gives ranks to unwind is over.
+    killed, once the time that the launching process (torchrun: 30 seconds) gives ranks to unwind is over.
 
     Parameters
     ----------
@@ -460,14 +466,17 @@ class Unblocking:
     def __init__(self, run_failed: Callable[[], bool]) -> None:
         self._run_failed = run_failed
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True)
 
     def start(self) -> None:
         """Start checking, in a daemon thread."""
-        threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Stop checking."""
+        """Stop checking, and wait until the thread no longer uses the group or the shared memory."""
         self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join(_ABORT_S)
 
     def _run(self) -> None:
         while not self._run_failed():

@@ -14,5 +14,16 @@ for each metric, independent of its length.
 from trainloop._metrics.exchange import exchange_of
 from trainloop._metrics.recorder import EpochEnd, LogCall, Recorder, named_losses
 from trainloop._metrics.reducing import StepValues, exact_sum, rows_of
+from trainloop._metrics.slots import LateRead
 
-__all__ = ["LogCall", "EpochEnd", "Recorder", "StepValues", "exact_sum", "exchange_of", "named_losses", "rows_of"]
+__all__ = [
+    "LogCall",
+    "EpochEnd",
+    "LateRead",
+    "Recorder",
+    "StepValues",
+    "exact_sum",
+    "exchange_of",
+    "named_losses",
+    "rows_of",
+]

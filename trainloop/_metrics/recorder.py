@@ -313,10 +313,10 @@ class Recorder:
 
     # -- reading and exchanging ----------------------------------------------------------------------------------------
 
-    def bar_values(self) -> dict[str, float]:
-        """Return the latest value on this rank of each metric logged with ``prog_bar``. Waits for the device."""
+    def bar_values(self) -> dict[str, Tensor | float]:
+        """Return the latest value on this rank of each metric logged with ``prog_bar``, on its device."""
         shown = [series for series in self._series.values() if series.asked is not None and series.asked.prog_bar]
-        return {s.name: float(s.pending[-1][1]) if s.pending else s.latest for s in shown}
+        return {s.name: s.pending[-1][1] if s.pending else s.latest for s in shown}
 
     def compact(self) -> None:
         """Read all slots, in one transfer per device. It waits for the device, but not for other ranks."""

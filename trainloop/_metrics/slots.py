@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import length_hint
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slots"]
+__all__ = ["LateRead", "Slots"]
 
 
 class Slots:
@@ -62,3 +63,37 @@ class Slots:
         numbers = flat[:taken].tolist()
         self._free = iter(self._slots)
         return dict(zip(map(id, self._slots), numbers))
+
+
+class LateRead:
+    """Read numbers of a GPU without a wait: a call returns the numbers whose copies an earlier call has queued."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, float] = {}
+        self._queued: tuple[list[str], Tensor, list[Any]] | None = None
+
+    def __call__(self, values: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return the newest known numbers; values that are not on a GPU are read at once."""
+        if self._queued is not None and all(event.query() for event in self._queued[2]):
+            names, numbers, _ = self._queued
+            self._read, self._queued = dict(zip(names, numbers.tolist(), strict=True)), None
+        on_gpu = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.is_cuda}
+        if on_gpu and self._queued is None:
+            self._queued = self._copies(on_gpu)
+        return {
+            name: self._read[name] if name in on_gpu else float(value)
+            for name, value in values.items()
+            if name not in on_gpu or name in self._read
+        }
+
+    def _copies(self, values: Mapping[str, Tensor]) -> tuple[list[str], Tensor, list[Any]]:
+        numbers = torch.empty(len(values), dtype=torch.float64, device="cpu", pin_memory=True)
+        for number, value in zip(numbers, values.values(), strict=True):
+            # Converted on the GPU: a copy to another dtype waits.
+            number.copy_(value.detach().reshape(()).to(numbers.dtype), non_blocking=True)
+        events = []
+        for device in {value.device for value in values.values()}:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+        return list(values), numbers, events

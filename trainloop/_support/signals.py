@@ -34,6 +34,7 @@ __all__ = [
     "REASON_OF_SIGNAL",
     "ReceivedSignals",
     "WorkerInit",
+    "ends_by_sigterm",
     "rank_signals",
     "signals",
     "started",
@@ -88,6 +89,8 @@ class _Handlers:
         self.received = ReceivedSignals(at_once)
         self.mark = _Mark()
         self.stops: tuple[StopAgreement, ...] = ()
+        self.ended: Callable[[], bool] | None = None
+        self.end: type[BaseException] = SystemExit
         self.held = 0
         self.postponed = False
         self._print = print_line or _print_line
@@ -108,6 +111,9 @@ class _Handlers:
             self._users[number] = current
             signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
 
+    def handles(self, number: int) -> bool:
+        return number in self._users
+
     def restore(self) -> None:
         # Signals are blocked meanwhile: one that arrives now waits for the previous handler, and is not lost.
         with signals_blocked(self._users):
@@ -123,18 +129,23 @@ class _Handlers:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def also(self, stop: StopAgreement | None) -> Iterator[None]:
+    def also(
+        self, stop: StopAgreement | None, ended: Callable[[], bool] | None, end: type[BaseException]
+    ) -> Iterator[None]:
         """During the context, pass signals to ``stop`` as well; signals that arrived before are passed at once."""
         if stop is None or stop in self.stops:
             yield
             return
-        before, self.stops = self.stops, (*self.stops, stop)
+        before = self.stops, self.ended, self.end
+        self.stops = (*self.stops, stop)
+        if ended is not None:
+            self.ended, self.end = ended, end
         if self.received.reasons:
             stop.request(self.received.reasons)
         try:
             yield
         finally:
-            self.stops = before
+            self.stops, self.ended, self.end = before
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.pid:
@@ -154,6 +165,10 @@ class _Handlers:
     def on_request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.pid:
             _in_worker(number, frame)
+            return
+        if number == signal.SIGTERM and self.ended is not None and self.ended():
+            if sys.exc_info()[0] is None:
+                raise self.end
             return
         self._request(REASON_OF_SIGNAL[signal.Signals(number).name])
         self._call_user(number, frame)
@@ -188,7 +203,12 @@ def _handlers_here() -> _Handlers | None:
 
 @contextlib.contextmanager
 def signals(
-    stop: StopAgreement | None = None, *, print_line: Callable[[str], None] | None = None, at_once: bool = False
+    stop: StopAgreement | None = None,
+    *,
+    print_line: Callable[[str], None] | None = None,
+    at_once: bool = False,
+    ended: Callable[[], bool] | None = None,
+    end: type[BaseException] = SystemExit,
 ) -> Iterator[ReceivedSignals]:
     """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests during the context.
 
@@ -208,6 +228,11 @@ def signals(
     at_once : bool
         True for work without anything to save: each signal raises immediately, ``KeyboardInterrupt`` or, after the
         user's handler, ``SystemExit``. The outermost context decides.
+    ended : callable, optional
+        In a rank that a launcher has started: returns True once the run has failed. SIGTERM then raises ``end``, as in
+        :func:`rank_signals`.
+    end : type
+        Type of that exception.
 
     Returns
     -------
@@ -222,20 +247,26 @@ def signals(
         return
     handlers = _handlers_here()
     if handlers is not None:
-        with handlers.also(stop):
+        with handlers.also(stop, ended, end):
             yield handlers.received
         return
     handlers, before = _Handlers(print_line, at_once), (_outermost, _mark)
     try:
         handlers.install()
         _outermost, _mark = handlers, handlers.mark
-        with handlers.also(stop):
+        with handlers.also(stop, ended, end):
             yield handlers.received
     finally:
         handlers.restore()
         handlers.mark.set_over()
         _outermost, _mark = before
     handlers.raise_postponed()
+
+
+def ends_by_sigterm() -> bool:
+    """Return True if SIGTERM raises ``end`` of :func:`signals` in this thread once the run has failed."""
+    handlers = _handlers_here()
+    return handlers is not None and handlers.ended is not None and handlers.handles(signal.SIGTERM)
 
 
 @contextlib.contextmanager

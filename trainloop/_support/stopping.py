@@ -78,6 +78,7 @@ class SharedStop:
     The bytes of the first slot are the requested reasons. The second slot is the abort flag. Then each rank has a slot
     for its latest vote. Each slot or byte can change to one value only, or has one writer, and is written atomically,
     so that no locks are needed.
+    A last slot per rank is 1 once the rank is done.
     A boundary without a request costs one read and one write.
 
     Parameters
@@ -90,7 +91,8 @@ class SharedStop:
     timeout_s : float
         Seconds that a rank that votes to stop waits for the others to reach the boundary.
     pids : sequence of int, optional
-        Process of each rank, if no launching process watches the ranks: a rank then stops waiting for a dead process.
+        Process of each rank, if no launching process of this package watches the ranks: a rank then stops waiting for a
+        dead process.
     """
 
     _REQUESTED, _ABORTED, _VOTES = 0, 1, 2
@@ -109,13 +111,14 @@ class SharedStop:
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         self._slot = self._VOTES + rank
+        self._done = self._VOTES + world_size
         self._timeout_s = timeout_s
         self._boundary = 0
 
     @classmethod
     def num_slots(cls, world_size: int) -> int:
         """Return the number of int64 slots that ``world_size`` ranks need."""
-        return cls._VOTES + world_size
+        return cls._VOTES + 2 * world_size
 
     def request(self, reason: int) -> None:
         """Ask all ranks to stop at the next boundary that all of them reach after seeing the request."""
@@ -140,13 +143,27 @@ class SharedStop:
         return sum(reason for index, reason in enumerate(_REASONS) if flags[index])
 
     def abort(self) -> None:
-        """Mark the run as failed, so that ranks stop waiting for votes. The launching process calls it."""
+        """Mark the run as failed, so that ranks stop waiting for votes.
+
+        The launching process calls it; without one, the rank that fails.
+        """
         self._slots[self._ABORTED] = 1
 
     @property
     def aborted(self) -> bool:
-        """True if the launching process has marked the run as failed."""
+        """True if the run has been marked as failed."""
         return bool(self._slots[self._ABORTED])
+
+    @property
+    def failed(self) -> bool:
+        """True if the run has been marked as failed, or a rank's process (``pids``) has ended before it was done."""
+        return self.aborted or any(
+            not self._slots[self._done + rank] and not process_exists(pid) for rank, pid in enumerate(self._pids or ())
+        )
+
+    def finish(self) -> None:
+        """Mark this rank as done; it reaches no other boundary, and its process may end."""
+        self._slots[self._done + self._rank] = 1  # others may still have to read this rank's vote
 
     def boundary_of(self, rank: int) -> int:
         """Return the number of boundaries that a rank has reached: a sign of life that costs the rank nothing."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset, default_collate, default_convert
 
 from trainloop._support.nested import map_parts, parts_of
@@ -237,9 +240,31 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
         try:
             return part.to(device, non_blocking=non_blocking)
         except TypeError:  # this method takes only a device
-            return part.to(device)
+            with _CopiesWithoutWait() if non_blocking else contextlib.nullcontext():
+                return part.to(device)
 
     return _map(move, "to", batch)
+
+
+class _CopiesWithoutWait(TorchFunctionMode):
+    """Copy tensors to a GPU from pinned memory, without a wait, where an object's own ``to(device)`` moves them.
+
+    Such a copy would wait for all work that the GPU has, since it is ordered behind this work.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (Tensor.to, Tensor.cuda) and "non_blocking" not in kwargs and len(args) < 3:
+            source = args[0]
+            moves = func is Tensor.cuda or any(_is_gpu(one) for one in (*args[1:2], kwargs.get("device")))
+            # Memory that is pinned already may be the object's own, which it may change after the copy.
+            if moves and source.is_cpu and _is_plain(source) and not source.is_pinned():
+                return func(source.pin_memory(), *args[1:], **kwargs, non_blocking=True)
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
 
 
 def pin(batch: T) -> T:
@@ -293,10 +318,20 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     return map_parts(lambda part: _map(function, method, part), batch)
 
 
+@functools.cache
+def _copy_stream(index: int) -> torch.cuda.Stream:
+    """Return this process's stream for copies to a device, the same for all epochs, evaluations and loops.
+
+    The allocator keeps freed memory for the stream that it was allocated on: with a stream for each epoch, the batches
+    of earlier epochs would stay reserved, and nothing could use their memory.
+    """
+    return torch.cuda.Stream(index)
+
+
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
 
-    Each batch is pinned and copied on a separate stream, while the previous one is in use.
+    Each batch is pinned and copied on this process's stream for copies, while the previous one is in use.
 
     Parameters
     ----------
@@ -305,7 +340,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
     device : torch.device
         A CUDA device.
     """
-    copies = torch.cuda.Stream(device)
+    copies = _copy_stream(torch.cuda.current_device() if device.index is None else device.index)
 
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
         size, batch = item

@@ -148,11 +148,19 @@ def leave_group(*, failed: bool = False) -> None:
     """
     if not has_group():
         return
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if failed and abort is not None and "nccl" in str(dist.get_backend_config()):
-        with contextlib.suppress(Exception):  # report only the original failure
-            abort()
+    if not failed:
+        _destroy_group()
         return
+    with contextlib.suppress(Exception):  # report only the original failure
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and "nccl" in str(dist.get_backend_config()):
+            # Without the argument, torch 2.6.0 aborts only the default group, and leaves it half registered.
+            abort(dist.group.WORLD)
+        else:
+            _destroy_group()
+
+
+def _destroy_group() -> None:
     group = dist.group.WORLD
     dist.destroy_process_group()
     if sys.getrefcount(group) > 2:  # this function's variable and the call's argument; reference cycles may have others

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.reduction import attach_divisor, divisor_of
+from trainloop.distributed.objects import cpu_group
 from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
@@ -376,9 +377,9 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
     -----
     ``.grad`` becomes the sum over ranks divided by the number of ranks; a missing gradient counts as zeros. If a
     parameter has no gradient on any rank, ``.grad`` stays ``None``. If the gradient is sparse on any rank, the result
-    is sparse. One exchange sends a flag for each parameter. Then each dtype needs one exchange per 32 MiB of gradients.
-    Sparse gradients need another exchange for their numbers of entries, and two more for each sparse gradient. In one
-    process nothing happens.
+    is sparse. One exchange, over the CPU if all ranks take part, sends a flag for each parameter. Then each dtype needs
+    one exchange per 32 MiB of gradients. Sparse gradients need another exchange for their numbers of entries, and two
+    more for each sparse gradient. In one process nothing happens.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -388,8 +389,9 @@ def reduce_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup | No
         return
     # 0: no gradient, 1: dense, 2: sparse; the maximum over ranks counts.
     own = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in trained]
-    flags = torch.tensor(own, dtype=torch.int32, device=trained[0].device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    # Over the CPU: flags on a GPU would be read only after the complete backward, while nothing else is queued.
+    flags = torch.tensor(own, dtype=torch.int32, device="cpu" if group is None else trained[0].device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=cpu_group() if group is None else group)
     kinds = flags.tolist()
     _reduce_sparse([p for p, kind in zip(trained, kinds, strict=True) if kind == 2], world_size, group)
     dense = [p for p, kind in zip(trained, kinds, strict=True) if kind == 1]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -174,7 +177,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
     usable: list[int] = []
     leases: dict[str, lease.Lease] = {}
     # Only one run chooses at a time. Otherwise, two runs that each have leased some GPUs and need more could both fail.
-    with lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
+    with _Probe() as probe, lease.one_at_a_time("choosing-gpus"), contextlib.ExitStack() as unless_enough:
         # GPUs that other processes use are tried last. Such GPUs are unusable in exclusive mode, and slow in other
         # modes.
         for index in sorted(range(count), key=lambda index: (others.get(uuids[index], 0) > 0, index)):
@@ -186,7 +189,7 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
                 continue
             if earlier is None:
                 unless_enough.callback(held.release)
-            if _accepts_a_tensor(index):
+            if probe.accepts_a_tensor(index):
                 usable.append(index)
                 leases[uuids[index]] = held
             elif earlier is None:
@@ -214,6 +217,73 @@ def _leased(name: str) -> lease.Lease | None:
         return None
     except OSError:
         return lease.Lease({}, [])
+
+
+_CHOOSE = "Choose the GPUs yourself (devices=[0, 1]), or fix the cause."
+_END_S = 10.0
+_TRY_GPUS = """
+import sys
+sys.path[:] = sys.argv[1:]
+from trainloop.resources import gpus
+for line in sys.stdin:
+    print(int(gpus._accepts_a_tensor(int(line))), flush=True)
+"""
+
+
+class _Probe:
+    """Try GPUs in another process, which ends with its contexts.
+
+    A context would stay in this process: half a GB of a GPU that a rank then uses. In exclusive mode, no rank could use
+    the GPU at all.
+    """
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", _TRY_GPUS, *sys.path]
+        try:
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+        except OSError as error:
+            self._errors.close()
+            raise DeviceError(f"no GPU can be tried, because no process for it starts: {error}. {_CHOOSE}") from error
+
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def accepts_a_tensor(self, index: int) -> bool:
+        """Return True if a tensor can be created on the GPU."""
+        # In exclusive mode, the process can't use a GPU on which this process has a context.
+        return self._asked(index) or _accepts_a_tensor_here(index)
+
+    def _asked(self, index: int) -> bool:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = ""
+        with contextlib.suppress(OSError):  # the process has ended
+            process.stdin.write(f"{index}\n")
+            process.stdin.flush()
+            # An import may print lines, too.
+            answer = next((line.strip() for line in process.stdout if line.strip() in ("0", "1")), "")
+        if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            self._errors.seek(0)
+            text = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise DeviceError(f"GPU {index} can't be tried, because the process for it has failed: {text}. {_CHOOSE}")
+        return answer == "1"
+
+
+def _accepts_a_tensor_here(index: int) -> bool:
+    """Return True if this process uses CUDA and can create a tensor on the GPU."""
+    import torch
+
+    return torch.cuda.is_initialized() and _accepts_a_tensor(index)
 
 
 def _accepts_a_tensor(index: int) -> bool:

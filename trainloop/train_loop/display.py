@@ -82,7 +82,7 @@ class Display:
         batches : int
             Batches done in this epoch.
         values : callable
-            Returns the metrics to show; waits for the device.
+            Returns the metrics to show. On a GPU, they are those of the look before, so that the host does not wait.
         timings : callable
             Returns the timings of the epoch's steps so far.
         """

@@ -380,8 +380,9 @@ class Gradients:
             weights = distributed.all_reduce(weights, "mean")
         for part, weight in zip(self._parts.values(), weights.clamp(min=_TINY)):
             part.weight = weight
+            like = _Converted(weight)
             for parameter, gradient in part.gradients.items():
-                divided = gradient / weight.to(gradient.dtype)
+                divided = gradient / like(gradient)
                 parameter.grad = divided if parameter.grad is None else parameter.grad + divided
             part.gradients.clear()
 
@@ -449,13 +450,18 @@ class Gradients:
         usual = self.usual_units.get(None, 1.0) if weighted else 1.0
         if not uneven and usual == 1:
             return None
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()  # waits for nothing, and is often exactly 1
         # If all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make them NaN.
         factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
         factor = factor if uneven else usual  # exactly
+        if not isinstance(factor, Tensor) and factor == 1:
+            return None
+        like = _Converted(factor)
         for parameter in parameters:
             if parameter.grad is not None:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
-                own.mul_(factor.to(own.device, own.dtype) if isinstance(factor, Tensor) else factor)
+                own.mul_(like(own))
         return factor
 
     def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
@@ -530,6 +536,22 @@ class Gradients:
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
         ]
         scaler.update()
+
+
+class _Converted:
+    """A number for operations with many tensors, converted once for each device and dtype: a conversion is a kernel."""
+
+    def __init__(self, number: Tensor | float) -> None:
+        self._number = number
+        self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor | float:
+        if not isinstance(self._number, Tensor):
+            return self._number
+        form = tensor.device, tensor.dtype
+        if form not in self._known:
+            self._known[form] = self._number.to(*form)
+        return self._known[form]
 
 
 def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._launch.failures import described
-from trainloop._metrics import Recorder
+from trainloop._metrics import LateRead, Recorder
 from trainloop._support.reduction import divisor_of
 from trainloop._support.signals import status_of
 from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTERRUPT, TERMINATE, StopAgreement
@@ -125,6 +125,7 @@ class Training(Run):
         self.step_in_work: StepBatches | None = None
         """The step's batches, from their arrival until its last hook has run."""
         self.clock: StepClock = StepClock()
+        self._late_read = LateRead()
         self._job = job
         self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
         self._marks: LoaderMarks | None = None
@@ -605,8 +606,7 @@ class Training(Run):
 
     def _bar_values(self) -> dict[str, float]:
         last_loss = self.loop.last_loss
-        loss = {} if last_loss is None else {"loss": float(last_loss)}
-        return {**loss, **self.recorder.bar_values()}
+        return self._late_read({**({} if last_loss is None else {"loss": last_loss}), **self.recorder.bar_values()})
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Where FAKEGPU is set, fakegpu is installed as soon as torch has been imported."""
+"""Where FAKEGPU is set, fakegpu is installed as soon as torch has been imported. Imported by a .pth file (run.sh)."""
 
 import importlib.abc
 import importlib.util
