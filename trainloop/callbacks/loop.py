@@ -126,6 +126,10 @@ class Loop(Protocol):
     def resumed(self) -> bool:
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
 
+    cut: Any
+    """In hooks at the end: position in the last epoch, if ``num_iterations`` ends ``fit`` in the middle of it; else
+    ``None``. The next ``fit`` may continue that epoch."""
+
     @property
     def effective_batch_size(self) -> int | None:
         """Number of samples in a global batch; ``None`` if unknown."""

@@ -104,6 +104,8 @@ class Monitor:
         Called at registration. Only values that the loop records afterwards are new.
         """
         self._seen = len(loop.history.get(self.name, ()))
+        if loop.cut is not None and loop.cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
+            self._seen -= 1  # this epoch continues, and gets another value in place of that one
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher

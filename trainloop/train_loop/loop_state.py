@@ -15,6 +15,7 @@ from trainloop.callbacks.base import AbstractCallback, requesting_callback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.callbacks.messages import MessageService
 from trainloop.data import TrainFeed
+from trainloop.data.marks import LoaderMarks
 from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
@@ -114,6 +115,10 @@ class LoopState:
         """In ``fsdp``, each rank's optimizer state that is not shaped like the parameters, after the last ``fit``."""
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
+        self.cut: dict[str, Any] | None = None
+        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``state.noted_cut``."""
+        self.cut_marks: LoaderMarks | None = None
+        """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
         self.running: Running | None = None
         """Current run, while this process trains or evaluates."""
 
@@ -284,13 +289,17 @@ class LoopState:
         """End the current epoch after this step, on all ranks; the next epoch begins as usual.
 
         The epoch's evaluation and its last hooks follow. Any rank may call it; all ranks end the epoch at the same
-        step.
+        step. Between two calls of ``fit(num_iterations=...)``, it ends the epoch in which the first call stopped, so
+        that the second call begins a new epoch.
 
         Raises
         ------
         ConfigurationError
-            If no training runs.
+            If no training runs, and the last one was not given in iterations.
         """
+        if self.running is None and (self.num_iterations or self.cut is not None):
+            self.note(cut=None)
+            return
         if self.running is None or not self.running.trains:
             raise ConfigurationError("end_epoch() needs a running fit: call it from a callback.")
         self.progress.epoch_ends = True
@@ -461,7 +470,7 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files and running iterators are valid in this process only.
-        return {**self.__dict__, "running": None, "progress": replace(self.progress, found_inf=[])}
+        return {**self.__dict__, "running": None, "cut_marks": None, "progress": replace(self.progress, found_inf=[])}
 
 
 # Arguments of fit, which may be assigned only while it runs: each call of fit sets them again.
@@ -470,5 +479,5 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
-    "resumed running".split()
+    "resumed cut cut_marks running".split()
 )

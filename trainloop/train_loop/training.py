@@ -111,6 +111,8 @@ class Training(Run):
         """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
         """Steps of the next epoch that were done before the loaded checkpoint."""
+        self.skip_batches: int | None = None
+        self.before_cut: dict[str, Any] | None = None
         self.restarts: RestartCheckpoints | None = None
         """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
         self.savers: list[Saver] = []
@@ -125,6 +127,8 @@ class Training(Run):
         self._nan_warned = False
         self._warned_of_averages = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
+        self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
+        self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
     def train(self) -> int:
         """Train epoch by epoch; return the reasons why training ended early, or 0 if it ended as planned."""
@@ -164,6 +168,7 @@ class Training(Run):
                         asked = perf_counter()
                     else:
                         clock.data += perf_counter() - asked
+                    self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
@@ -195,8 +200,13 @@ class Training(Run):
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
-        if resume is not None and resume["place"]["seed"] is not None:
-            self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
+        resume = resume and run_state.continued(loop, resume)
+        self._cut = loop.cut if resume is None else None
+        begun = resume or self._cut
+        if begun is not None and begun["place"]["seed"] is not None:
+            self.seed = begun["place"]["seed"]  # continue the interrupted epoch's order
+        if self._cut is not None:
+            loop.progress.epoch = self._cut["place"]["epoch"]
         with share_refusals(enabled=self.parallel):
             self.take_data()
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
@@ -228,18 +238,22 @@ class Training(Run):
                 loop.note(progress=before)
                 raise
             self._last_iteration = self._end_in_iterations()
+        loop.note(cut=None)
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
-            line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
-            if self.skip_steps and self.feed.reads_again:
-                line += (
-                    f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
-                    "are done are read again and discarded)"
-                )
-            self.display.write(line)
-            if loop.is_global_zero:
-                logger.info(line)  # progress_bar=False hides the printed line
+            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+
+    def _report_begin(self, line: str) -> None:
+        """Report that the run begins in the middle of an epoch, and what this costs."""
+        if self.skip_steps and self.feed.reads_again:
+            line += (
+                f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
+                "are done are read again and discarded)"
+            )
+        self.display.write(line)
+        if self.loop.is_global_zero:
+            logger.info(line)  # progress_bar=False hides the printed line
 
     def _end_in_iterations(self) -> float:
         """Return the iteration after which the training ends; infinity if the length is given in epochs."""
@@ -363,7 +377,7 @@ class Training(Run):
         """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
         loop = self.loop
         self.epoch_finished, self.history_epoch = False, loop.epoch
-        resumed_at_end = self.skip_steps > 0 and loop.progress.epoch_ends
+        resumed_at_end = self._epoch_ended = self.skip_steps > 0 and loop.progress.epoch_ends
         loop.progress.epoch_ends = False
         self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
         self._follow_callbacks()
@@ -379,8 +393,13 @@ class Training(Run):
             self._same_callbacks = check_same_on_all_ranks(settings)
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
+        if self._cut is not None:
+            cut, self._cut = self._cut, None
+            if run_state.load_cut(self, cut):
+                self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
+        skip_batches, self.skip_batches = self.skip_batches, None
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
@@ -390,7 +409,7 @@ class Training(Run):
         self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
             return iter(())
-        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
+        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip, skip_batches=skip_batches)
         return self._until_last_iteration(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
@@ -422,6 +441,22 @@ class Training(Run):
                 total = step.total * left // len(step.batches)
                 step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
             yield step
+
+    def _note_cut(self, ended_by: int) -> None:
+        """If the run ends in the middle of the epoch, note the position, from which the next ``fit`` continues.
+
+        An epoch that a callback ends is not continued, nor one whose loader has been replaced.
+        """
+        loop, marks = self.loop, self._marks
+        if ended_by & ~(EARLY_STOP | END_EPOCH):  # a signal
+            cut = self.epoch_steps > 0
+        else:
+            cut = not (ended_by or self._epoch_ended) and loop.total_iteration_idx >= self._last_iteration
+        whole = self.epoch_batches == self.feed.num_batches
+        if cut and not whole and marks is not None and marks.loader is loop.train_loader and not marks.changed():
+            if self.savers and not ended_by:
+                self.before_cut = run_state.states_before_cut(self)
+            loop.note(cut=run_state.noted_cut(self))
 
     def _finish_epoch(self) -> None:
         loop = self.loop
