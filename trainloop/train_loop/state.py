@@ -46,6 +46,8 @@ __all__ = [
     "checkpoint_to_resume",
     "described_differences",
     "continued",
+    "held_before_end",
+    "held_state",
     "load_checkpoint_state",
     "load_cut",
     "noted_cut",
@@ -76,12 +78,15 @@ def checkpoint_state(run: TrainingRun, *, keep_shards: bool = False) -> dict[str
     return state if keep_shards or distributed.is_global_zero() else None
 
 
-def states_of_ranks(run: TrainingRun) -> list[dict[str, Any]] | None:
-    """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
+def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, Any]] | None:
+    """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective.
+
+    Without ``check``, it is not checked that all ranks have the same weights.
+    """
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
-    # A checkpoint has rank 0's weights: ranks with different weights would not resume with their own.
-    run.gradients.check_same_weights()
+    if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
+        run.gradients.check_same_weights()
     mine = {
         **_position(run),
         "carried": carried_state_of(loop.model),
@@ -534,7 +539,11 @@ def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state in which the cut epoch continues, if this ``fit`` goes further in it; else ``state`` itself."""
     if not continues_in(loop, state):
         return state
-    cut = state["cut"]
+    return _with_states(state, state["cut"])
+
+
+def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the place and the states that were noted before the end of its epoch."""
     before = [now if kept is None else kept for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
     optimizers = []
     for saved, groups in zip(state["optimizers"], cut["groups"], strict=True):
@@ -543,10 +552,25 @@ def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
             now = [{**group, **kept} for group, kept in zip(now, groups, strict=True)]
         optimizers.append({**saved, "state": {**saved["state"], "param_groups": now}})
     ranks = [{**saved, **own} for saved, own in zip(state["ranks"], cut["ranks"], strict=True)]
-    place = {**cut["place"], "cut": True}
+    place = {**cut["place"], "cut": cut["place"]["epoch_steps"] > 0}
     merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
-    del merged["cut"]
+    merged.pop("cut", None)
     return merged
+
+
+def held_before_end(run: TrainingRun) -> dict[str, Any]:
+    """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
+    ranks = states_of_ranks(run, check=False)
+    return {"place": _place(run), "ranks": ranks, **states_before_cut(run)}
+
+
+def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the checkpoint's state of the moment of :func:`held_before_end`, on rank 0. Not collective.
+
+    No step may have been taken since.
+    """
+    state = whole_state(run, held["ranks"])
+    return None if state is None else _with_states(state, {**held, "ranks": state["ranks"]})
 
 
 def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:

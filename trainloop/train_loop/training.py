@@ -36,6 +36,7 @@ from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTER
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
 from trainloop.callbacks.loop import Loop
+from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.marks import LoaderMarks
@@ -126,7 +127,11 @@ class Training(Run):
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
         self._warned_of_averages = False
+        self._monitors_checked = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
+        self.between_epochs = False
+        """True from an epoch's last step until the next epoch begins: failures then lose no step."""
+        self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
@@ -148,6 +153,8 @@ class Training(Run):
                         self.forward_backward(batches)
                         self.step()
                         self.step_in_work = None
+                        if not self._monitors_checked:
+                            self._check_monitors()
                         for saver in self.savers:
                             saver.save_due()
                         clock.steps += 1
@@ -170,6 +177,7 @@ class Training(Run):
                         clock.data += perf_counter() - asked
                     self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
+                        self._hold()
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
@@ -181,6 +189,8 @@ class Training(Run):
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             display.end_epoch()
+            if self.between_epochs and isinstance(exception, Exception):
+                self._rescue(exception)
             self._notify_exception(exception)
             if self.place.collective:
                 explain_outside(exception)
@@ -318,6 +328,8 @@ class Training(Run):
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._print_end()
+            if self.between_epochs:
+                self._hold()
             self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
@@ -376,6 +388,7 @@ class Training(Run):
     def _begin_epoch(self) -> Iterator[StepBatches]:
         """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
         loop = self.loop
+        self.between_epochs, self._held = False, None
         self.epoch_finished, self.history_epoch = False, loop.epoch
         resumed_at_end = self._epoch_ended = self.skip_steps > 0 and loop.progress.epoch_ends
         loop.progress.epoch_ends = False
@@ -441,6 +454,41 @@ class Training(Run):
                 total = step.total * left // len(step.batches)
                 step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
             yield step
+
+    def _check_monitors(self) -> None:
+        """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""
+        self._monitors_checked = True
+        parts = [part for callback in self.loop.callbacks for part in vars(callback).values()]
+        if self.loop.is_global_zero:
+            for monitor in (part for part in parts if isinstance(part, Monitor)):
+                text = monitor.about_name(self.loop, self.recorder.names)
+                if text:
+                    _warn(text)
+
+    def _hold(self) -> None:
+        """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
+
+        After a failure, ranks can't exchange anything.
+        """
+        self.between_epochs = not self.place.collective  # the shards of fsdp can't be joined after a failure
+        if self.savers and self.between_epochs:
+            self._held = run_state.held_before_end(self)
+
+    def _rescue(self, exception: Exception) -> None:
+        """Write a checkpoint of the last finished step, after a failure at the end of an epoch."""
+        held, self._held = self._held, None
+        if held is None or not self.loop.is_global_zero:
+            return
+        try:
+            state = run_state.held_state(self, held)
+            paths = [saver.save_held(state) for saver in self.savers] if state is not None else []
+        except Exception as error:  # this error must not hide the first one
+            _warn(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
+            return
+        for path in filter(None, paths):
+            text = f"The checkpoint {path} has the weights of the last finished step. fit(resume_from='last') continues"
+            if hasattr(exception, "add_note"):  # Python 3.11
+                exception.add_note(f"{text} with the end of its epoch.")
 
     def _note_cut(self, ended_by: int) -> None:
         """If the run ends in the middle of the epoch, note the position, from which the next ``fit`` continues.
