@@ -131,7 +131,7 @@ def least_level(me: Rank) -> int:
 
 
 def quieten_log_streams(me: Rank, report: Report) -> None:
-    """Let log handlers of the standard streams show only records from :func:`least_level` on; report the first other."""
+    """Let log handlers of the standard streams show only records from :func:`least_level` on; report the others."""
     if least_level(me) == logging.NOTSET:
         return
     for log in (logging.root, *logging.root.manager.loggerDict.values()):

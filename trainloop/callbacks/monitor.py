@@ -126,7 +126,7 @@ class Monitor:
             )
 
     def about_name(self, loop: Any, logged: Iterable[str]) -> str:
-        """Return a warning if the name is probably misspelt, after the first step has ``logged`` its metrics; or ``''``.
+        """Return a warning if the name is probably misspelt, after the first step ``logged`` its metrics; or ``''``.
 
         The metric may still appear at the end of the epoch, so only names that are nearly the same count.
         """

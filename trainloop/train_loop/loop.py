@@ -323,8 +323,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
         UnpicklableError
             If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError
-            If a rank fails. The message names the rank and contains its traceback. Your objects are unchanged, unless the
-            failure occurred at the end of an epoch (except in ``fsdp``): they then have the state of the last step.
+            If a rank fails. The message names the rank and contains its traceback. Your objects are unchanged.
+            But if it fails at the end of an epoch in ``ddp``, they have the state of the last step.
         CheckpointError
             If there is no checkpoint to resume from, or if it doesn't fit the loop.
         KeyboardInterrupt, SystemExit

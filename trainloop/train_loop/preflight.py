@@ -109,9 +109,9 @@ def preflight(
 ) -> PreflightReport:
     """Look for problems that would otherwise appear later in training.
 
-    One of the checks trains an epoch of one batch, with evaluation, predictions and all hooks of the model and of copies
-    of the callbacks. Checkpoints are written to a temporary folder. Callbacks of this library that write elsewhere
-    (TensorBoard, experiment tracking, profilers) are left out.
+    One of the checks trains an epoch of one batch, with evaluation, predictions and all hooks of the model and of
+    copies of the callbacks. Checkpoints are written to a temporary folder. Callbacks of this library that write
+    elsewhere (TensorBoard, experiment tracking, profilers) are left out.
 
     Parameters
     ----------
@@ -247,10 +247,12 @@ def preflight_epoch(loop: TrainLoop[Any], callbacks: Sequence[AbstractCallback])
         if not tried:
             raise
         return f"not tried: the callbacks can't be copied ({type(error).__name__}: {error})"
-    batches = [None if one is None else [first_batch(one)] for one in loaders_of(loop)]
+    train, validation, test = (None if one is None else [first_batch(one)] for one in loaders_of(loop))
     trial = TrainLoop(
         model,
-        *batches,
+        train,
+        validation,
+        test,
         optimizer,
         criterion,
         loop.collate_batch_pred_fn,
