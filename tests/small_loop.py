@@ -57,8 +57,7 @@ def make_loop(
         None,
         optimizer,
         nn.CrossEntropyLoss(),
-        progress_bar=False,
-        **{"accelerator": "cpu", **kwargs},
+        **{"accelerator": "cpu", "progress_bar": False, **kwargs},
     )
 
 

@@ -45,6 +45,7 @@ class ScoresOf(Net):
         return torch.ones(len(x), 3), y, {}
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize(
     "model, arguments, epochs",
     [

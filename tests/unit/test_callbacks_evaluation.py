@@ -180,6 +180,7 @@ def test_print_report_every_second_epoch(capsys: pytest.CaptureFixture[str]) -> 
     assert [line[-6] for line in out.splitlines() if "after epoch" in line] == ["1", "3"]
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_metrics_made_of_others(capsys: pytest.CaptureFixture[str]) -> None:
     loop = make_loop(validation=False)
     loop.fit(

@@ -283,7 +283,7 @@ class _Starts:
             pause_s = _PAUSES_S[self._disturbed]
             self._disturbed += 1
             attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
-            print(f"Restarting the ranks ({attempt}): {ranks.disturbance}", file=sys.stderr, flush=True)
+            logger.warning(f"Restarting the ranks ({attempt}): {ranks.disturbance}")
             time.sleep(pause_s)  # a scan of ports may be over by then
             return
         if self._policy is None or ranks.cause is None:

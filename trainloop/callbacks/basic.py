@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ class AllPredictionsSame(AbstractCallback):
             return
         if self.verbose and loop.is_main_process():
             ending = "; training ends" if self.stop_training else ""
-            print(f"All {len(predictions)} predictions are {value} after epoch {loop.epoch + 1}{ending}.")
+            text = f"All {len(predictions)} predictions are {value} after epoch {loop.epoch + 1}{ending}."
+            loop.report(text, logging.WARNING)
         if self.stop_training:
             loop.early_stop = True
 

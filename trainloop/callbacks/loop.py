@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -208,6 +209,9 @@ class Loop(Protocol):
 
     def evaluate(self, data_loader: Any) -> dict[str, float]:
         """Return the mean loss over a loader, and everything that is logged meanwhile, by name."""
+
+    def report(self, text: str, level: int = logging.INFO) -> None:
+        """Report an event: print a line above the progress bar on rank 0, or log it if there is no bar."""
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
         """Return everything that a resumed run needs, on rank 0. Collective."""

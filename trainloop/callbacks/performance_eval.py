@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -460,7 +461,7 @@ class TrainHistoryFormatter(AbstractCallback):
         if self.strict_metric_extract:
             raise ConfigurationError(message)
         if self.train_loop_obj.is_main_process():
-            print(message)
+            self.train_loop_obj.report(message, logging.WARNING)
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.history import History
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop.argument_types import Collate, Transform
+from trainloop.train_loop.display import Display
 from trainloop.train_loop.options import End, Options, Restart
 from trainloop.train_loop.progress import Progress
 from trainloop.train_loop.run_config import RunConfig
@@ -41,6 +43,7 @@ class Running(Protocol):
     """Function that currently receives logs."""
     history_epoch: int
     """Epoch for which values are currently logged."""
+    display: Display
     clock: StepClock | None
     """Clock of a training run."""
 
@@ -303,6 +306,17 @@ class LoopState:
         if self.running is None or not self.running.trains:
             raise ConfigurationError("end_epoch() needs a running fit: call it from a callback.")
         self.progress.epoch_ends = True
+
+    def report(self, text: str, level: int = logging.INFO) -> None:
+        """Report an event: print a line above the progress bar on rank 0, or log it.
+
+        With ``progress_bar=False``, and on other ranks, the logger ``trainloop`` gets the line at ``level``; by default,
+        Python shows only warnings. Handlers of log files get the line in any case.
+        """
+        display = (
+            self.running.display if self.running is not None else Display(self.progress_bar and self.is_global_zero)
+        )
+        display.event(text, level)
 
     def watch(self, observer: Any = None) -> Any:
         """Return the current run (``None`` if nothing runs), and let ``observer`` be called for each forward of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -477,7 +478,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
         _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
-        print(text, flush=True)
+        loop.report(text, logging.WARNING)
     _load_parts(loop, state)
     if run.place.scaler.is_enabled() and state["scaler"]:
         run.place.scaler.load_state_dict(state["scaler"])
@@ -627,7 +628,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
         keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "share_paths")]
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
-        print(f"Nothing left to do: {why}", flush=True)
+        loop.report(f"Nothing left to do: {why}")
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 

@@ -14,7 +14,6 @@ several times, and for a ``get_loss`` that yields its losses.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import sys
@@ -66,8 +65,6 @@ if TYPE_CHECKING:
     from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
 __all__ = ["Training", "Watch"]
-
-logger = logging.getLogger("trainloop")
 
 
 class Watch(Protocol):
@@ -261,9 +258,8 @@ class Training(Run):
                 f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
                 "are done are read again and discarded)"
             )
-        self.display.write(line)
         if self.loop.is_global_zero:
-            logger.info(line)  # progress_bar=False hides the printed line
+            self.display.event(line)
 
     def _end_in_iterations(self) -> float:
         """Return the iteration after which the training ends; infinity if the length is given in epochs."""
@@ -351,8 +347,8 @@ class Training(Run):
         loop = self.loop
         everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
         loop.note(ends=list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs)))
-        if loop.is_global_zero and (self.display.enabled or any(end.reason for end in loop.ends)):
-            print(described_ends(loop.ends, loop.epoch), flush=True)
+        if loop.is_global_zero:
+            self.display.event(described_ends(loop.ends, loop.epoch))
 
     def _share_attributes(self) -> None:
         """Send values that only rank 0's callbacks have after training, such as a run's name, to all ranks."""
