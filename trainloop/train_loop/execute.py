@@ -71,7 +71,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
         check_values(loop.model)
     if job is not None:
         launch.warn_of_processes_alone(loop.gpu_mode)
-    if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
+    apart = job is not None and (job.restarts is not None or loop.runs_apart)
+    if not has_ranks(loop.gpu_mode) and not apart:
         if loop.gpu_mode == "dp":
             _initialize_lazy_parameters(loop)
         stop = LocalStop()

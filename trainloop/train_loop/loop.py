@@ -483,7 +483,10 @@ class TrainLoop(LoopState, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` for a whole loader, with a row for each sample, in the loader's order.
+        """Return ``(y_pred, y_true, metadata)`` for a whole loader, with a row for each sample.
+
+        If the loader reads each sample of its dataset once, rows are in the dataset's order, even if it shuffles.
+        Otherwise, they are in the loader's order.
 
         Outside ``fit``, the prediction runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 

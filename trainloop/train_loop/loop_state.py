@@ -116,6 +116,8 @@ class LoopState:
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.own_optimizer_states: list[Any] = []
         """In ``fsdp``, each rank's optimizer state that is not shaped like the parameters, after the last ``fit``."""
+        self.runs_apart = False
+        """True to train in a process of its own in ``single``, too, as with ``max_restarts``."""
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
         self.cut: dict[str, Any] | None = None
@@ -310,8 +312,8 @@ class LoopState:
     def report(self, text: str, level: int = logging.INFO) -> None:
         """Report an event: print a line above the progress bar on rank 0, or log it.
 
-        With ``progress_bar=False``, and on other ranks, the logger ``trainloop`` gets the line at ``level``; by default,
-        Python shows only warnings. Handlers of log files get the line in any case.
+        With ``progress_bar=False``, and on other ranks, the logger ``trainloop`` gets the line at ``level``. Python
+        shows only warnings by default. Handlers of log files get the line in any case.
         """
         display = (
             self.running.display if self.running is not None else Display(self.progress_bar and self.is_global_zero)
@@ -493,5 +495,5 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks message_service history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
-    "resumed cut cut_marks running".split()
+    "resumed runs_apart cut cut_marks running".split()
 )
