@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -205,6 +206,23 @@ def loader(data: TensorDataset) -> DataLoader[tuple[Tensor, ...]]:
 def module() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class _Prints(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), flush=True)
+
+
+@pytest.fixture
+def events_on_stdout() -> Iterator[None]:
+    """Print what the loop logs as events, which it does without a progress bar."""
+    logger, handler = logging.getLogger("trainloop"), _Prints()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield
+    logger.setLevel(level)
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -56,8 +56,7 @@ def make_loop(
         None,
         optimizer,
         nn.CrossEntropyLoss(),
-        progress_bar=False,
-        **{"accelerator": "cpu", **kwargs},
+        **{"accelerator": "cpu", "progress_bar": False, **kwargs},
     )
 
 

@@ -41,15 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(OVERVIEW)
         return 0
     if given.command == "checkpoint":
-        from trainloop.checkpoint.export import export  # imports torch, which the doctor must not need
+        from trainloop.checkpoint.export import export_from  # imports torch, which the doctor must not need
         from trainloop.resources.quota import format_bytes
 
         try:
-            size = export(given.checkpoint, given.file)
+            size, source = export_from(given.checkpoint, given.file)
         except TrainLoopError as error:
             print(error, file=sys.stderr)
             return 1
-        print(f"{given.file}: {format_bytes(size)}")
+        print(f"{given.file}: {format_bytes(size)}, from {source}")
         return 0
     report = examine()
     print(report.to_json() if given.json else report)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -325,9 +325,8 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int, doubtful: l
     batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
     trial = trial_of(loop, copy_loader(loader, batch_size=size, batch_sampler=batches))
     arguments = _wrapper_args(loop)
-    if loop.run_config.devices[0].type == "cpu" and loop.gpu_mode == "single":
-        trial.options = replace(trial.options, gpu_mode="ddp", accelerator="cpu", devices=1)
-        arguments = {"ddp_model_args": {"find_unused_parameters": True}}
+    # The kernel may kill the process that runs out of main memory.
+    trial.note(runs_apart=loop.run_config.devices[0].type == "cpu" and loop.gpu_mode == "single")
     try:
         # A small dataset is repeated, because only the batch size matters.
         trial.fit(num_iterations=steps, callbacks=[clock], **arguments)

@@ -231,7 +231,7 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     assert guard.found.step == 2
     assert 2 <= loop.global_step == warmup.scheduler.last_epoch <= 4
     printed = capfd.readouterr()
-    assert printed.out.count("Training ends: ") == 1
+    assert printed.err.count("Training ends: ") == 1
     assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls
 
 

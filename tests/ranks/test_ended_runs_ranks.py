@@ -26,6 +26,7 @@ class OneAsks(AbstractCallback):
             self.end_training("rank 1 has seen enough.")
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_an_end_that_one_rank_asked_for(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def fit() -> tuple[object, str]:
         tl = make_loop(gpu_mode="ddp", devices=2, seed=1)

@@ -44,3 +44,15 @@ def test_tools_run_over_ranks_and_leave_no_trace() -> None:
     alone.train_loader = torch.utils.data.DataLoader(loop.train_loader.dataset, 32)
     alone.model.forward = alone.model.fc.forward  # type: ignore[method-assign]  # 32 samples would end this process
     assert found.losses == pytest.approx(alone.find_lr(**rates).losses, rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_batch_size_for_one_process_is_tried_without_ddp(capfd: pytest.CaptureFixture[str]) -> None:
+    class Unused(Killed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(2, 2)
+
+    assert make_loop(Unused()).find_batch_size(smallest=10).suggestion == 20
+    assert make_loop().find_batch_size(smallest=50, largest=50).suggestion == 50
+    assert "DDP" not in capfd.readouterr().err

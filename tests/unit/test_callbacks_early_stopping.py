@@ -57,6 +57,7 @@ def test_auto_mode_goes_by_the_name(name: str, rising_is_better: bool) -> None:
     assert loop.epoch == (4 if rising_is_better else 2)
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.25, 1]), EarlyStopping("score")])
     assert (
@@ -65,6 +66,7 @@ def test_says_when_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_says_the_least_difference_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     stopper = EarlyStopping("score", mode="max", min_delta=0.5)
     make_loop(validation=False).fit(num_epochs=3, callbacks=[Scores([0.5, 0.75, 1]), stopper])
@@ -151,6 +153,7 @@ def test_arguments_that_cannot_work(make: Any, words: str) -> None:
     assert words in str(error.value)
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize(
     "values, arguments, epochs",
     [
@@ -185,6 +188,7 @@ class Clock(AbstractCallback):
         self.now += 1.0
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize(
     "limit",
     [TimeLimit(10), TimeLimit(timedelta(seconds=10)), TimeLimit(minutes=1 / 6), TimeLimit(4, minutes=0.1)],

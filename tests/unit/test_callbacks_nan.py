@@ -39,6 +39,7 @@ class Breaks(Net):
         return loss * math.nan if self.what == "nan" else loss + math.inf
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize("every", [None, 1, 3, 100])
 def test_names_step_and_parameter(every: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     guard = TerminateOnNaN(check_every_n_steps=every)

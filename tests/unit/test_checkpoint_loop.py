@@ -25,6 +25,7 @@ import small_loop
 from checkpoints import same
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
+from trainloop.__main__ import main
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 from trainloop.callbacks.base import Saver
 from trainloop.errors import CheckpointError, ConfigurationError
@@ -249,7 +250,7 @@ def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: 
         schedule = LRScheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
         keeper = ModelCheckpoint(tmp_path)
         loop.fit(epochs, grad_accumulation=accumulation, callbacks=[keeper, schedule], resume_from="last")
-        return capsys.readouterr().out
+        return capsys.readouterr().err  # a warning of the log
 
     assert said(1) == said(2) == ""
     other = said(3, accumulation=2, batch=12, seed=2, lr=0.5, weight_decay=0.25)
@@ -525,3 +526,12 @@ def test_the_last_loss_is_resumed(dtype: torch.dtype, tmp_path: Path) -> None:
     assert reads.before is None
     assert first.last_loss is not None
     assert torch.equal(reads.seen, first.last_loss)
+
+
+def test_export_says_which_checkpoint_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keeper = ModelCheckpoint(tmp_path / "kept", keep=None)
+    make_loop().fit(num_epochs=2, callbacks=[keeper])
+    assert main(["checkpoint", "export", str(tmp_path / "kept"), str(tmp_path / "model.safetensors")]) == 0
+    assert capsys.readouterr().out.endswith(f", from {keeper.last_path}\n")
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "none.safetensors")]) == 1
+    assert "is a folder without a checkpoint" in capsys.readouterr().err

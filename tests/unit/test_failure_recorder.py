@@ -350,6 +350,7 @@ class Explodes(Net):
         return result
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path, check_every_n_steps=1), Kind(Root)
     kind.made().fit(num_epochs=1, callbacks=[recorder])
@@ -367,6 +368,7 @@ def test_a_gradient_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.C
     assert "first backward function with a gradient that is not finite: SqrtBackward0" in str(replay)
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path), Kind(Explodes)  # the loss is looked at in each step
     loop = kind.made()
@@ -378,6 +380,7 @@ def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.Captu
     assert replay.loss_difference == 0
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_weights_that_were_not_finite_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path, check_every_n_steps=3), Kind(Root)
     kind.made().fit(num_epochs=1, callbacks=[recorder])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from small_loop import Net, Scores, make_loop
+from trainloop import AbstractCallback
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TerminateOnNaN, ThresholdEarlyStopping
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
@@ -120,3 +122,26 @@ def test_a_plateau_with_the_wrong_mode_is_warned_of() -> None:
     plateau = LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau, monitor="val_accuracy")
     with pytest.warns(UserWarning, match="LRScheduler: monitor='val_accuracy', mode='min'"):
         make_loop().fit(num_epochs=1, callbacks=[plateau])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("val_acuracy", "val_accuracy"), ("vall_loss", "val_loss"), ("val_auc", None), ("val_loss", None)],
+)
+def test_a_misspelt_name_is_reported_after_the_first_step(name: str, meant: str | None) -> None:
+    steps = []
+
+    class Ends(AbstractCallback):
+        def on_batch_end(self) -> None:
+            steps.append(self.train_loop_obj.global_step)
+            if steps[-1] == 2:
+                raise KeyError("enough")
+
+    stop = EarlyStopping(name, mode="max" if "loss" not in name else "min")
+    loop = make_loop()
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyError, match="enough"):
+        warnings.simplefilter("always")
+        loop.fit(num_epochs=1, callbacks=[stop, Ends("ends")])
+    found = [str(one.message) for one in caught if "first step" in str(one.message)]
+    assert len(found) == (meant is not None)
+    assert all(f"monitor={name!r}" in text and f"Did you mean {meant!r}?" in text for text in found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop import preflight
+from trainloop.train_loop.preflight import preflight_epoch
 
 
 class Net(TTBasicModel):
@@ -218,3 +221,60 @@ def test_a_batchnorm_of_one_sample_ends_training_with_what_to_do() -> None:
         ValueError, match=r"Expected more than 1 value per channel.*drop_last=True.*sync_batchnorm=True"
     ):
         loop.fit(num_epochs=1)
+
+
+class Predicts(Net):
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        raise ValueError("broken predictions")
+
+
+class Broken(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        raise ValueError("broken callback")
+
+
+class Notes(AbstractCallback):
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__("notes")
+        self.called = 0
+        self.optimizer = optimizer
+
+    def on_train_end(self) -> None:
+        self.called += 1
+        assert self.optimizer in (None, self.train_loop_obj.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "callback", "text"),
+    [
+        (Net, lambda folder: EarlyStopping("val_los", mode="min"), "Did you mean 'val_loss'"),
+        (
+            Net,
+            lambda folder: ModelCheckpoint(folder, monitor="val_accuracy"),
+            "monitor='val_accuracy' is not in the history",
+        ),
+        (Net, lambda folder: Broken("broken"), "broken callback"),
+        (Predicts, lambda folder: Notes(), "broken predictions"),
+    ],
+)
+def test_the_end_of_an_epoch_is_tried(model: Any, callback: Any, text: str, tmp_path: Path) -> None:
+    tl = loop_of(model())
+    tl.validation_loader = tl.train_loader
+    with pytest.raises(Exception, match=text):
+        preflight_epoch(tl, [callback(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_callbacks_are_copied_with_what_they_refer_to(tmp_path: Path) -> None:
+    tl = loop_of(Net())
+    notes = Notes(tl.optimizer)
+    before = copy.deepcopy(tl.model.state_dict())
+    schedule = LRScheduler(optim.lr_scheduler.CosineAnnealingLR(tl.optimizer, T_max=10))
+    callbacks = [notes, schedule, ModelCheckpoint(tmp_path), TensorBoard(tmp_path)]
+    assert preflight_epoch(tl, callbacks).endswith("left out, since they write: TensorBoard")
+    assert notes.called == 0
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(before[name], value) for name, value in tl.model.state_dict().items())
+    assert tl.optimizer.param_groups[0]["lr"] == 0.1
+    tl.fit(num_epochs=1, callbacks=[notes])
+    assert "notes" in preflight_epoch(tl, tl.callbacks)  # after fit, callbacks refer to the loop

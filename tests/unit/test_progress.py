@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import logging
 import math
 import os
 import pty
@@ -25,6 +26,7 @@ from ranks import run_ranks
 from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop._support import screen as screens
+from trainloop.callbacks import ModelCheckpoint, ThresholdEarlyStopping
 from trainloop.train_loop import display
 from trainloop.train_loop.display import Display
 from trainloop.train_loop.timings import Timings
@@ -278,3 +280,29 @@ def test_of_two_ranks_one_shows_the_run(
     # Of rank 0's steps, and the samples of both.
     found = tl.timings
     assert [(part.steps, part.samples) for part in (found, *found.epochs)] == [(8, 202), (4, 101), (4, 101)], found
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_events_are_silenced_without_a_bar(bar: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def fit() -> str:
+        tl = make_loop(progress_bar=bar)
+        tl.fit(num_epochs=3, callbacks=[stop(), ModelCheckpoint(tmp_path)], resume_from="last")
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return printed.out
+
+    def stop() -> ThresholdEarlyStopping:
+        return ThresholdEarlyStopping("loss", -1.0, patience=0)
+
+    assert ("ThresholdEarlyStopping ended training after epoch 1" in fit()) == bar
+    assert ("Nothing left to do" in fit()) == bar
+
+
+def test_an_event_of_a_callback(capsys: pytest.CaptureFixture[str]) -> None:
+    class Reports(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            self.train_loop_obj.report("half of it is done", logging.WARNING)
+
+    make_loop().fit(num_epochs=1, callbacks=[Reports("reports")])
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "half of it is done\n")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainloop._launch.output import quieten_log_streams
+from trainloop._launch.forwarding import Targets
+from trainloop._launch.output import Report, quieten_log_streams, rank_streams, reported_records
 from trainloop.distributed import Rank
 
 
@@ -24,7 +25,7 @@ def handlers(tmp_path: Path) -> Iterator[dict[str, logging.Handler]]:
     for handler in made.values():
         logger.addHandler(handler)
     yield made
-    for handler in made.values():
+    for handler in [*logger.handlers]:
         logger.removeHandler(handler)
         handler.close()
 
@@ -33,9 +34,68 @@ def handlers(tmp_path: Path) -> Iterator[dict[str, logging.Handler]]:
     ("rank", "variable", "debug"), [(0, "0", logging.NOTSET), (1, "0", logging.WARNING), (1, "1", logging.NOTSET)]
 )
 def test_logs_of_a_rank(
-    rank: int, variable: str, debug: int, handlers: dict[str, logging.Handler], monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    variable: str,
+    debug: int,
+    handlers: dict[str, logging.Handler],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("TRAINLOOP_ALL_RANKS_OUTPUT", variable)
-    quieten_log_streams(Rank(rank=rank, world_size=2))
+    me = Rank(rank=rank, world_size=2)
+    quieten_log_streams(me, Report(str(tmp_path / "claims")))
     levels = {name: handler.level for name, handler in handlers.items()}
     assert levels == {"debug": debug, "errors": logging.ERROR, "file": logging.NOTSET}
+
+
+class Keeps(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    kept = Keeps()
+    logging.getLogger("trainloop").addHandler(kept)
+    yield kept.texts
+    logging.getLogger("trainloop").removeHandler(kept)
+
+
+@pytest.mark.parametrize("variable", ["0", "1"])
+def test_the_first_line_that_is_not_shown_is_reported_once(
+    variable: str, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRAINLOOP_ALL_RANKS_OUTPUT", variable)
+    for rank in (0, 2, 1, 2):
+        me = Rank(rank=rank, world_size=3)
+        with rank_streams(me, report=Report(str(tmp_path / "claims"))):
+            print("x =", rank)
+            print("again")
+    if variable == "1":
+        assert said == []
+        return
+    assert len(said) == 1
+    assert said[0].startswith("This rank printed a line that is not shown ('x = 2')")
+    assert "TRAINLOOP_ALL_RANKS_OUTPUT=1" in said[0]
+
+
+@pytest.mark.parametrize("where", ["stream", "caller"])
+def test_records_too(where: str, said: list[str], handlers: dict[str, logging.Handler], tmp_path: Path) -> None:
+    log, me = logging.getLogger("a.library.of.this.test"), Rank(rank=1, world_size=2)
+    log.setLevel(logging.INFO)
+    report = Report(str(tmp_path / "claims"))
+    targets = Targets(loggers={log.name: logging.INFO} if where == "caller" else {})
+    if where == "stream":
+        quieten_log_streams(me, report)
+    with reported_records(me, targets, report):
+        log.warning("shown")
+        log.debug("below the logger's level")
+        assert said == []
+        log.info("loss %d", 3)
+        log.info("loss %d", 4)
+    assert len(said) == 1
+    assert "This rank logged a record of level INFO that is not shown ('loss 3')" in said[0]

@@ -49,6 +49,7 @@ def state_of(tl: TrainLoop) -> Any:
     return weights, momentum, tl.history.to_dict(), tl.history.rows(), tl.epoch, tl.global_step, tl.early_stop
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize("length", [{"num_epochs": 2}, {"num_iterations": STEPS_PER_EPOCH + 3}], ids=str)
 @pytest.mark.parametrize("average", [False, True])
 def test_a_finished_run_changes_nothing(
@@ -123,6 +124,7 @@ ENDS = {
 }
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     make, later = ENDS[name]

@@ -276,14 +276,23 @@ def test_a_second_fit_goes_on_in_the_folder(tmp_path: Path) -> None:
     assert steps(found["mine"]) == [5, 5 + STEPS_PER_EPOCH]
 
 
-def test_a_second_run_in_the_same_folder_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    make_loop().fit(num_epochs=3, callbacks=[TensorBoard(tmp_path, 1)])
-    loop = make_loop()
-    loop.fit(num_epochs=2, callbacks=[TensorBoard(tmp_path, 1)])
-    found = read(tmp_path)
-    assert steps(found["loss"]) == list(range(1, 2 * STEPS_PER_EPOCH + 1))
-    assert values_of(found["epoch/loss"]) == pytest.approx(loop.history["loss"], rel=1e-6)
-    assert len(event_files(tmp_path)) == 2  # hidden, not deleted
+def test_a_second_run_in_the_same_folder_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    def callbacks() -> list[AbstractCallback]:
+        return [TensorBoard(tmp_path / "logs", 1), ModelCheckpoint(tmp_path / "checkpoints")]
+
+    make_loop().fit(num_epochs=3, callbacks=[TensorBoard(tmp_path / "logs", 1)])
+    board = TensorBoard(tmp_path / "logs", 1)
+    for number in (2, 3):  # other loops with one callback
+        make_loop().fit(num_epochs=1, callbacks=[board])
+        assert board.log_dir == str(tmp_path / "logs" / f"run-{number}")
+    make_loop(seed=1).fit(num_epochs=1, callbacks=callbacks())
+    loop = make_loop(seed=1)
+    loop.fit(num_epochs=2, callbacks=callbacks(), resume_from="last")  # goes on in the folder of its run
+    loop.fit(num_epochs=1, callbacks=loop.callbacks)
+    folders = [tmp_path / "logs", *(tmp_path / "logs" / f"run-{number}" for number in (2, 3, 4))]
+    lengths = [len(steps(read(folder)["loss"])) for folder in folders]
+    assert lengths == [epochs * STEPS_PER_EPOCH for epochs in (3, 1, 1, 3)]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir() if path.is_dir()) == ["run-2", "run-3", "run-4"]
 
 
 def test_resumed_at_an_epoch_s_end(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import join, place_here, rank_from_launcher, warn_of_processes_alone
 from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
-from trainloop._launch.rank_process import RankSpec, started_by_launch
+from trainloop._launch.rank_process import RankSpec, rescue_result, started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._processes import NoServerError, begin_server, chosen_method, fixed_state, limits
@@ -50,6 +50,7 @@ __all__ = [
     "launch",
     "place_here",
     "rank_from_launcher",
+    "rescue_result",
     "warn_of_processes_alone",
 ]
 
@@ -74,6 +75,7 @@ def launch(
     start_method: str = "auto",
     roots: dict[str, object] | None = None,
     restart_policy: RestartPolicy | None = None,
+    take_rescued: Callable[[Any], str] | None = None,
 ) -> T:
     """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
 
@@ -106,6 +108,9 @@ def launch(
     restart_policy : RestartPolicy, optional
         Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
         run.
+    take_rescued : callable, optional
+        Called before a failure is raised, with the result that local rank 0 has passed to
+        :func:`~trainloop._launch.rank_process.rescue_result`, if it has. Returns a sentence for the error's message.
 
     Returns
     -------
@@ -180,7 +185,7 @@ def launch(
             outlives_work=kept is not None,
         )
         work = _GivenWork(payload.handle, payload.descriptors, settings, modules, targets, environment)
-        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy)
+        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy, take_rescued)
         result: T = starts.run()
         return result
 
@@ -209,10 +214,12 @@ class _Starts:
         kept: KeptRanks | None,
         terms: list[Any] | None,
         policy: RestartPolicy | None,
+        take_rescued: Callable[[Any], str] | None,
     ) -> None:
         self._spec_with, self._work = spec_with, work
         self._method, self._served = method, served
         self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
+        self._take_rescued = take_rescued
         self._first = True
         self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
         self._failed: WorkerFailedError | None = None
@@ -276,15 +283,21 @@ class _Starts:
             pause_s = _PAUSES_S[self._disturbed]
             self._disturbed += 1
             attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
-            print(f"Restarting the ranks ({attempt}): {ranks.disturbance}", file=sys.stderr, flush=True)
+            logger.warning(f"Restarting the ranks ({attempt}): {ranks.disturbance}")
             time.sleep(pause_s)  # a scan of ports may be over by then
             return
         if self._policy is None or ranks.cause is None:
-            raise error
+            raise self._with_rescued(ranks, error) from None
         final = self._policy.error_that_ends_run(ranks.cause, error)
         if final is not None:
-            raise final from None
+            raise self._with_rescued(ranks, final) from None
         self._failed = error
+
+    def _with_rescued(self, ranks: Ranks, error: WorkerFailedError) -> WorkerFailedError:
+        rescued = ranks.rescued() if self._take_rescued is not None else None
+        if rescued is None or self._take_rescued is None:
+            return error
+        return with_note(error, self._take_rescued(rescued))
 
 
 def _check_caller() -> None:

@@ -27,7 +27,7 @@ from trainloop._launch.settings import loggers, standard_stream_of
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank
 
-__all__ = ["ForwardedStream", "Outlets", "Sender", "Targets", "sent_records", "targets_here"]
+__all__ = ["ForwardedStream", "HandlerOfRank", "Outlets", "Sender", "Targets", "sent_records", "targets_here"]
 
 _HEADER = struct.Struct("=IIBH")  # process, number of the message, 1 for its last chunk, bytes
 _CHUNK = getattr(select, "PIPE_BUF", 512)
@@ -166,14 +166,18 @@ def sent_records(sender: Sender | None, targets: Targets, me: Rank, least: int) 
             logging.getLogger(name or None).removeHandler(handler)
 
 
-class _SendingHandler(logging.Handler):
+class HandlerOfRank(logging.Handler):
+    """Base of handlers that exist because the process is a rank, and that show nothing themselves."""
+
+
+class _SendingHandler(HandlerOfRank):
     def __init__(self, sender: Sender, name: str, me: Rank, level: int) -> None:
         super().__init__(level)
         self._sender, self._logger, self._me = sender, name, me
 
     def emit(self, record: logging.LogRecord) -> None:
         # A module that this rank has imported may have added the handler that the caller has, such as one of a file.
-        others = [one for one in logging.getLogger(self._logger or None).handlers if type(one) is not _SendingHandler]
+        others = [one for one in logging.getLogger(self._logger or None).handlers if not isinstance(one, HandlerOfRank)]
         if any(standard_stream_of(one) is None and type(one) is not logging.NullHandler for one in others):
             return
         try:

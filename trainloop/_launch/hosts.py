@@ -12,10 +12,10 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +32,8 @@ from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Hosts", "meet_hosts"]
+
+logger = logging.getLogger("trainloop")
 
 RENDEZVOUS_WAIT_S = 600.0
 """Seconds that hosts wait for each other at the start, unless the run has a shorter time-out."""
@@ -239,7 +241,7 @@ class Hosts:
             else:
                 why = self._contradiction(0, node, theirs)
             self._refused[node] = why
-            print(f"node 0 of {self._num_nodes}: {why}. Still waiting.", file=sys.stderr, flush=True)
+            logger.warning(f"node 0 of {self._num_nodes}: {why}. Still waiting.")
 
     def _missing(self) -> str:
         missing = sorted(set(range(1, self._num_nodes)) - set(self._others))

@@ -27,7 +27,7 @@ from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.forwarding import Sender, Targets, sent_records
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.module_state import receive_modules
-from trainloop._launch.output import least_level, quieten_log_streams, rank_streams
+from trainloop._launch.output import Report, least_level, quieten_log_streams, rank_streams, reported_records
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, next_work
 from trainloop._support.forks import guard_forks
@@ -65,7 +65,7 @@ _ORPHAN_GRACE_S = 5.0  # time for a rank to unwind after its parent was killed
 class State:
     """The state of a rank, in one int64 of shared memory, which only the rank writes."""
 
-    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT = range(6)
+    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT, RESCUING = range(7)
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ class RankTerminated(BaseException):
 
 _started_as: Rank | None = None
 _result_file: ResultFile | None = None
+_own_state: tuple[memoryview, int] | None = None  # the slots, and the index of this rank's state
 
 
 def started_by_launch() -> bool:
@@ -180,6 +181,18 @@ def started_as() -> Rank | None:
 def result_file() -> ResultFile | None:
     """Return the file for local rank 0's result, to which other ranks may add parts; ``None`` outside of ranks."""
     return _result_file
+
+
+def rescue_result(get_result: Callable[[], object]) -> None:
+    """Send a result although this rank's work has failed. Only local rank 0 calls it, before it raises the error.
+
+    The launching process waits for it, within limits, even if another rank has failed first.
+    """
+    assert _result_file is not None
+    assert _own_state is not None
+    slots, place = _own_state
+    slots[place] = State.RESCUING
+    _result_file.write(get_result())
 
 
 def run_rank(local_rank: int, line: connection.Connection) -> None:
@@ -220,10 +233,11 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
 
 def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
     """Open the payload, do its work and write the result; return the exit code, 0 for success."""
-    global _result_file
+    global _result_file, _own_state
     _result_file = ResultFile(spec.result_fd)
     stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
     state = SharedStop.num_slots(spec.local_world_size) + me.local_rank
+    _own_state = slots, state
 
     def run_failed() -> bool:
         return stop.aborted or parent_has_ended()
@@ -234,14 +248,15 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
     ):
         try:
             sender = Sender(spec.output_fd) if spec.output_fd >= 0 else None
-            undo.enter_context(rank_streams(me, sender, spec.targets))
+            report = Report(os.path.join(spec.scratch.path, "output-not-shown"))
+            undo.enter_context(rank_streams(me, sender, spec.targets, report))
             slots[state] = State.RUNNING
             if "nccl" in spec.backend:
                 unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # This opens the payload, too, so that an error in the user's imports is recorded like any other.
-            result = _set_up_and_call(spec, me, stop, sender, undo, received)
+            result = _set_up_and_call(spec, me, stop, sender, report, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
             slots[state] = State.DONE
@@ -262,6 +277,7 @@ def _set_up_and_call(
     me: Rank,
     stop: SharedStop,
     sender: Sender | None,
+    report: Report,
     undo: contextlib.ExitStack,
     received: Mapping[int, int],
 ) -> Any:
@@ -287,8 +303,9 @@ def _set_up_and_call(
     if spec.settings:
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(spec.settings)
-        quieten_log_streams(me)
+        quieten_log_streams(me, report)
     undo.enter_context(sent_records(sender, spec.targets, me, least_level(me)))
+    undo.enter_context(reported_records(me, spec.targets, report))
     write_late = receive_modules(spec.modules, device, warns=me.local_rank == 0) if spec.modules else None
     function = spec.handle.open(device, received)
     if write_late is not None:

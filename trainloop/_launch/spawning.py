@@ -37,6 +37,7 @@ _PROC = os.path.isdir("/proc/self/fd")
 
 _POLL_S = 0.1
 _UNWIND_S = 1.0  # time for the other ranks' errors to arrive after a failure
+_RESCUE_S = 30.0  # time for a rank that sends its state although the run has failed
 _TERMINATE_S = 5.0  # time for ``finally`` blocks after SIGTERM
 _KILL_S = 2.0
 _REPORT_S = 3.0  # time for another host to report its failure
@@ -394,6 +395,9 @@ class Ranks:
             # ranks would wait for it in a collective, where no signal reaches them.
             _kill_strays({mark for r, mark in enumerate(self._line_marks) if r not in alive})
         self._join(_UNWIND_S)
+        deadline = time.monotonic() + _RESCUE_S
+        while any(self._state(r) == State.RESCUING for r in self._alive()) and time.monotonic() < deadline:
+            self._join(0.05)
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
@@ -452,6 +456,11 @@ class Ranks:
     def result(self) -> Any:
         """Return the result of local rank 0's function."""
         return ResultFile(self._spec.result_fd).read()
+
+    def rescued(self) -> Any:
+        """Return the result that local rank 0 sent although its work has failed; ``None`` if it sent none."""
+        file = ResultFile(self._spec.result_fd)
+        return file.read() if self._state(0) == State.FAILED and file.is_complete() else None
 
     def close(self) -> None:
         """End ranks that wait for more work, and release all processes' resources. No other rank may be alive."""

@@ -304,6 +304,11 @@ class Recorder:
         """True if anything was logged since the last epoch was finished."""
         return any(series.pending or series.count or series.steps for series in self._series.values())
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics that have been logged or recorded."""
+        return list(self._series)
+
     def drop(self, names: Container[str]) -> None:
         """Drop the values that were logged by these names since the last epoch was finished."""
         for series in self._series.values():

@@ -110,6 +110,11 @@ class ResultFile:
 
     # -- in the process that started the ranks -------------------------------------------------------------------------
 
+    def is_complete(self) -> bool:
+        """Return True if a result was written and has not been read yet."""
+        head = bytearray(8 * _HEAD)
+        return read_into(self._fd, memoryview(head), 0) == len(head) and any(head)
+
     def read(self) -> Any:
         """Return the result, with its tensors on the CPU. The file is emptied, but not truncated: ranks may map it."""
         stream_at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()

@@ -336,6 +336,13 @@ class Saver(AbstractCallback):
     def save_finished(self) -> None:
         """Write a checkpoint at the end of training, after all other callbacks' last hooks."""
 
+    def write_into(self, folder: str) -> None:
+        """Write to another folder from now on, to try the callback out. Called before a training."""
+
+    def save_held(self, state: dict[str, Any]) -> str | None:
+        """Write the state of the last finished step after a failure; return the path. Only rank 0 calls it."""
+        return None
+
 
 class HookTable:
     """The hooks that callbacks override. Each attribute is a hook with its functions, as a tuple in execution order.

@@ -290,6 +290,20 @@ class ModelCheckpoint(Saver):
         self._host_copy = checkpoint.HostCopy()
         self.share_paths()
 
+    def write_into(self, folder: str) -> None:
+        self._folder = checkpoint.folder(folder)
+        self._begin_run()
+
+    def save_held(self, state: dict[str, Any]) -> str | None:
+        loop = self.train_loop_obj
+        self._finish_writing(_OTHERS_S)
+        if self._saved_step == loop.global_step and not self._failed:
+            return None
+        info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, None, "error")
+        error = error_of(partial(self._write, without(state, self._left_out) if self.exclude else state, info))
+        self._report(error, info.step)
+        return self.last_path if error is None else None
+
     def share_paths(self) -> None:
         """Send rank 0's paths and best value to the other ranks that a launcher started. Collective."""
         if distributed.get_world_size() > 1:

@@ -8,6 +8,7 @@ code. If a batch is not plain data, the file contains it as pickled bytes.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import platform
@@ -252,7 +253,7 @@ class FailureRecorder(AbstractCallback):
                 line = f'Find the cause in your own script: tl.replay("{path}", detect="nan")'
         except Exception as error:
             line = self._not_written(error)
-        print(f"Rank {self.train_loop_obj.rank}: {where}. {line}", flush=True)
+        self.train_loop_obj.report(f"Rank {self.train_loop_obj.rank}: {where}. {line}", logging.WARNING)
 
     def on_exception(self, exception: BaseException) -> None:
         """Record the failure. If the recorder itself fails, add a note to the error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -129,6 +130,10 @@ class Loop(Protocol):
     def resumed(self) -> bool:
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
 
+    cut: Any
+    """In hooks at the end: position in the last epoch, if ``num_iterations`` ends ``fit`` in the middle of it; else
+    ``None``. The next ``fit`` may continue that epoch."""
+
     @property
     def effective_batch_size(self) -> int | None:
         """Number of samples in a global batch; ``None`` if unknown."""
@@ -207,6 +212,9 @@ class Loop(Protocol):
 
     def evaluate(self, data_loader: Any) -> dict[str, float]:
         """Return the mean loss over a loader, and everything that is logged meanwhile, by name."""
+
+    def report(self, text: str, level: int = logging.INFO) -> None:
+        """Report an event: print a line above the progress bar on rank 0, or log it if there is no bar."""
 
     def checkpoint_state(self, *, keep_shards: bool = False) -> dict[str, Any] | None:
         """Return everything that a resumed run needs, on rank 0. Collective."""

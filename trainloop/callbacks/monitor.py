@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from trainloop._support.keywords import nearest
@@ -15,6 +15,7 @@ __all__ = ["Monitor"]
 
 Mode = Literal["auto", "min", "max"]
 
+_ALMOST_SAME = 0.9  # how similar a name must be to count as misspelt before the end of the epoch
 _NEAR = 0.75  # how similar a name must be for an error message to suggest it
 
 # Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
@@ -104,6 +105,9 @@ class Monitor:
         Called at registration. Only values that the loop records afterwards are new.
         """
         self._seen = len(loop.history.get(self.name, ()))
+        cut = getattr(loop, "cut", None)
+        if cut is not None and cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
+            self._seen -= 1  # this epoch continues, and gets another value in place of that one
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher
@@ -120,6 +124,22 @@ class Monitor:
                 f"{self.owner}: monitor='val_loss', but the loop has no validation_loader. "
                 "Pass one to TrainLoop, or monitor another metric, such as 'loss'."
             )
+
+    def about_name(self, loop: Any, logged: Iterable[str]) -> str:
+        """Return a warning if the name is probably misspelt, after the first step ``logged`` its metrics; or ``''``.
+
+        The metric may still appear at the end of the epoch, so only names that are nearly the same count.
+        """
+        names = list(dict.fromkeys(["loss", *logged, *loop.history]))
+        if loop.validation_loader is not None:
+            names += [f"val_{name}" for name in names if not name.startswith(("val_", "test_"))]
+        meant = None if self.name in names else nearest(self.name, names, _ALMOST_SAME)
+        if meant is None:
+            return ""
+        return (
+            f"{self.owner}: monitor={self.name!r} is not among the metrics of the first step. Did you mean {meant!r}? "
+            "If nothing logs it by the end of the first epoch, the training ends there with an error."
+        )
 
     def new_value(self, loop: Any) -> float | None:
         """Return the metric's newest value; ``None`` if that value was already read, or the metric has no value yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class TerminateOnNaN(GradientCallbackBase):
         # Gradients are equal on all ranks, so rank 0 reports them. A loss is reported by the rank that computed it.
         if loop.is_main_process() or not found.parameters:
             where = "" if loop.world_size == 1 or found.parameters else f" on rank {loop.rank}"
-            print(f"Training ends: {found}{where}.")
+            loop.report(f"Training ends: {found}{where}.", logging.WARNING)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -45,7 +45,8 @@ class TensorBoard(Tracker):
     Parameters
     ----------
     log_dir : str or path, optional
-        Folder to write to. Default: a new folder, ``runs/<date and time>_<class of the model>``.
+        Folder to write to. Default: a new folder, ``runs/<date and time>_<class of the model>``. If the folder already
+        has the curves of another run, the run writes to a new folder in it: ``run-2``, ``run-3``, ...
     log_every_n_steps : int, optional
         Write the values of every n-th step. ``None`` writes only epoch values.
     learning_rate : bool
@@ -63,7 +64,8 @@ class TensorBoard(Tracker):
     Attributes
     ----------
     log_dir : str or None
-        Folder that the callback writes to. If you did not pass one, it is None until ``fit``.
+        Folder that the callback writes to. If you did not pass one, it is None until ``fit``. A new folder in the one
+        that you passed is chosen by ``fit``.
 
     Raises
     ------
@@ -77,9 +79,9 @@ class TensorBoard(Tracker):
 
     Notes
     -----
-    A second ``fit`` and a resumed run write a new file into the same folder. Values of repeated steps replace the
-    earlier ones: TensorBoard shows each step once. Values are written to disk about every hundred steps, when logs are
-    flushed. Ten scalars per step cost about 40 microseconds per step.
+    A second ``fit`` of a loop and a resumed run write a new file into the same folder. Values of repeated steps replace
+    the earlier ones: TensorBoard shows each step once. Values are written to disk about every hundred steps, when logs
+    are flushed. Ten scalars per step cost about 40 microseconds per step.
 
     Examples
     --------
@@ -112,7 +114,7 @@ class TensorBoard(Tracker):
             "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
         )
         self.graph_input = graph_input
-        self._chosen = log_dir is None  # True if this callback chooses the folder
+        self._given = self.log_dir
         self._last_step: int | None = None  # newest step in the folder; None if others may have written there
         self._first_step: int | None = None  # first step of this run
         self._failed = False
@@ -127,8 +129,7 @@ class TensorBoard(Tracker):
     def reset(self) -> None:
         super().reset()
         self._last_step, self._newest = None, (0, {})
-        if self._chosen:
-            self.log_dir = None  # another training has another folder
+        self.log_dir = self._given  # another training has another folder
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
@@ -141,6 +142,8 @@ class TensorBoard(Tracker):
         if self.log_dir is None:
             self.log_dir = _new_folder(type(loop.model).__name__)
             self._once_written = False
+        elif loop.global_step == 0 and self.log_dir == self._given:  # a run that resumes replaces it later
+            self.log_dir = _folder_in(self.log_dir)
         if loop.is_global_zero:
             assert self.log_dir is not None
             why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
@@ -175,8 +178,11 @@ class TensorBoard(Tracker):
         """Event file, created at the first write."""
         if self._run is None:
             assert self.log_dir is not None, "on_train_loop_registration comes first"
-            self._run = EventFile(self.log_dir)
             first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
+            if first <= 1 and self._given not in (None, self.log_dir):
+                text = f"{self._given} has the curves of another run, so this run writes to {self.log_dir}"
+                self.train_loop_obj.report(f"TensorBoard: {text}.")
+            self._run = EventFile(self.log_dir)
             if self._run.continues and (self._last_step is None or first <= self._last_step):
                 from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -386,9 +392,11 @@ class TensorBoard(Tracker):
         return {**super().__getstate__(), "_rates": {}}
 
     def state_dict(self) -> dict[str, Any]:
+        own = "" if self.log_dir is None or self._given is None else os.path.relpath(self.log_dir, self._given)
         return {
             **super().state_dict(),
             "log_dir": self.log_dir,
+            "folder_of_run": "" if own == "." else own,
             "once_written": self._once_written,
             "newest": list(self._newest),
             "step_names": sorted(self._step_names),
@@ -396,8 +404,11 @@ class TensorBoard(Tracker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._chosen:
+        if self._given is None:
             self.log_dir = state["log_dir"]
+        else:  # older checkpoints lack the entry
+            own = state.get("folder_of_run", "")
+            self.log_dir = os.path.join(self._given, own) if own else self._given
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._last_step = None  # the run that wrote the checkpoint may have written later values
         self._step_names |= set(state.get("step_names", ()))
@@ -497,6 +508,13 @@ def _new_folder(name: str) -> str:
         number += 1
         folder = f"{stem}_{number}"
     return folder
+
+
+def _folder_in(given: str) -> str:
+    """Return the folder for a new run: ``given``, or a new folder in it if it has the curves of another run."""
+    if "://" in given or not any(Path(given).glob(f"events.out.tfevents.*{SUFFIX}")):
+        return given
+    return next(path for n in itertools.count(2) if not os.path.exists(path := os.path.join(given, f"run-{n}")))
 
 
 _DATASETS = "train|val|test"

@@ -274,7 +274,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval != "epoch":
             return
         if self._metric is None:
-            self._step()
+            if self.train_loop_obj.cut is None:  # else the epoch is not at its end
+                self._step()
             return
         value = self._metric.new_value(self.train_loop_obj)
         if value is not None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainloop.checkpoint.file import load
-from trainloop.checkpoint.sharded import StoredTensor, narrowed, parts_of
+from trainloop.checkpoint.file import load, load_newest
+from trainloop.checkpoint.sharded import STATE, StoredTensor, narrowed, parts_of
 from trainloop.checkpoint.storage import temporary_name
 from trainloop.errors import CheckpointError, ConfigurationError
 
-__all__ = ["export"]
+__all__ = ["export", "export_from"]
 
 # Names of the dtypes in the safetensors format.
 _DTYPES = {
@@ -54,7 +54,13 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     ConfigurationError
         If the file can't be written.
     """
-    model = load(checkpoint, whole=False).get("model")
+    return export_from(checkpoint, path)[0]
+
+
+def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Do the work of :func:`export`; return the size of the file, and the path of the checkpoint that was read."""
+    source, state = _newest_of(checkpoint)
+    model = state.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
         raise CheckpointError(f"{os.fspath(checkpoint)} has no model weights. Pass a checkpoint that fit wrote.")
     for name, value in model.items():
@@ -86,7 +92,18 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
-    return 8 + len(text) + end
+    return 8 + len(text) + end, source
+
+
+def _newest_of(checkpoint: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
+    """Return the path and the state of a checkpoint, or of the newest one in a folder."""
+    text = os.fspath(checkpoint)
+    local = os.path.abspath(os.path.expanduser(text))
+    if "://" not in text and os.path.isdir(local) and not os.path.exists(os.path.join(local, STATE)):
+        newest = load_newest(local, whole=False)
+        if newest is not None:
+            return newest
+    return text, load(checkpoint, whole=False)
 
 
 def _write(path: str, start: int, size: int, model: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.sharding import shard_size
 from trainloop._support.signals import started
 from trainloop.data.randomness import IsolatedRandomState, isolated_iter
-from trainloop.data.stops import guard_stop_iteration
+from trainloop.data.starting import start_reading
 from trainloop.errors import ConfigurationError
 
 
@@ -113,10 +113,10 @@ class SplitBatches:
 def read_columns(loader: SplitBatches, isolated: IsolatedRandomState | None, name: str) -> Iterator[tuple[int, Any]]:
     """Yield ``(columns, batch)`` for each batch of a pass, drawn inside ``isolated`` unless it is None."""
     if isolated is None:
-        batches = guard_stop_iteration(started(loader), name)
+        batches = start_reading(loader, name)
     else:
         with isolated:
-            batches = guard_stop_iteration(started(loader), name)
+            batches = start_reading(loader, name)
         batches = isolated_iter(batches, isolated)
     for batch in batches:
         yield loader.columns(batch), batch

@@ -12,7 +12,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import index_blocks, shard_size
-from trainloop._support.signals import started
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import SampleCounter, may_change_count
 from trainloop.data.loader_copies import copy_loader
@@ -27,7 +26,7 @@ from trainloop.data.samplers import (
     ShardSampler,
 )
 from trainloop.data.sources import Source, plan_of
-from trainloop.data.stops import guard_stop_iteration
+from trainloop.data.starting import start_reading
 from trainloop.data.tensors import TensorRows, draw_base_seed
 from trainloop.data.whole_batches import WholeBatches
 
@@ -186,7 +185,7 @@ class Indexed(Source):
         requested.first_batch = batch_index = first_batch
         seed = shard.seed
         with nullcontext() if seed is None else IsolatedRandomState(derive_seed(seed, "loader", epoch, rank)):
-            batches = guard_stop_iteration(started(self.loader), self._name)
+            batches = start_reading(self.loader, self._name)
         # Workers are seeded by the indices that they receive.
         isolated = None if seed is None or self.loader.num_workers > 0 else IsolatedRandomState()
         while True:

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support import rng
 from trainloop._support.nested import map_parts
-from trainloop._support.signals import started
 from trainloop.data import libraries
 from trainloop.data.orders import length_of
 from trainloop.data.randomness import IsolatedRandomState
+from trainloop.data.starting import started_with_workers
 from trainloop.data.stops import guard_stop_iteration
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ class InProcess:
         return self._counted(batches)
 
     def _iterated(self) -> Iterator[Any]:
-        self._iterator = started(self._loader)
+        self._iterator = started_with_workers(self._loader, self._name)
         return guard_stop_iteration(self._iterator, self._name)
 
     def _counted(self, batches: Iterator[T]) -> Iterator[T]:

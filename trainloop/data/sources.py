@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, MapDataPipe
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, shard_size
-from trainloop._support.signals import started
 from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
 from trainloop.data.batches import SampleCounter, may_change_count
@@ -27,7 +26,8 @@ from trainloop.data.orders import length_of, rest_of
 from trainloop.data.positions import InProcess, Position, StreamPlaces
 from trainloop.data.randomness import IsolatedRandomState, isolated_iter
 from trainloop.data.samplers import RankSizes
-from trainloop.data.stops import guard_stop_iteration, slipped_out
+from trainloop.data.starting import start_reading
+from trainloop.data.stops import slipped_out
 from trainloop.data.streams import StreamPart, counting_loader, seed_stream, stream_loader
 from trainloop.data.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 
@@ -237,7 +237,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
     that torch sets around each batch, which takes 20 of the 500 microseconds of a small model's step.
     """
     if not loads_batches_here(loader) or loaders.is_stream(loader) or isinstance(loader.dataset, MapDataPipe):
-        return guard_stop_iteration(started(loader), name)
+        return start_reading(loader, name)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
     batches_of_indices = iter(loader.batch_sampler)
@@ -304,7 +304,7 @@ class Stream(Source):
         seed_stream(self.loader, seed)
         isolated = IsolatedRandomState(seed)
         with isolated:
-            parts = guard_stop_iteration(started(self.loader), self._name)
+            parts = start_reading(self.loader, self._name)
         if self.loader.num_workers == 0:
             parts = isolated_iter(parts, isolated)
         if self.position is not None:
@@ -346,7 +346,7 @@ class Opaque(Source):
         first, place = first_batch * self._step + self._rank, self._place
         with isolated or nullcontext():
             if place is None:
-                batches = guard_stop_iteration(started(self.loader), self._name)
+                batches = start_reading(self.loader, self._name)
             else:
                 # The loaded position is just after this rank's own batch of a round.
                 first = self._step - 1 if place.resumes else first

@@ -140,7 +140,9 @@ class TrainFeed:
         """True if the steps before a resumed position are read again and discarded: a stream without a state."""
         return self._source.position is None and loaders.is_stream(self._users_loader)
 
-    def steps(self, grad_accumulation: int, skip_steps: int = 0) -> Iterator[StepBatches]:
+    def steps(
+        self, grad_accumulation: int, skip_steps: int = 0, *, skip_batches: int | None = None
+    ) -> Iterator[StepBatches]:
         """Yield one epoch's optimizer steps.
 
         Collective: every rank iterates to the end, or stops at the same step. If sizes are known by arithmetic, no
@@ -153,6 +155,8 @@ class TrainFeed:
         skip_steps : int
             Number of steps that were done already. These steps are not loaded if the loader's sampler determines their
             samples, or if a stream or loader has a state with its position; otherwise, they are read and discarded.
+        skip_batches : int, optional
+            Number of micro-batches of these steps, if the last of them had fewer than ``grad_accumulation``.
 
         Raises
         ------
@@ -164,7 +168,7 @@ class TrainFeed:
             self._at_epoch_begin["global"] = self._global_rng
         # One item per micro-batch; the items are grouped into steps below.
         read = self._items_of_new_workers if self._replaces_workers else self._items
-        items = read(skip_steps * grad_accumulation)
+        items = read(skip_steps * grad_accumulation if skip_batches is None else skip_batches)
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from trainloop._support.screen import bar_size, has_screen
 from trainloop.train_loop.timings import Timings
 
 __all__ = ["Display"]
+
+logger = logging.getLogger("trainloop")
 
 REDRAW_S = 0.1
 _KNOWN_LENGTH = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
@@ -42,6 +45,14 @@ class Display:
                 # Otherwise the line would be appended to the bar.
                 self._bar.clear()
             print(text, flush=True)
+
+    def event(self, text: str, level: int = logging.INFO) -> None:
+        """Report an event: print it above the bar, or if the display is disabled, log it at ``level``.
+
+        A printed event is logged, too, at the level INFO, for the handlers of log files.
+        """
+        self.write(text)
+        logger.log(logging.INFO if self.enabled else level, text)
 
     def begin_epoch(self, epoch: int, num_epochs: int, num_batches: int | None, batches_done: int = 0) -> None:
         """Draw an empty bar.

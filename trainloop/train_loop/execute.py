@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
         check_values(loop.model)
     if job is not None:
         launch.warn_of_processes_alone(loop.gpu_mode)
-    if not has_ranks(loop.gpu_mode) and (job is None or job.restarts is None):
+    apart = job is not None and (job.restarts is not None or loop.runs_apart)
+    if not has_ranks(loop.gpu_mode) and not apart:
         if loop.gpu_mode == "dp":
             _initialize_lazy_parameters(loop)
         stop = LocalStop()
@@ -126,6 +127,7 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
             restart_policy=supervisor,
+            take_rescued=None if job is None else partial(_receive_rescued, loop, caller_side),
             **options,
         )
     with uninterrupted():  # a mixture of new and old state would be useless
@@ -133,6 +135,15 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
         if randomness is not None:
             rng.restore(randomness)
         return result
+
+
+def _receive_rescued(loop: LoopState, caller_side: CallerSide, data: Any) -> str:
+    """Write the state of the last finished step into the caller's objects; return a sentence about it."""
+    with uninterrupted():
+        _, randomness = caller_side.receive(data)
+        if randomness is not None:
+            rng.restore(randomness)
+    return f"Your model has the weights of the last finished step ({loop.global_step})."
 
 
 def _as_rank(
@@ -185,7 +196,14 @@ def _as_rank(
             assert job is not None
             assert job.restarts is not None
             run.restarts = RestartCheckpoints(run, folder, job.restarts.every)
-        result = work(run, *args)
+        try:
+            result = work(run, *args)
+        except Exception:
+            if rank_side is not None and process.local_rank == 0 and getattr(run, "between_epochs", False):
+                side = rank_side
+                with suppress(Exception):  # the first error is the one to report
+                    launch.rescue_result(lambda: side.end_state((None, None if caller is None else rng.capture())))
+            raise
     if rank_side is None:
         return result
     answer = (result, None if caller is None else rng.capture())

@@ -27,7 +27,7 @@ __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss", "own_optimizer_states"),
-    *("early_stop", "ends"),  # in this order: setting early_stop changes ends
+    *("cut", "early_stop", "ends"),  # in this order: setting early_stop changes ends
 )
 # Attributes of the loop that callbacks may assign in ranks, and that come back if they have.
 _SETTINGS = (

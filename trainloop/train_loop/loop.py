@@ -38,6 +38,7 @@ from trainloop._support.keywords import refuses_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.callbacks.train_schedule import warn_of_rates_left
+from trainloop.data.marks import LoaderMarks
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
@@ -259,8 +260,10 @@ class TrainLoop(LoopState, Generic[ModelT]):
         ----------
         num_epochs, num_iterations : int
             Length of the training, in epochs or in batches; pass exactly one. A second call trains for this length
-            again. With ``resume_from``, it is the length of the whole training, including the part before the
-            checkpoint.
+            again. If the first call ended in the middle of an epoch, a second call with ``num_iterations`` continues
+            that epoch with the next batch, while one with ``num_epochs`` begins a new epoch, as does any call after
+            :meth:`end_epoch` or a change of the training loader. With ``resume_from``, it is the length of the whole
+            training, including the part before the checkpoint.
         callbacks : list of AbstractCallback, optional
             Callbacks of this training. Hooks are called in the order of the callbacks' ``execution_order``, and for
             equal values in the order of this list.
@@ -318,6 +321,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             If an object can't be sent to the ranks. The message names the object.
         WorkerFailedError
             If a rank fails. The message names the rank and contains its traceback. Your objects are unchanged.
+            But if it fails at the end of an epoch in ``ddp``, they have the state of the last step.
         CheckpointError
             If there is no checkpoint to resume from, or if it doesn't fit the loop.
         KeyboardInterrupt, SystemExit
@@ -368,6 +372,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 raise ConfigurationError(
                     f"gather=False with gpu_mode={self.gpu_mode!r}: only 'fsdp' supports it. Leave gather out."
                 )
+            if not self.num_iterations or not self._reads_on():
+                self.note(cut=None)
             resume, nothing_left = run_state.resume_point(self, resume_from)
             job = FitJob(gather=gather, resume=resume, restarts=restarts)
             if resume is None:
@@ -386,9 +392,17 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 return self.model
             self.wrapper_args = wrapper_args
             received.note(execute(self, Training.train, job=job))
+            self.note(cut_marks=None if self.cut is None else LoaderMarks(self.train_loader))
             self.left_behind = not gather
         received.raise_if_any()
         return self.model
+
+    def _reads_on(self) -> bool:
+        """Return True if the training loader is still the one in whose epoch the last ``fit`` ended."""
+        marks = self.cut_marks
+        if self.cut is None or self.cut["loop_seed"] != self.seed:
+            return False
+        return marks is None or (marks.loader is self.train_loader and not marks.changed())
 
     def register_callback(self, callback: AbstractCallback) -> None:
         """Give a callback access to the loop. ``fit`` calls this for each callback, and subclasses may override it."""
@@ -465,7 +479,10 @@ class TrainLoop(LoopState, Generic[ModelT]):
         stream: bool = False,
         rows_to: str | None = None,
     ) -> Any:
-        """Return ``(y_pred, y_true, metadata)`` for a whole loader, with a row for each sample, in the loader's order.
+        """Return ``(y_pred, y_true, metadata)`` for a whole loader, with a row for each sample.
+
+        If the loader reads each sample of its dataset once, rows are in the dataset's order, even if it shuffles.
+        Otherwise, they are in the loader's order.
 
         Outside ``fit``, the prediction runs in the loop's own mode. Inside ``fit``, all ranks must call this method.
 

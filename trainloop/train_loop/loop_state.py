@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,12 +15,14 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.data import TrainFeed
+from trainloop.data.marks import LoaderMarks
 from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
 from trainloop.train_loop import arguments as check
 from trainloop.train_loop.argument_types import Collate, Transform
+from trainloop.train_loop.display import Display
 from trainloop.train_loop.options import End, Options, Restart
 from trainloop.train_loop.progress import Progress
 from trainloop.train_loop.run_config import RunConfig
@@ -39,6 +42,7 @@ class Running(Protocol):
     """Function that currently receives logs."""
     history_epoch: int
     """Epoch for which values are currently logged."""
+    display: Display
     clock: StepClock | None
     """Clock of a training run."""
 
@@ -110,8 +114,14 @@ class LoopState:
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.own_optimizer_states: list[Any] = []
         """In ``fsdp``, each rank's optimizer state that is not shaped like the parameters, after the last ``fit``."""
+        self.runs_apart = False
+        """True to train in a process of its own in ``single``, too, as with ``max_restarts``."""
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
+        self.cut: dict[str, Any] | None = None
+        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``state.noted_cut``."""
+        self.cut_marks: LoaderMarks | None = None
+        """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
         self.running: Running | None = None
         """Current run, while this process trains or evaluates."""
 
@@ -282,16 +292,31 @@ class LoopState:
         """End the current epoch after this step, on all ranks; the next epoch begins as usual.
 
         The epoch's evaluation and its last hooks follow. Any rank may call it; all ranks end the epoch at the same
-        step.
+        step. Between two calls of ``fit(num_iterations=...)``, it ends the epoch in which the first call stopped, so
+        that the second call begins a new epoch.
 
         Raises
         ------
         ConfigurationError
-            If no training runs.
+            If no training runs, and the last one was not given in iterations.
         """
+        if self.running is None and (self.num_iterations or self.cut is not None):
+            self.note(cut=None)
+            return
         if self.running is None or not self.running.trains:
             raise ConfigurationError("end_epoch() needs a running fit: call it from a callback.")
         self.progress.epoch_ends = True
+
+    def report(self, text: str, level: int = logging.INFO) -> None:
+        """Report an event: print a line above the progress bar on rank 0, or log it.
+
+        With ``progress_bar=False``, and on other ranks, the logger ``trainloop`` gets the line at ``level``. Python
+        shows only warnings by default. Handlers of log files get the line in any case.
+        """
+        display = (
+            self.running.display if self.running is not None else Display(self.progress_bar and self.is_global_zero)
+        )
+        display.event(text, level)
 
     def watch(self, observer: Any = None) -> Any:
         """Return the current run (``None`` if nothing runs), and let ``observer`` be called for each forward of it."""
@@ -459,7 +484,7 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files and running iterators are valid in this process only.
-        return {**self.__dict__, "running": None, "progress": replace(self.progress, found_inf=[])}
+        return {**self.__dict__, "running": None, "cut_marks": None, "progress": replace(self.progress, found_inf=[])}
 
 
 # Arguments of fit, which may be assigned only while it runs: each call of fit sets them again.
@@ -468,5 +493,5 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
-    "resumed running".split()
+    "resumed runs_apart cut cut_marks running".split()
 )

@@ -6,9 +6,14 @@ uses its own random generators.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import os
+import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,6 +25,7 @@ from trainloop._support import rng
 from trainloop._support.nested import parts_of
 from trainloop._support.reduction import SumRule, sum_rule
 from trainloop._transfer import pack
+from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
 from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
@@ -29,19 +35,23 @@ from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.train_loop.argument_types import GpuMode
-from trainloop.train_loop.arguments import check_wrapper_args
+from trainloop.train_loop.arguments import check_callbacks, check_wrapper_args
 from trainloop.train_loop.evaluating import check_rows, evaluating, row_count
 from trainloop.train_loop.execute import sent_parts, untouched
+from trainloop.train_loop.handover import loaders_of
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.losses import BatchLoss, explained_evaluation, loss_of, read_loss, read_yielded
 from trainloop.train_loop.trained import described_names, not_optimized
 from trainloop.train_loop.trial import copies, first_batch, require_training_parts
 
-__all__ = ["Finding", "PreflightReport", "preflight", "preflight_shards"]
+__all__ = ["Finding", "PreflightReport", "preflight", "preflight_epoch", "preflight_shards"]
 
 # Sums in another order differ in the last bits. A few steps of Adam near zero gradients enlarge these differences.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
+_WRITERS = frozenset(
+    f"trainloop.callbacks.{name}" for name in ("tensorboard", "trackers", "tracking", "profiler", "failure_recorder")
+)
 _UNITS = ("shard", "reshard_after_forward")
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -90,9 +100,18 @@ class PreflightReport:
 
 
 def preflight(
-    loop: TrainLoop[Any], *, steps: int = 3, ranks: int = 2, fsdp_model_args: dict[str, Any] | None = None
+    loop: TrainLoop[Any],
+    *,
+    steps: int = 3,
+    ranks: int = 2,
+    fsdp_model_args: dict[str, Any] | None = None,
+    callbacks: Sequence[AbstractCallback] | None = None,
 ) -> PreflightReport:
     """Look for problems that would otherwise appear later in training.
+
+    One of the checks trains an epoch of one batch, with evaluation, predictions and all hooks of the model and of
+    copies of the callbacks. Checkpoints are written to a temporary folder. Callbacks of this library that write
+    elsewhere (TensorBoard, experiment tracking, profilers) are left out.
 
     Parameters
     ----------
@@ -104,6 +123,8 @@ def preflight(
         Number of CPU ranks whose training is compared with that of a single process.
     fsdp_model_args : dict, optional
         ``fsdp_model_args`` that ``fit`` will get. Default: the ``fsdp_model_args`` of the last ``fit``.
+    callbacks : list of AbstractCallback, optional
+        Callbacks that ``fit`` will get. Default: the callbacks of the last ``fit``.
 
     Returns
     -------
@@ -118,12 +139,14 @@ def preflight(
     require_training_parts(loop, "preflight")
     check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
     sharding = loop.wrapper_args if fsdp_model_args is None else fsdp_model_args
+    chosen = loop.callbacks if callbacks is None else check_callbacks(callbacks)
     findings = []
     checks: dict[str, Callable[[], str]] = {
         **({"shards": lambda: preflight_shards(loop, sharding)} if loop.gpu_mode == "fsdp" else {}),
         "can be sent to ranks": lambda: _sendable(loop),
         "one batch": lambda: _one_batch(loop),
         **({"one evaluation batch": lambda: _one_evaluation_batch(loop)} if _evaluated(loop) is not None else {}),
+        "an epoch of one batch": lambda: preflight_epoch(loop, chosen),
         "gradients": lambda: _gradients(loop),
         "batches on all ranks": lambda: _batches(loop, steps, ranks),
         f"single equals {_mode_of_ranks(loop)} on {ranks} CPU ranks": lambda: _modes_agree(
@@ -213,6 +236,43 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
         output = model.get_predictions(batch, torch.device("cpu"))
     check_rows(output, size)
     return f"loss {_number(loss):.4g}, {row_count(output, size)} predictions"
+
+
+def preflight_epoch(loop: TrainLoop[Any], callbacks: Sequence[AbstractCallback]) -> str:
+    """Train an epoch of one batch, with evaluation, predictions and the callbacks' hooks, on copies in this process."""
+    tried = [one for one in callbacks if not any(kind.__module__ in _WRITERS for kind in type(one).__mro__)]
+    left_out = [one.callback_name for one in callbacks if all(one is not other for other in tried)]
+    try:
+        model, optimizer, criterion, *copied = copies(loop, CPU, *tried)
+    except Exception as error:
+        if not tried:
+            raise
+        return f"not tried: the callbacks can't be copied ({type(error).__name__}: {error})"
+    train, validation, test = (None if one is None else [first_batch(one)] for one in loaders_of(loop))
+    trial = TrainLoop(
+        model,
+        train,
+        validation,
+        test,
+        optimizer,
+        criterion,
+        loop.collate_batch_pred_fn,
+        loop.pred_transform_fn,
+        accelerator="cpu",
+        seed=loop.seed or 0,
+        progress_bar=False,
+        gradient_clip_norm=loop.gradient_clip_norm,
+    )
+    hidden = contextlib.redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, hidden, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the length of this training
+        for i, saver in enumerate(one for one in copied if isinstance(one, Saver)):
+            saver.write_into(os.path.join(folder, str(i)))
+        trial.fit(num_epochs=1, callbacks=copied)
+        if _evaluated(loop) is not None:
+            trial.predict_with_model(_evaluated(trial), dataset_info={"type": "validation"})
+    names = ", ".join(one.callback_name for one in copied) or "none"
+    return f"callbacks: {names}" + (f"; left out, since they write: {', '.join(left_out)}" if left_out else "")
 
 
 def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:

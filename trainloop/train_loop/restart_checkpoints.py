@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from trainloop.train_loop.restarts import Restart, RestartFolder, restart_line
 from trainloop.train_loop.running import TrainingRun
 
 __all__ = ["RestartCheckpoints", "steps_between"]
+
+logger = logging.getLogger("trainloop")
 
 SHARE_OF_TIME = 0.01
 """Maximum share of time for restart checkpoints, unless the user sets how often they are written."""
@@ -80,7 +82,7 @@ class RestartCheckpoints:
             self._progress[0, 0] = now = time.monotonic_ns()
             if self._run.loop.is_global_zero:
                 restart = self._order.restart._replace(seconds=(now - self._order.failed_ns) / 1e9)
-                print(restart_line(restart, self._order.limit), file=sys.stderr)
+                logger.warning(restart_line(restart, self._order.limit))
 
     def _save(self, step: int) -> None:
         begin = time.perf_counter()

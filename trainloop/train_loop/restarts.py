@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ from trainloop.train_loop.loop_state import LoopState
 from trainloop.train_loop.options import Restart, RestartOptions
 
 __all__ = ["Restart", "RestartFolder", "RestartOrder", "Supervisor", "restart_line"]
+
+logger = logging.getLogger("trainloop")
 
 _ROOM = 3  # two checkpoints, and the files of the run itself
 _SHARE_OF_MEMORY = 0.5  # maximum share of the run's memory limit for these files
@@ -219,7 +221,7 @@ class Supervisor:
         self._loop.restarts.append(restart)
         if not resumed_ns and failed_ns and not self._loop.run_config.node_rank:  # no rank ran long enough to print
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
-            print(restart_line(restart, limit), file=sys.stderr, flush=True)
+            logger.warning(restart_line(restart, limit))
 
     def _nth(self, number: int) -> str:
         return f"Restart {number}" if self._most < 0 else f"Restart {number} of {self._most}"

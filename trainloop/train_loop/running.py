@@ -43,6 +43,10 @@ class TrainingRun(Protocol):
     epoch_finished: bool
     skip_steps: int
     """Steps of the next epoch that were done before the loaded checkpoint."""
+    skip_batches: int | None
+    """Batches of these steps, if the last of them was cut short; else ``None``."""
+    before_cut: dict[str, Any] | None
+    """States before the hooks at the end of an epoch that the end of this run has cut short."""
     ended: bool
     """True if this run resumes after a callback had ended the training."""
     finished: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -46,11 +47,17 @@ __all__ = [
     "checkpoint_state",
     "checkpoint_to_resume",
     "described_differences",
+    "continued",
+    "held_before_end",
+    "held_state",
     "load_checkpoint_state",
+    "load_cut",
+    "noted_cut",
     "own_optimizer_states",
     "put_own_optimizer_states",
     "resume_point",
     "state_of_rank_zero",
+    "states_before_cut",
     "states_of_ranks",
     "whole_state",
     "take_up_finished",
@@ -73,19 +80,17 @@ def checkpoint_state(run: TrainingRun, *, keep_shards: bool = False) -> dict[str
     return state if keep_shards or distributed.is_global_zero() else None
 
 
-def states_of_ranks(run: TrainingRun) -> list[dict[str, Any]] | None:
-    """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective."""
+def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, Any]] | None:
+    """Return the per-rank states, for :func:`whole_state`, on rank 0; ``None`` on the other ranks. Collective.
+
+    Without ``check``, it is not checked that all ranks have the same weights.
+    """
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
-    # A checkpoint has rank 0's weights: ranks with different weights would not resume with their own.
-    run.gradients.check_same_weights()
-    last = loop.last_loss
+    if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
+        run.gradients.check_same_weights()
     mine = {
-        # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
-        "last_loss": None if last is None else [last.item(), last.dtype],
-        "rng": rng.capture(),
-        "feed": run.feed.state_dict(plain),
-        "metrics": run.recorder.state_dict(),
+        **_position(run),
         "carried": carried_state_of(loop.model),
         "ends": [tuple(end) for end in loop.ends],
         "callbacks": _callback_states(loop, "rank_state_dict"),
@@ -93,6 +98,55 @@ def states_of_ranks(run: TrainingRun) -> list[dict[str, Any]] | None:
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     return distributed.gather_to(mine) if run.parallel else [mine]
+
+
+def _position(run: TrainingRun) -> dict[str, Any]:
+    """Return this rank's position in the training data, with its random states and the epoch's logs so far."""
+    last = run.loop.last_loss
+    return {
+        # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
+        "last_loss": None if last is None else [last.item(), last.dtype],
+        "rng": rng.capture(),
+        "feed": run.feed.state_dict(plain),
+        "metrics": run.recorder.state_dict(),
+    }
+
+
+def noted_cut(run: TrainingRun) -> dict[str, Any]:
+    """Return the state from which the next ``fit`` continues an epoch that the end of this one cuts short. Collective.
+
+    Call it before the end of the epoch is recorded. The loop keeps it as its ``cut``. The model and the optimizers are
+    not in it: they keep the values that they have.
+    """
+    loop = run.loop
+    run.publish(run.recorder.exchange_steps())
+    mine = _position(run)
+    if run.parallel:  # a rank that is started later gets the columns of its predecessor
+        mine["carried"] = carried_state_of(loop.model)
+    ranks = distributed.gather_object(mine) if run.parallel else [mine]
+    return {"place": _place(run), "ranks": ranks, "loop_seed": loop.seed}
+
+
+def states_before_cut(run: TrainingRun) -> dict[str, Any]:
+    """Return what hooks at an epoch's end change: the states of callbacks, and settings of the optimizers' groups.
+
+    A checkpoint at the end of an epoch that is cut short contains both, so that a run that resumes in that epoch has
+    not done its end.
+    """
+    loop = run.loop
+    changing = [overrides(callback, "on_epoch_end") for callback in loop.callbacks]
+    here = run.place.collective or loop.is_global_zero
+    states = _callback_states(loop, "state_dict") if here else []
+    kept = [map_tensors(one, _copy) if changes else None for one, changes in zip(states, changing)]
+    groups = [
+        [{key: map_tensors(value, _copy) for key, value in group.items() if key != "params"} for group in one]
+        for one in (optimizer.param_groups for optimizer in optimizers_of(loop.optimizer))
+    ]
+    return {"callbacks": kept, "groups": groups}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def own_optimizer_states(loop: LoopState) -> list[dict[str, dict[str, torch.Tensor]]]:
@@ -144,6 +198,8 @@ def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[st
         return None
     loop = run.loop
     state = {**_common_state(run), "callbacks": _callback_states(loop, "state_dict")}
+    if loop.cut is not None and run.before_cut is not None:
+        state["cut"] = {**loop.cut, **run.before_cut}
     if ranks is None:
         return state
     ends = list(dict.fromkeys(tuple(end) for theirs in ranks for end in theirs.pop("ends")))
@@ -170,8 +226,6 @@ def _criterion_state(loop: Any, *, of_model: bool) -> dict[str, Any]:
 def _common_state(run: TrainingRun) -> dict[str, Any]:
     """Return the part of a training run's state that is the same on all ranks; its tensors are not copied."""
     loop = run.loop
-    # At the end of training the last epoch has already been counted.
-    finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
     return {
         "model": loop.model.state_dict(),
         "criterion": _criterion_state(loop, of_model=False),
@@ -180,24 +234,32 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "flags": training_flags(loop.model),
         "scaler": run.place.scaler.state_dict(),
         "generators": generator_states((loop.validation_loader, loop.test_loader)),
-        "place": {
-            "start_epoch": run.start_epoch,
-            "start_iteration": run.start_iteration,
-            "epoch": epoch,
-            "epoch_steps": 0 if finished else run.epoch_steps,
-            "epoch_batches": 0 if finished else run.epoch_batches,
-            "global_step": loop.global_step,
-            "total_iteration_idx": loop.total_iteration_idx,
-            "grad_accumulation": loop.grad_accumulation,
-            "global_batch_size": run.feed.global_batch_size,
-            "num_samples": run.feed.num_samples,
-            "seed": run.seed,
-            "num_epochs": loop.num_epochs,
-            "num_iterations": loop.num_iterations,
-            "epoch_ends": loop.progress.epoch_ends and not finished,
-            "finished": run.finished,
-            "ends": [],
-        },
+        "place": _place(run),
+    }
+
+
+def _place(run: TrainingRun) -> dict[str, Any]:
+    """Return how far a training run has come, and the settings that determine the rest of its epoch."""
+    loop = run.loop
+    # At the end of training the last epoch has already been counted.
+    finished, epoch = run.epoch_finished, loop.epoch + run.epoch_finished
+    return {
+        "start_epoch": run.start_epoch,
+        "start_iteration": run.start_iteration,
+        "epoch": epoch,
+        "epoch_steps": 0 if finished else run.epoch_steps,
+        "epoch_batches": 0 if finished else run.epoch_batches,
+        "global_step": loop.global_step,
+        "total_iteration_idx": loop.total_iteration_idx,
+        "grad_accumulation": loop.grad_accumulation,
+        "global_batch_size": run.feed.global_batch_size,
+        "num_samples": run.feed.num_samples,
+        "seed": run.seed,
+        "num_epochs": loop.num_epochs,
+        "num_iterations": loop.num_iterations,
+        "epoch_ends": loop.progress.epoch_ends and not finished,
+        "finished": run.finished,
+        "ends": [],
     }
 
 
@@ -250,7 +312,7 @@ def _among_ranks(loop: LoopState, function: Callable[[Any], Any]) -> Any:
 
 def _read_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     state = checkpoint_to_resume(loop, resume_from)
-    return state, "" if state is None else nothing_left(loop, state)
+    return state, "" if state is None or continues_in(loop, state) else nothing_left(loop, state)
 
 
 def state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
@@ -410,6 +472,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     With ``quiet``, values that differ between the script and the state are not printed.
     """
     loop = run.loop
+    state = continued(loop, state)
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
     _check_own_states(run, ranks)
@@ -417,7 +480,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
         _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
-        print(text, flush=True)
+        loop.report(text, logging.WARNING)
     _load_parts(loop, state)
     if run.place.scaler.is_enabled() and state["scaler"]:
         run.place.scaler.load_state_dict(state["scaler"])
@@ -435,22 +498,119 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
         hook()
     run.take_data()
     run.skip_steps = _steps_here(run, place)
+    if place.get("cut"):
+        _skip_cut(run, place)
     loop.progress.epoch_ends = place.get("epoch_ends", False)
     mine = ranks[loop.rank if same_ranks else 0]
     last = mine.get("last_loss")  # older checkpoints lack this entry
     loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1], device="cpu")
+    _load_metrics(run, ranks)
     if same_ranks:
-        run.recorder.load_state_dict(mine["metrics"])
         rng.restore(mine["rng"])
     else:
-        # Sums over ranks don't depend on which rank has which part. Each new rank gets different random numbers.
-        if loop.rank == 0:
-            own, *others = (saved["metrics"] for saved in ranks)
-            run.recorder.load_state_dict(own, others)
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
     if "generators" in state:  # missing in older checkpoints
         set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
     run.feed.load_state_dict(mine["feed"])
+
+
+def _load_metrics(run: TrainingRun, ranks: list[dict[str, Any]]) -> None:
+    """Continue the logs of an epoch from its beginning."""
+    loop = run.loop
+    if len(ranks) == loop.world_size:
+        run.recorder.load_state_dict(ranks[loop.rank]["metrics"])
+    elif loop.rank == 0:  # sums over ranks don't depend on which rank has which part
+        own, *others = (saved["metrics"] for saved in ranks)
+        run.recorder.load_state_dict(own, others)
+
+
+# -- an epoch that the end of a fit has cut short ----------------------------------------------------------------------
+
+
+def continues_in(loop: LoopState, state: dict[str, Any]) -> bool:
+    """Return True if a checkpoint was written at the end of a cut epoch, and this ``fit`` goes further in it."""
+    cut = state.get("cut")
+    if cut is None:
+        return False
+    place = cut["place"]
+    if loop.num_epochs:
+        return loop.num_epochs > place["epoch"] - place["start_epoch"]
+    return loop.num_iterations > place["total_iteration_idx"] - place["start_iteration"]
+
+
+def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in which the cut epoch continues, if this ``fit`` goes further in it; else ``state`` itself."""
+    if not continues_in(loop, state):
+        return state
+    return _with_states(state, state["cut"])
+
+
+def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the place and the states that were noted before the end of its epoch."""
+    before = [now if kept is None else kept for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
+    optimizers = []
+    for saved, groups in zip(state["optimizers"], cut["groups"], strict=True):
+        now = saved["state"]["param_groups"]
+        if len(now) == len(groups):  # else a hook at the end of the epoch has added a group
+            now = [{**group, **kept} for group, kept in zip(now, groups, strict=True)]
+        optimizers.append({**saved, "state": {**saved["state"], "param_groups": now}})
+    ranks = [{**saved, **own} for saved, own in zip(state["ranks"], cut["ranks"], strict=True)]
+    place = {**cut["place"], "cut": cut["place"]["epoch_steps"] > 0}
+    merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
+    merged.pop("cut", None)
+    return merged
+
+
+def held_before_end(run: TrainingRun) -> dict[str, Any]:
+    """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
+    ranks = states_of_ranks(run, check=False)
+    return {"place": _place(run), "ranks": ranks, **states_before_cut(run)}
+
+
+def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the checkpoint's state of the moment of :func:`held_before_end`, on rank 0. Not collective.
+
+    No step may have been taken since.
+    """
+    state = whole_state(run, held["ranks"])
+    return None if state is None else _with_states(state, {**held, "ranks": state["ranks"]})
+
+
+def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:
+    """Continue the epoch that the previous ``fit`` has cut short, at its next batch.
+
+    Return False if the loader has changed, so that there is no such batch. All ranks call it, with the same ``cut``.
+    """
+    loop, place, ranks = run.loop, cut["place"], cut["ranks"]
+    if not _skip_cut(run, place):
+        return False
+    same_ranks = len(ranks) == loop.world_size
+    if "carried" in ranks[0]:
+        load_carried_state(loop.model, [saved["carried"] for saved in ranks], loop.rank, loop.world_size)
+    _load_metrics(run, ranks)
+    mine = ranks[loop.rank if same_ranks else 0]
+    if run.seed is not None:  # without a seed, the caller's generators go on, as in a hand-written loop
+        if same_ranks:
+            rng.restore(mine["rng"])
+        else:
+            rng.seed_all(rng.derive_seed(run.seed, "resumed", loop.global_step, loop.rank))
+    run.feed.load_state_dict(mine["feed"])
+    return True
+
+
+def _skip_cut(run: TrainingRun, place: dict[str, Any]) -> bool:
+    """Skip the batches of a cut epoch, whose last step may be shorter; return False if no batch begins there."""
+    feed, batches = run.feed, place["epoch_batches"]
+    before, now = place["global_batch_size"], feed.global_batch_size
+    lengths = place["num_samples"], feed.num_samples
+    if None not in lengths and lengths[0] != lengths[1]:
+        return False
+    if None not in (before, now):
+        if before * batches % now:
+            return False
+        batches = before * batches // now
+    run.skip_steps, run.skip_batches, run.epoch_batches = place["epoch_steps"], batches, batches
+    return True
 
 
 def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
@@ -460,6 +620,8 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
+    cut = state.get("cut")
+    loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
     loop.ends = end_that_holds(loop, state)
     loop.end_requested = bool(loop.ends)
     here = rank_from_launcher()
@@ -468,7 +630,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
         keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "share_paths")]
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
-        print(f"Nothing left to do: {why}", flush=True)
+        loop.report(f"Nothing left to do: {why}")
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 
@@ -537,8 +699,17 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
 def _steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
     """Return the number of this run's steps that have the samples of the checkpoint's steps in its epoch."""
     _check_data(run.feed, place)
-    steps, global_batch_size, grad_accumulation = place["epoch_steps"], run.feed.global_batch_size, 0
+    steps, global_batch_size = place["epoch_steps"], run.feed.global_batch_size
     grad_accumulation = run.loop.grad_accumulation
+    if place.get("cut"):
+        samples = (place["global_batch_size"] or 0) * place["epoch_batches"]
+        if global_batch_size and samples % global_batch_size:
+            raise CheckpointError(
+                f"the checkpoint was written after {samples} samples of its epoch, but this run's batches have "
+                f"{global_batch_size} samples over all ranks, so no batch begins at that point. Choose batch_size x "
+                "ranks as before, or resume from a checkpoint at an epoch's end."
+            )
+        return steps
     if not steps or None in (place["global_batch_size"], global_batch_size):
         return steps
     before = place["global_batch_size"] * place["grad_accumulation"]

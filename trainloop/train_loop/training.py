@@ -14,7 +14,6 @@ several times, and for a ``get_loss`` that yields its losses.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import sys
@@ -36,6 +35,7 @@ from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTER
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
 from trainloop.callbacks.loop import Loop
+from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.marks import LoaderMarks
@@ -67,8 +67,6 @@ if TYPE_CHECKING:
     from trainloop.train_loop.restart_checkpoints import RestartCheckpoints
 
 __all__ = ["Training", "Watch"]
-
-logger = logging.getLogger("trainloop")
 
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
@@ -117,6 +115,8 @@ class Training(Run):
         """True if all work at the end is done, except for the last checkpoint."""
         self.skip_steps = 0
         """Steps of the next epoch that were done before the loaded checkpoint."""
+        self.skip_batches: int | None = None
+        self.before_cut: dict[str, Any] | None = None
         self.restarts: RestartCheckpoints | None = None
         """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
         self.savers: list[Saver] = []
@@ -132,7 +132,13 @@ class Training(Run):
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
         self._warned_of_averages = False
+        self._monitors_checked = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
+        self.between_epochs = False
+        """True from an epoch's last step until the next epoch begins: failures then lose no step."""
+        self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
+        self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
+        self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
     def train(self) -> int:
         """Train epoch by epoch; return the reasons why training ended early, or 0 if it ended as planned."""
@@ -153,6 +159,8 @@ class Training(Run):
                         self.forward_backward(batches)
                         self.step()
                         self.step_in_work = None
+                        if not self._monitors_checked:
+                            self._check_monitors()
                         for saver in self.savers:
                             saver.save_due()
                         clock.steps += 1
@@ -174,7 +182,9 @@ class Training(Run):
                         asked = perf_counter()
                     else:
                         clock.data += perf_counter() - asked
+                    self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
+                        self._hold()
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
@@ -186,6 +196,8 @@ class Training(Run):
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             display.end_epoch()
+            if self.between_epochs and isinstance(exception, Exception):
+                self._rescue(exception)
             self._notify_exception(exception)
             if self.place.collective:
                 explain_outside(exception)
@@ -205,8 +217,13 @@ class Training(Run):
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
-        if resume is not None and resume["place"]["seed"] is not None:
-            self.seed = resume["place"]["seed"]  # continue the interrupted epoch's order
+        resume = resume and run_state.continued(loop, resume)
+        self._cut = loop.cut if resume is None else None
+        begun = resume or self._cut
+        if begun is not None and begun["place"]["seed"] is not None:
+            self.seed = begun["place"]["seed"]  # continue the interrupted epoch's order
+        if self._cut is not None:
+            loop.progress.epoch = self._cut["place"]["epoch"]
         with share_refusals(enabled=self.parallel):
             self.take_data()
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
@@ -238,18 +255,21 @@ class Training(Run):
                 loop.note(progress=before)
                 raise
             self._last_iteration = self._end_in_iterations()
+        loop.note(cut=None)
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
-            line = f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}"
-            if self.skip_steps and self.feed.reads_again:
-                line += (
-                    f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
-                    "are done are read again and discarded)"
-                )
-            self.display.write(line)
-            if loop.is_global_zero:
-                logger.info(line)  # progress_bar=False hides the printed line
+            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+
+    def _report_begin(self, line: str) -> None:
+        """Report that the run begins in the middle of an epoch, and what this costs."""
+        if self.skip_steps and self.feed.reads_again:
+            line += (
+                f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
+                "are done are read again and discarded)"
+            )
+        if self.loop.is_global_zero:
+            self.display.event(line)
 
     def _end_in_iterations(self) -> float:
         """Return the iteration after which the training ends; infinity if the length is given in epochs."""
@@ -314,6 +334,8 @@ class Training(Run):
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._print_end()
+            if self.between_epochs:
+                self._hold()
             self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
@@ -335,8 +357,8 @@ class Training(Run):
         loop = self.loop
         everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
         loop.note(ends=list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs)))
-        if loop.is_global_zero and (self.display.enabled or any(end.reason for end in loop.ends)):
-            print(described_ends(loop.ends, loop.epoch), flush=True)
+        if loop.is_global_zero:
+            self.display.event(described_ends(loop.ends, loop.epoch))
 
     def _share_attributes(self) -> None:
         """Send the attributes that callbacks share from rank 0's copies to all ranks' copies."""
@@ -373,8 +395,9 @@ class Training(Run):
     def _begin_epoch(self) -> Iterator[StepBatches]:
         """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
         loop = self.loop
+        self.between_epochs, self._held = False, None
         self.epoch_finished, self.history_epoch = False, loop.epoch
-        resumed_at_end = self.skip_steps > 0 and loop.progress.epoch_ends
+        resumed_at_end = self._epoch_ended = self.skip_steps > 0 and loop.progress.epoch_ends
         loop.progress.epoch_ends = False
         self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
         self._follow_callbacks()
@@ -390,8 +413,13 @@ class Training(Run):
             self._same_callbacks = check_same_on_all_ranks(settings)
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
+        if self._cut is not None:
+            cut, self._cut = self._cut, None
+            if run_state.load_cut(self, cut):
+                self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
+        skip_batches, self.skip_batches = self.skip_batches, None
         first = self._kept_in_eval is None
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
@@ -401,7 +429,7 @@ class Training(Run):
         self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
             return iter(())
-        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip)
+        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip, skip_batches=skip_batches)
         return self._until_last_iteration(steps) if loop.num_iterations else steps
 
     def _check_optimized(self) -> None:
@@ -433,6 +461,57 @@ class Training(Run):
                 total = step.total * left // len(step.batches)
                 step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
             yield step
+
+    def _check_monitors(self) -> None:
+        """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""
+        self._monitors_checked = True
+        parts = [part for callback in self.loop.callbacks for part in vars(callback).values()]
+        if self.loop.is_global_zero:
+            for monitor in (part for part in parts if isinstance(part, Monitor)):
+                text = monitor.about_name(self.loop, self.recorder.names)
+                if text:
+                    _warn(text)
+
+    def _hold(self) -> None:
+        """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
+
+        After a failure, ranks can't exchange anything.
+        """
+        self.between_epochs = not self.place.collective  # the shards of fsdp can't be joined after a failure
+        if self.savers and self.between_epochs:
+            self._held = run_state.held_before_end(self)
+
+    def _rescue(self, exception: Exception) -> None:
+        """Write a checkpoint of the last finished step, after a failure at the end of an epoch."""
+        held, self._held = self._held, None
+        if held is None or not self.loop.is_global_zero:
+            return
+        try:
+            state = run_state.held_state(self, held)
+            paths = [saver.save_held(state) for saver in self.savers] if state is not None else []
+        except Exception as error:  # this error must not hide the first one
+            _warn(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
+            return
+        for path in filter(None, paths):
+            text = f"The checkpoint {path} has the weights of the last finished step. fit(resume_from='last') continues"
+            if hasattr(exception, "add_note"):  # Python 3.11
+                exception.add_note(f"{text} with the end of its epoch.")
+
+    def _note_cut(self, ended_by: int) -> None:
+        """If the run ends in the middle of the epoch, note the position, from which the next ``fit`` continues.
+
+        An epoch that a callback ends is not continued, nor one whose loader has been replaced.
+        """
+        loop, marks = self.loop, self._marks
+        if ended_by & ~(EARLY_STOP | END_EPOCH):  # a signal
+            cut = self.epoch_steps > 0
+        else:
+            cut = not (ended_by or self._epoch_ended) and loop.total_iteration_idx >= self._last_iteration
+        whole = self.epoch_batches == self.feed.num_batches
+        if cut and not whole and marks is not None and marks.loader is loop.train_loader and not marks.changed():
+            if self.savers and not ended_by:
+                self.before_cut = run_state.states_before_cut(self)
+            loop.note(cut=run_state.noted_cut(self))
 
     def _finish_epoch(self) -> None:
         loop = self.loop

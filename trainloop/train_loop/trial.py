@@ -35,13 +35,19 @@ def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
         raise ConfigurationError(f"{who} tries a few training steps, but {missing} is None. Pass one to the loop.")
 
 
-def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
-    """Return copies of model, optimizer and criterion that refer to each other; on ``device`` if it is given."""
+def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any) -> Any:
+    """Return copies of model, optimizer, criterion and ``also`` that refer to each other; on ``device`` if it is given.
+
+    Copies of ``also`` refer to no loop, and to the same data.
+    """
     own = (loop.model, loop.optimizer, loop.criterion)
     parts = shared_parts({str(i): part for i, part in enumerate(own)}, {}).values()
     # torch refuses to copy tensors that an operation has computed, such as outputs that a model keeps.
     copied: dict[int, Any] = {id(t): t.detach().clone() for t in parts if isinstance(t, Tensor) and not t.is_leaf}
-    model, optimizer, criterion = copy.deepcopy(own, copied)
+    data = [loader for loader in (loop.train_loader, loop.validation_loader, loop.test_loader) if loader is not None]
+    copied.update((id(part), part) for loader in data for part in (loader, getattr(loader, "dataset", loader)))
+    copied[id(loop)] = None
+    model, optimizer, criterion, *others = copy.deepcopy((*own, *also), copied)
     for single, source in zip(optimizers_of(optimizer), optimizers_of(loop.optimizer), strict=True):
         missing = optimizer_state(source, hooks=False).keys() - vars(single)  # torch copies only three attributes
         vars(single).update({name: copy.deepcopy(vars(source)[name], copied) for name in missing})
@@ -53,7 +59,7 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None) -> Any:
         for single in optimizers_of(optimizer):
             for state in single.state.values():
                 state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
-    return model, optimizer, criterion
+    return (model, optimizer, criterion, *others)
 
 
 def first_batch(loader: Any) -> Any:

@@ -1,0 +1,95 @@
+"""A failure in an evaluation or in a callback at the end of an epoch does not lose the epoch's steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+
+from small_loop import Net, make_loop
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import LRScheduler, ModelCheckpoint
+from trainloop.errors import WorkerFailedError
+
+
+class Evaluates(Net):
+    """Its evaluation fails in the second epoch, if it is broken."""
+
+    def __init__(self, *, broken: bool) -> None:
+        super().__init__()
+        self.broken = broken
+        self.epoch = 0
+
+    def on_epoch_begin(self) -> None:
+        self.epoch += 1
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        if self.broken and self.epoch == 2:
+            raise ValueError("broken evaluation")
+        return super().get_loss_eval(batch_data, criterion, device)
+
+
+class Fails(AbstractCallback):
+    def __init__(self, rank: int = 0, hook: str = "on_epoch_end") -> None:
+        super().__init__("fails", execution_order=200)  # after the schedule
+        self.failing, self.hook = rank, hook
+
+    def on_epoch_end(self) -> None:
+        if self.hook == "on_epoch_end":
+            self.fail()
+
+    def on_train_end(self) -> None:
+        self.fail()
+
+    def fail(self) -> None:
+        loop = self.train_loop_obj
+        if loop.epoch >= 1 and loop.rank == self.failing:
+            raise ValueError("broken callback")
+
+
+def loop_of(*, broken: bool = False, **kwargs: Any) -> TrainLoop:
+    torch.manual_seed(0)
+    return make_loop(Evaluates(broken=broken), seed=2, shuffle=True, **kwargs)
+
+
+def weights_of(tl: TrainLoop) -> list[Any]:
+    return [p.tolist() for p in tl.model.parameters()]
+
+
+def state_of(tl: TrainLoop) -> Any:
+    return weights_of(tl), tl.history.to_dict(), tl.epoch, tl.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("fails", [None, Fails(), Fails(hook="on_train_end")], ids=["evaluation", "callback", "end"])
+def test_the_checkpoint_has_the_last_step(fails: AbstractCallback | None, tmp_path: Path) -> None:
+    def callbacks() -> list[AbstractCallback]:
+        return [LRScheduler(StepLR, step_size=1, gamma=0.5), ModelCheckpoint(tmp_path)]
+
+    whole, failed, resumed = loop_of(), loop_of(broken=fails is None), loop_of()
+    whole.fit(num_epochs=2, callbacks=callbacks()[:1])
+    with pytest.raises(ValueError, match="broken") as caught:
+        failed.fit(num_epochs=2, callbacks=[*callbacks(), *([fails] if fails else [])])
+    assert weights_of(failed) == weights_of(whole)
+    if fails is None or fails.hook == "on_epoch_end":  # type: ignore[attr-defined]
+        assert "step=00000014" in " ".join(getattr(caught.value, "__notes__", ["step=00000014"]))
+    resumed.fit(num_epochs=2, callbacks=callbacks(), resume_from="last")
+    assert state_of(resumed) == state_of(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_the_weights_come_back_from_ranks(rank: int | None, tmp_path: Path) -> None:
+    of_mode: dict[str, Any] = {"gpu_mode": "ddp", "devices": 2}
+    whole, failed, kept = loop_of(**of_mode), loop_of(broken=rank is None, **of_mode), loop_of(**of_mode)
+    whole.fit(num_epochs=2)
+    fails = [] if rank is None else [Fails(rank)]
+    with pytest.raises(WorkerFailedError, match="broken") as caught:
+        failed.fit(num_epochs=2, callbacks=[*fails, ModelCheckpoint(tmp_path)])
+    assert weights_of(failed) == weights_of(whole)
+    assert failed.global_step == whole.global_step
+    assert f"the last finished step ({whole.global_step})" in str(caught.value)
+    kept.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert state_of(kept) == state_of(whole)
