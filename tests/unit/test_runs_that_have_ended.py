@@ -182,6 +182,7 @@ def test_an_end_names_all_who_asked_after_the_row(capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.usefixtures("events_on_stdout")
 def test_a_run_that_early_stop_has_ended_is_not_trained_on_unless_more_is_asked_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

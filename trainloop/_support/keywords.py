@@ -50,7 +50,7 @@ _ROWS: list[tuple[str, ...]] = [
     ("lr learning_rate", "optimizer: an argument of the optimizer, torch.optim.Adam(model.parameters(), lr=...)."),
     ("batch_size shuffle num_workers", "train_loader: an argument of the loader, DataLoader(data, batch_size=...)."),
     # callbacks
-    ("metric metric_name quantity metric_to_monitor score_name key", "monitor", "metric_name", "metric_names"),
+    ("metric metric_name quantity metric_to_monitor score_name key", "monitor", "metric_names"),
     ("save_top_k max_to_keep n_saved save_total_limit top_k", "keep"),
     ("filepath path dirname dir directory folder checkpoint_dir save_dir output_dir save_path root_dir",
      "dirpath", "log_dir", "path"),

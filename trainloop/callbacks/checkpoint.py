@@ -242,8 +242,8 @@ class ModelCheckpoint(Saver):
         into = loop.model if model is None else model
         load_model(into, _judged(state, into, monitor))
         if loop is not None and into is loop.model:
-            criterion = criterion_module(loop.criterion)
-            if state.get("criterion") and criterion is not None:  # without the tensors of the model
+            criterion = criterion_module(loop.criterion) if state.get("criterion") else None
+            if criterion is not None:  # without the tensors of the model
                 criterion.load_state_dict({**criterion.state_dict(), **state["criterion"]})
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
         return state
