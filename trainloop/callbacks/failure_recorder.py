@@ -349,7 +349,7 @@ class FailureRecorder(AbstractCallback):
         step, several = self._step, run.losses_stepped > 0
         alternating = stage != "backward" and several
         # DDP averages gradients during a step's last backward, unless the loop averages them afterwards.
-        local = loop.world_size == 1 or run.gradients.reduced_later or self._ended < len(step.batches)
+        local = loop.world_size == 1 or run.gradients.weight.reduced_later or self._ended < len(step.batches)
         compares = (stage == "backward" and local and self._ended == len(self._states)) or (
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
         )
@@ -382,7 +382,7 @@ class FailureRecorder(AbstractCallback):
             "carried": _packed(self._carried),
             "amp": amp.dtype,
             "scaler": run.place.scaler.state_dict(),
-            "usual_units": dict(run.gradients.usual_units),
+            "usual_units": dict(run.gradients.weight.usual_units),
             "gradient_clip_norm": loop.gradient_clip_norm,
             "settings": numeric_settings(),
             "threads": torch.get_num_threads(),

@@ -7,7 +7,6 @@ weight), over all micro-batches and ranks. The backward of each micro-batch adds
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,15 +26,13 @@ from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
-from trainloop.parallel.ddp import WeighingDataParallel
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.losses import BatchLoss, read_loss
 from trainloop.train_loop.running import TrainingRun
+from trainloop.train_loop.step_weight import TINY, StepWeight
 from trainloop.train_loop.trained import TrainedParameters
 
 __all__ = ["Gradients"]
-
-_TINY = 1e-12
 
 
 class _Part:
@@ -56,11 +53,8 @@ class Gradients:
 
     Attributes
     ----------
-    reduced_later, ragged : bool
-        State of the current step. ``reduced_later`` is True if gradients are averaged over ranks after backward, not by
-        DDP during it. ``ragged`` is True if ranks have different numbers of micro-batches.
-    given : list of bool
-        For each micro-batch of the step, True if ``get_loss`` returned a weight.
+    weight : StepWeight
+        What the losses of the current step weigh.
     sums : SumRule or None
         Rule that decides which losses are sums over samples; ``None`` if no loss is a sum.
     optimizers : list of Optimizer
@@ -72,8 +66,6 @@ class Gradients:
         Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
     ranks : int
         Number of ranks whose gradients are averaged.
-    usual_units : dict
-        Usual numbers of units per sample, which ranks have agreed on: of a loss, or by name of a ``MultiLoss``'s parts.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -85,12 +77,7 @@ class Gradients:
         self.ranks = loop.world_size if run.parallel else 1
         self.scales = place.scaler.is_enabled()
         """True if losses are multiplied by AMP's scale."""
-        self._known_numbers: dict[tuple[float, float], Tensor] = {}
-        self.usual_units: dict[str | None, float] = {}
-        self.reduced_later = self.ragged = False
-        self.given: list[bool] = []
-        # Sums over the step's micro-batches so far.
-        self._weighted, self._weight, self._uneven = False, 0.0, 0.0
+        self.weight = StepWeight(place, self.ranks)
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
         self.take_rules()
@@ -210,9 +197,10 @@ class Gradients:
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
-        self.ragged = ragged
-        self.reduced_later = (ragged or self._always_later) and not self._place.collective
-        if self.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
+        weight = self.weight
+        weight.ragged = ragged
+        weight.reduced_later = (ragged or self._always_later) and not self._place.collective
+        if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
 
     # -- for each micro-batch ----------------------------------------------------------------------------------------
@@ -234,9 +222,9 @@ class Gradients:
         size : int
             Number of samples of the micro-batch.
         """
-        loss, weight = read.loss, read.units
-        self.given.append(read.explicit)
-        self._weighted = self._weighted or weight is not None
+        loss, weight, step = read.loss, read.units, self.weight
+        step.given.append(read.explicit)
+        step.weighted = step.weighted or weight is not None
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             return loss if self.ranks == 1 else loss * self.ranks
         if self.ranks == 1 and count == 1:
@@ -244,61 +232,15 @@ class Gradients:
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
-        usual = 1.0 if weight is None else self._usual(None, weight, size)
+        usual = 1.0 if weight is None else step.usual(None, weight, size)
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
-            self._add(share / usual, 0.0)
+            step.add(share / usual, 0.0)
             loss = loss * scale if scale is not None else loss / count if count > 1 else loss
             return loss if usual == 1 else loss / usual
-        units = self._exact(weight) * (share / max(size, 1) / usual)
-        self._add(units, 1.0)
+        units = step.exact(weight) * (share / max(size, 1) / usual)
+        step.add(units, 1.0)
         return loss * _like(loss, units)
-
-    def _usual(self, name: str | None, weight: Any, size: int) -> float:
-        """Return the usual number of units per sample: a power of two, by which a division changes no bit.
-
-        It keeps losses, and gradients until :meth:`complete`, near the scale of a mean: with a sum over the pixels of
-        an image, fp16 overflows (AMP, ``fp16_compress_hook``). Ranks agree on it once, from their first batches.
-        Collective then.
-        """
-        usual = self.usual_units.get(name)
-        if usual is not None:
-            return usual
-        if self.ragged:  # some ranks may not call this
-            return 1.0
-        if self.reduced_later and not self._place.scaler.is_enabled():  # divided before anything is in fp16
-            return self.usual_units.setdefault(name, 1.0)
-        units = self._zero() + self._exact(weight) / max(size, 1)
-        mean = float(units if self.ranks == 1 else distributed.all_reduce(units, "mean"))
-        if not 0 < mean < math.inf:
-            return 1.0  # without units, each factor is right; the next batch decides
-        usual = self.usual_units[name] = 2.0 ** round(math.log2(mean))
-        return usual
-
-    def _add(self, weight: Any, uneven: float) -> None:
-        """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
-        self._weight, self._uneven = self._weight + weight, self._uneven + uneven
-        carrier = self._carrier
-        if carrier is not None:
-            carrier.carry(self._numbers(weight, uneven))
-
-    @property
-    def _carrier(self) -> WeighingDataParallel | None:
-        """Return the wrapper that averages the step's weight along with the gradients."""
-        wrapper = self._place.wrapper
-        return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.reduced_later else None
-
-    def _numbers(self, weight: Any, uneven: float) -> Tensor:
-        """Return the two numbers that ranks average, on the device."""
-        if isinstance(weight, Tensor):
-            return torch.stack([weight, torch.full_like(weight, uneven)])
-        known = self._known_numbers.get((weight, uneven))
-        if known is None:
-            if len(self._known_numbers) > 64:  # limits the cache's memory if weights never repeat
-                self._known_numbers.clear()
-            known = torch.stack([self._zero() + weight, self._zero() + uneven])
-            self._known_numbers[weight, uneven] = known
-        return known
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
         """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
@@ -306,16 +248,17 @@ class Gradients:
         In a step with only one micro-batch, ranks exchange the weights before backward. In a step of several
         micro-batches, each loss gets separate gradients, which :meth:`complete` adds up.
         """
-        if count == 1 and not self.ragged:
-            self._add(share, 0.0)
-            own = torch.stack([self._zero() + weight for weight in weights.values()])
-            factors = own / distributed.all_reduce(own, "mean").clamp(min=_TINY)
+        step = self.weight
+        if count == 1 and not step.ragged:
+            step.add(share, 0.0)
+            own = torch.stack([step.zero() + weight for weight in weights.values()])
+            factors = own / distributed.all_reduce(own, "mean").clamp(min=TINY)
             return _times(losses, dict(zip(weights, factors)))
-        if not self.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
+        if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
-            self._always_later = self.reduced_later = True
+            self._always_later = step.reduced_later = True
         units = {
-            name: self._exact(weight) * (share / max(size, 1) / self._usual(name, weight, size))
+            name: step.exact(weight) * (share / max(size, 1) / step.usual(name, weight, size))
             for name, weight in weights.items()
         }
         for name, weight in units.items():
@@ -372,13 +315,13 @@ class Gradients:
 
     def _join_parts(self) -> None:
         """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
-        if self.ragged and self.ranks > 1:  # a rank without a batch does not know the names
+        if self.weight.ragged and self.ranks > 1:  # a rank without a batch does not know the names
             names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
-        weights = torch.stack([self._zero() + part.weight for part in self._parts.values()])
+        weights = torch.stack([self.weight.zero() + part.weight for part in self._parts.values()])
         if self.ranks > 1:
             weights = distributed.all_reduce(weights, "mean")
-        for part, weight in zip(self._parts.values(), weights.clamp(min=_TINY)):
+        for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):
             part.weight = weight
             like = _Converted(weight)
             for parameter, gradient in part.gradients.items():
@@ -421,40 +364,34 @@ class Gradients:
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
         self._run.stage = "complete"
-        given, weighted, weight, uneven = self.given, self._weighted, self._weight, self._uneven
-        self.given, self._weighted, self._weight, self._uneven = [], False, 0.0, 0.0
-        if True in given and False in given:
-            raise ConfigurationError(
-                f"get_loss returned (loss, weight) for {sum(given)} of {len(given)} micro-batches of a step. Return a "
-                "weight for all batches or for none."
-            )
-        in_parts = bool(self._parts)
-        if self.ragged and self.ranks > 1:  # a rank without a batch has no weight
-            flags = distributed.exchange_ints([int(weighted), int(in_parts)])
-            weighted, in_parts = (any(column) for column in zip(*flags))
-        if in_parts:
-            self._join_parts()
-        if self._place.collective:
-            reduce_gradients([p for p in parameters if id(p) in self._beside])
-        elif self.reduced_later:
-            reduce_gradients(parameters)
-        elif isinstance(self._place.wrapper, TTDistributedDataParallel):
-            self._place.wrapper.check_reduced()
-            if self.trained is not None:
-                self.trained.reduce_beside()
-        self._joined, self._parts = self._parts, {}
-        if in_parts or (self.ranks == 1 and len(given) <= 1):  # see scaled
+        step, in_parts = self.weight, bool(self._parts)
+        if self.trained is None and len(step.given) <= 1 and not in_parts:  # one process, one micro-batch: see scaled
+            step.given.clear()
+            step.weighted, self._joined = False, {}
             return None
-        if self.ranks > 1:
-            weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
-        usual = self.usual_units.get(None, 1.0) if weighted else 1.0
-        if not uneven and usual == 1:
-            return None
-        if isinstance(weight, Tensor) and weight.is_cpu:
-            weight = weight.item()  # waits for nothing, and is often exactly 1
-        # If all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make them NaN.
-        factor: Tensor | float = 1 / (weight.clamp(min=_TINY) if isinstance(weight, Tensor) else max(weight, _TINY))
-        factor = factor if uneven else usual  # exactly
+        try:
+            if len(step.given) > 1:
+                step.check()
+            weighted = step.weighted
+            if step.ragged and self.ranks > 1:  # a rank without a batch has no weight
+                flags = distributed.exchange_ints([int(weighted), int(in_parts)])
+                weighted, in_parts = (any(column) for column in zip(*flags))
+            if in_parts:
+                self._join_parts()
+            if self._place.collective:
+                reduce_gradients([p for p in parameters if id(p) in self._beside])
+            elif step.reduced_later:
+                reduce_gradients(parameters)
+            elif isinstance(self._place.wrapper, TTDistributedDataParallel):
+                self._place.wrapper.check_reduced()
+                if self.trained is not None:
+                    self.trained.reduce_beside()
+            self._joined, self._parts = self._parts, {}
+            if in_parts or (self.ranks == 1 and len(step.given) <= 1):  # see scaled
+                return None
+            factor = step.factor(weighted=weighted)
+        finally:
+            step.clear()
         if not isinstance(factor, Tensor) and factor == 1:
             return None
         like = _Converted(factor)
@@ -463,19 +400,6 @@ class Gradients:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
                 own.mul_(like(own))
         return factor
-
-    def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
-        """Return the step's weight per sample over all ranks, and a number that is 0 if the weight is 1."""
-        carrier = self._carrier
-        averages = None if carrier is None else carrier.averaged_numbers()
-        if not weighted and (averages is None or not averages.is_cpu):
-            return 1.0, 0.0
-        if averages is None:
-            averages = distributed.all_reduce(self._zero() + self._numbers(weight, uneven), "mean")
-        if averages.is_cpu:
-            weight, uneven = averages.tolist()
-            return weight, uneven
-        return averages[0], 1.0  # reading the second number would wait for the device
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
@@ -486,19 +410,11 @@ class Gradients:
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self.ranks == 1 and factor is None:
             return sum(parts[1:], parts[0])  # in the order in which a hand-written loop adds them up
-        value = self._zero() + sum(part.reshape(()) for part in parts)
+        value = self.weight.zero() + sum(part.reshape(()) for part in parts)
         if self.ranks > 1:
             torch.distributed.all_reduce(value)
             value /= self.ranks
         return value if factor is None else value * factor
-
-    def _exact(self, weight: Any) -> Any:
-        """Return the weight in float64: float32 can't represent counts of tokens above 2**24 exactly."""
-        return weight.detach().reshape(()).to(self._zero().dtype) if isinstance(weight, Tensor) else weight
-
-    def _zero(self) -> Tensor:
-        device = self._place.device  # created on the device: a copy from the CPU would wait for the device
-        return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
     def show_and_clip(
         self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]

@@ -286,7 +286,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
         module.training = record["training"].get(name, module.training)
     run.gradients = gradients = Gradients(run)
     gradients.ranks = place["world_size"]  # the loss is scaled by the number of batches
-    gradients.usual_units.update(record.get("usual_units", {}))  # older records lack it
+    gradients.weight.usual_units.update(record.get("usual_units", {}))  # older records lack it
     if run.place.scaler.is_enabled() and record["scaler"]:
         run.place.scaler.load_state_dict(record["scaler"])
     run.watch = watch = _Repeats(record["random"])

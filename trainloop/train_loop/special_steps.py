@@ -68,7 +68,7 @@ class AlternatingTraining(Training):
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         self.losses_stepped = 0
-        gradients.reduced_later, gradients.ragged = True, counts is not None
+        gradients.weight.reduced_later, gradients.weight.ragged = True, counts is not None
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
             parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.learned

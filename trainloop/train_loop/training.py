@@ -591,7 +591,7 @@ class Training(Run):
             self.stage = "forward"
             if first and i >= begun:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
-            later = gradients.reduced_later
+            later = gradients.weight.reduced_later
             model = place.model if later else place.wrapper
             around: AbstractContextManager[Any] = _ALONE
             if self._in_ranks:

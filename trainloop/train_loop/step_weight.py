@@ -1,0 +1,155 @@
+"""Add up what the losses of a step's micro-batches weigh, over all ranks.
+
+A step's gradients are those of one mean over all its units: samples, or what ``get_loss`` or its criterion counts
+(tokens, class weights). When a micro-batch's loss is scaled, only its own units are known, so its part is scaled by its
+samples and the usual number of units per sample. At the end of the step, :meth:`StepWeight.factor` is what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainloop import distributed
+from trainloop.errors import ConfigurationError
+from trainloop.parallel.ddp import WeighingDataParallel
+
+__all__ = ["TINY", "StepWeight"]
+
+TINY = 1e-12
+"""Least weight: if all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make NaN."""
+
+
+class StepWeight:
+    """The weight of a step so far.
+
+    Parameters
+    ----------
+    place : Placement
+        The placed model, whose wrapper may carry the weight along with the gradients.
+    ranks : int
+        Number of ranks whose gradients are averaged.
+
+    Attributes
+    ----------
+    given : list of bool
+        For each micro-batch, True if ``get_loss`` returned a weight.
+    weighted : bool
+        True if the loss of a micro-batch has units other than samples.
+    usual_units : dict
+        Usual numbers of units per sample, which ranks have agreed on: of a loss, or by name of a ``MultiLoss``'s parts.
+    ragged, reduced_later : bool
+        State of the current step. ``ragged`` is True if ranks have different numbers of micro-batches.
+        ``reduced_later`` is True if gradients are averaged over ranks after backward, not by DDP during it.
+    """
+
+    def __init__(self, place: Any, ranks: int) -> None:
+        self._place = place
+        self._ranks = ranks
+        self._known_numbers: dict[tuple[float, float], Tensor] = {}
+        self.usual_units: dict[str | None, float] = {}
+        self.ragged = self.reduced_later = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self.given: list[bool] = []
+        self.weighted = False
+        self._weight: Any = 0.0
+        self._uneven = 0.0
+
+    def add(self, weight: Any, uneven: float) -> None:
+        """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
+        self._weight, self._uneven = self._weight + weight, self._uneven + uneven
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.carry(self._numbers(weight, uneven))
+
+    def usual(self, name: str | None, weight: Any, size: int) -> float:
+        """Return the usual number of units per sample: a power of two, by which a division changes no bit.
+
+        It keeps losses, and gradients until the end of the step, near the scale of a mean: with a sum over the pixels
+        of an image, fp16 overflows (AMP, ``fp16_compress_hook``). Ranks agree on it once, from their first batches.
+        Collective then.
+        """
+        usual = self.usual_units.get(name)
+        if usual is not None:
+            return usual
+        if self.ragged:  # some ranks may not call this
+            return 1.0
+        if self.reduced_later and not self._place.scaler.is_enabled():  # divided before anything is in fp16
+            return self.usual_units.setdefault(name, 1.0)
+        units = self.zero() + self.exact(weight) / max(size, 1)
+        mean = float(units if self._ranks == 1 else distributed.all_reduce(units, "mean"))
+        if not 0 < mean < math.inf:
+            return 1.0  # without units, each factor is right; the next batch decides
+        usual = self.usual_units[name] = 2.0 ** round(math.log2(mean))
+        return usual
+
+    def check(self) -> None:
+        """Raise an error if ``get_loss`` has returned a weight for only some micro-batches.
+
+        Raises
+        ------
+        ConfigurationError
+        """
+        if True in self.given and False in self.given:
+            raise ConfigurationError(
+                f"get_loss returned (loss, weight) for {sum(self.given)} of {len(self.given)} micro-batches of a step. "
+                "Return a weight for all batches or for none."
+            )
+
+    def factor(self, *, weighted: bool) -> Tensor | float:
+        """Return the factor that the step's gradients still need; ``weighted`` is True if any rank is. Collective."""
+        weight, uneven = self._weight, self._uneven
+        if self._ranks > 1:
+            weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
+        usual = self.usual_units.get(None, 1.0) if weighted else 1.0
+        if not uneven:
+            return usual  # exactly
+        if isinstance(weight, Tensor) and weight.is_cpu:
+            weight = weight.item()  # waits for nothing, and is often exactly 1
+        return 1 / (weight.clamp(min=TINY) if isinstance(weight, Tensor) else max(weight, TINY))
+
+    def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
+        """Return the step's weight per sample over all ranks, and a number that is 0 if the weight is 1."""
+        carrier = self._carrier
+        averages = None if carrier is None else carrier.averaged_numbers()
+        if not weighted and (averages is None or not averages.is_cpu):
+            return 1.0, 0.0
+        if averages is None:
+            averages = distributed.all_reduce(self.zero() + self._numbers(weight, uneven), "mean")
+        if averages.is_cpu:
+            weight, uneven = averages.tolist()
+            return weight, uneven
+        return averages[0], 1.0  # reading the second number would wait for the device
+
+    @property
+    def _carrier(self) -> WeighingDataParallel | None:
+        """Return the wrapper that averages the step's weight along with the gradients."""
+        wrapper = self._place.wrapper
+        return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.reduced_later else None
+
+    def _numbers(self, weight: Any, uneven: float) -> Tensor:
+        """Return the two numbers that ranks average, on the device."""
+        if isinstance(weight, Tensor):
+            return torch.stack([weight, torch.full_like(weight, uneven)])
+        known = self._known_numbers.get((weight, uneven))
+        if known is None:
+            if len(self._known_numbers) > 64:  # limits the cache's memory if weights never repeat
+                self._known_numbers.clear()
+            known = torch.stack([self.zero() + weight, self.zero() + uneven])
+            self._known_numbers[weight, uneven] = known
+        return known
+
+    def exact(self, weight: Any) -> Any:
+        """Return the weight in float64: float32 can't represent counts of tokens above 2**24 exactly."""
+        return weight.detach().reshape(()).to(self.zero().dtype) if isinstance(weight, Tensor) else weight
+
+    def zero(self) -> Tensor:
+        """Return a zero of the most exact dtype of the device."""
+        device = self._place.device  # created on the device: a copy from the CPU would wait for the device
+        return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
