@@ -17,7 +17,7 @@
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
 # make soak-restarts  strike runs that have to survive: make soak-restarts ARGS='--failures 1000 --seed 1'
 # make bench     run the benchmarks, write benchmarks/RESULTS.rst
-# make gpu       on a machine with a GPU, with its own python3: tests/gpu, then ratios to a hand-written loop; eight minutes
+# make gpu       on a machine with a GPU, with its own python3: the plan of the first day (benchmarks/gpu_plan.py), ten minutes
 # make clean     remove what these made
 #
 # Every target starts from nothing but Python; a second run installs nothing. Another interpreter: make PYTHON=python3.12 test

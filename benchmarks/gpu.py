@@ -1,7 +1,8 @@
-"""All measurements on a GPU: python3 -m benchmarks.gpu [--tiny], in at most eight minutes.
+"""The first day on a GPU: python3 -m benchmarks.gpu [--tiny], in at most ten minutes.
 
-Runs ``tests/gpu``, then trains the same models with a hand-written loop and with trainloop in one process. Writes
-``GPU.rst`` and ``gpu.json`` after each part. Needs torch (2.6 or newer), numpy, tensorboard and pytest, and no network.
+Follows ``gpu_plan.py``: checks of what can be wrong on a GPU only, ``tests/gpu``, then the same models with a
+hand-written loop and with trainloop in one process. Writes ``GPU.rst`` and ``gpu.json`` after each part, with what is
+expected and what to do otherwise. Needs torch (2.6 or newer), numpy, tensorboard and pytest, and no network.
 The folder ``.deps`` may contain the other packages that trainloop imports (made on a machine with a network by
 ``pip install --target .deps cloudpickle psutil filelock tqdm``).
 """
@@ -22,25 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_plan import BUDGET_S, PLAN
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-BUDGET_S = 440.0
-# The cheap and telling first. A part that takes longer is ended, by force, and the next one begins.
-LIMITS_S = {
-    "MLP": 40,
-    "synchronisations in ten steps": 30,
-    "tests/gpu": 200,
-    "MLP, compile='step'": 75,
-    "ResNet-18, bf16": 45,
-    "GPT-2 small, bf16": 60,
-    "prefetch from pinned memory": 45,
-    "dp on one GPU": 30,
-    "ddp with one rank": 45,
-    "two ranks on one device, Gloo": 45,
-    "a checkpoint's stall": 30,
-    "the first fit's start": 45,
-}
-AIMS = {"MLP": 0.95, "MLP, compile='step'": 0.5, "ResNet-18, bf16": 1.01, "GPT-2 small, bf16": 1.01}
+LIMITS_S = {name: item.limit_s for name, item in PLAN.items()}
 NEEDED = ("torch", "numpy", "tensorboard", "pytest", "cloudpickle", "psutil", "filelock", "tqdm", "typing_extensions")
 STARTS_S = 60.0  # until a process has imported torch, on a disk that reads it for the first time
 
@@ -120,6 +107,8 @@ class Runner:
     def _found(self, part: str, found: dict[str, Any], began: float) -> None:
         self.results[part] = {**found, "took_s": round(time.monotonic() - began, 1)}
         print(f"    {self.results[part]}", flush=True)
+        if "failed" in found:
+            print(f"    expected: {PLAN[part].expected}\n    what to do: {PLAN[part].otherwise}", flush=True)
         self.write()
 
     def write(self) -> None:
@@ -140,8 +129,10 @@ def text_of(report: dict[str, Any]) -> str:
     lines += [report["machine"], "", f"{report['failures']} failures.", ""]
     for name, values in report["results"].items():
         lines += [name, "-" * len(name), ""]
-        if name in AIMS:
-            values = {**values, "aim": AIMS[name]}
+        item = PLAN[name]
+        values = {**values, "expected": item.expected}
+        if "failed" in values:
+            values["what to do"] = item.otherwise
         lines += [f"* {key}: {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)
@@ -157,7 +148,7 @@ def main() -> None:
         names = " ".join(missing)
         sys.exit(f"{sys.executable} lacks {names}. On a machine with a network: pip install --target .deps {names}")
     out = arguments.out or (Path(tempfile.mkdtemp(prefix="trainloop-gpu-")) if arguments.tiny else HERE)
-    limits = {part: limit for part, limit in LIMITS_S.items() if not (arguments.tiny and part == "tests/gpu")}
+    limits = {part: limit for part, limit in LIMITS_S.items() if not (arguments.tiny and part.startswith("tests/gpu"))}
     runner = Runner(arguments.tiny, out, limits)
     runner.run()
     print(f"wrote {out / 'GPU.rst'} and gpu.json: {runner.failures()} failures")

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_models import GPT, ResNet18
 from benchmarks.timing import machine
 from benchmarks.work import MLP
@@ -168,9 +169,11 @@ class Bench:
         ]
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """By the names in ``benchmarks.gpu.LIMITS_S``."""
+        """By the names in ``benchmarks.gpu_plan.PLAN``."""
         return {
-            "tests/gpu": self.tests,
+            **{name: partial(self.check, check) for name, check in CHECKS.items()},
+            "tests/gpu: data and training": lambda: self.tests("data", "training"),
+            "tests/gpu: the others": lambda: self.tests("devices", "launch", "parallel", "restarts", "fsdp"),
             "MLP": lambda: self.ratio(MLP, self.small),
             "MLP, compile='step'": self.as_one_graph,
             "synchronisations in ten steps": self.waits,
@@ -197,8 +200,12 @@ class Bench:
         hand, own = (statistics.median(seconds[name]) for name in ("PyTorch", "trainloop"))
         return {"by_hand_us": hand * 1e6, "trainloop_us": own * 1e6, "ratio": own / hand}
 
-    def tests(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    def check(self, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return check() if CUDA else {"left_out": "needs a GPU"}
+
+    def tests(self, *names: str) -> dict[str, Any]:
+        files = [f"tests/gpu/test_{name}_gpu.py" for name in names]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files, "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         lines: deque[str] = deque([""], maxlen=1)
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as pytest:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import LIMITS_S, Runner
+from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_parts import Bench
+from benchmarks.gpu_plan import PLAN, SIMULATED
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,3 +51,23 @@ def test_what_the_time_was_over_for_is_left_out(tmp_path: Path) -> None:
 
 def test_each_part_has_a_limit() -> None:
     assert set(Bench(tiny=True).parts()) == set(LIMITS_S)
+    assert set(SIMULATED) < set(CHECKS) < set(PLAN)
+
+
+def test_all_tests_for_gpus_are_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, files = Bench(tiny=True), []
+    monkeypatch.setattr(bench, "tests", lambda *names: files.extend(names))
+    for name, part in bench.parts().items():
+        if name.startswith("tests/gpu"):
+            part()
+    assert sorted(f"test_{name}_gpu.py" for name in files) == sorted(
+        path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+    )
+
+
+def test_a_check_that_fails_says_what_to_do(tmp_path: Path) -> None:
+    runner = Runner(tiny=True, out=tmp_path, limits_s={})
+    runner._found("odd batches", {"failed": "not as expected", "refused": {"sparse in ddp": "no kernel"}}, 0.0)
+    page = (tmp_path / "GPU.rst").read_text()
+    assert "* expected: every kind trains" in page
+    assert "* what to do: data/batches.py" in page

@@ -165,7 +165,7 @@ static cudaError_t context(int d) {  // a primary context comes with the first r
   const char* exclusive = getenv("FAKECUDA_EXCLUSIVE");
   if (exclusive && *exclusive) {
     char p[256];
-    snprintf(p, sizeof p, "/dev/shm/fakecuda-exclusive-%s-%d", exclusive, physical(d));
+    snprintf(p, sizeof p, "/tmp/fakecuda-exclusive-%s-%d", exclusive, physical(d));
     int fd = open(p, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
     if (flock(fd, LOCK_EX | LOCK_NB)) {
       close(fd);

@@ -44,7 +44,7 @@ if __name__ == "__main__":
 def exclusive(tmp_path: Path) -> Iterator[str]:
     """Value of ``FAKECUDA_EXCLUSIVE``, any name, for devices of the test's own."""
     yield tmp_path.name
-    for path in Path("/dev/shm").glob(f"fakecuda-exclusive-{tmp_path.name}-*"):
+    for path in Path("/tmp").glob(f"fakecuda-exclusive-{tmp_path.name}-*"):
         path.unlink()
 
 

@@ -53,13 +53,13 @@ class End(Begin):
         self.execution_order = 10**6
 
 
-def callbacks(folder: Path) -> list[AbstractCallback]:
+def callbacks(folder: Path, steps: int = 7) -> list[AbstractCallback]:
     return [
         TensorBoard(folder, log_every_n_steps=1),
         TerminateOnNaN(check_every_n_steps=10**6),
         GradientStats(every_n_steps=1, per_parameter=True),
         GradientClipping(max_norm=1.0, max_value=0.5),
-        LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=7),
+        LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=steps),
         LearningRateMonitor(),
         ExponentialMovingAverage(0.9),
         EarlyStopping("loss"),
@@ -80,12 +80,13 @@ def test_nothing_is_read_in_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_is_read_in_a_step_on_a_gpu(tmp_path: Path) -> None:
     begin = Begin(lambda: torch.cuda.set_sync_debug_mode("error"))
     end = End(lambda: torch.cuda.set_sync_debug_mode("default"))
     loop = make_loop(accelerator="cuda", devices=1)
     try:
-        loop.fit(num_epochs=2, callbacks=[begin, *callbacks(tmp_path), end])
+        loop.fit(num_epochs=2, callbacks=[begin, *callbacks(tmp_path, 14), end])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loop.global_step == 14

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainloop import TrainLoop, TTModel
 from trainloop.data import EvalFeed, TrainFeed
-from trainloop.data.batches import count_collated
+from trainloop.data.batches import count_collated, count_samples
 
 ITEMS = [(torch.full((3, 2, 2), float(i)), {"y": torch.tensor(float(i) ** 2)}) for i in range(7)]
 
@@ -267,3 +267,9 @@ def test_batches_without_a_plan() -> None:
         assert [step.sizes for step in TrainFeed(graph).steps(1)] == [[5]]
     with pytest.warns(UserWarning, match="can't be counted"):
         list(TrainFeed([(torch.ones(7, 4), torch.ones(4))]).steps(1))  # time first
+
+
+def test_nested_tensors_are_counted(recwarn: pytest.WarningsRecorder) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3), torch.ones(1)])
+    assert count_collated((torch.ones(3, 4), nested), 3) == 3
+    assert count_samples({"x": nested}) == count_samples([nested, torch.ones(3)]) == 3

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import small_loop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.transparent import with_dicts_of, without_dict_classes
 
 # -- attributes of both wrappers ---------------------------------------------------------------------------------------
 
@@ -318,3 +320,19 @@ def test_evaluation_after_fit_has_the_wrapper_s_arguments_of_fit() -> None:
     sizes[:] = []
     loop.predict_on_validation_set()
     assert sorted(sizes) == before
+
+
+def test_dicts_of_a_batch_that_torch_can_not_rebuild_keep_their_class() -> None:
+    class Own(dict):  # type: ignore[type-arg]
+        name = ""
+
+    own, lists = Own(x=torch.ones(2)), defaultdict(list, {0: torch.ones(3)})
+    own.name = "train"
+    opened = without_dict_classes((own, [lists, 3], {"a": lists}))
+    assert [type(opened[0]), type(opened[1][0]), type(opened[2]["a"])] == [dict] * 3
+    opened[0]["x"] = torch.zeros(2, dtype=torch.bfloat16)  # as torch casts it
+    back = with_dicts_of(opened, (own, [lists, 3], {"a": lists}))
+    assert (type(back[0]), back[0].name, back[0]["x"].dtype) == (Own, "train", torch.bfloat16)
+    assert back[1][0]["missing"] == []
+    assert "missing" not in lists
+    assert own["x"].dtype == torch.float32

@@ -51,6 +51,8 @@ def _parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:
+    if getattr(value, "is_nested", False):  # the attribute is an error, or has a symbol for the ragged dimension
+        return (int(value.size(0)),)
     shape = getattr(value, "shape", None)
     return shape if isinstance(shape, tuple) else None
 

@@ -154,7 +154,7 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
         generator = torch.Generator()
         generator.manual_seed(seed)
     length = sampler.num_samples
-    order = torch.randperm(length, generator=generator, device=generator.device)
+    order = torch.randperm(length, generator=generator, device=generator.device).cpu()
     stop = length - length % size
     yield from rows.take(order[:stop], size)
     # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
@@ -184,11 +185,27 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         """Move the arguments to the wrapper's GPU, as DDP does, and return them; on the CPU, return them unchanged."""
         if not self.device_ids:
             return args, kwargs
+        if self._are_here((args, kwargs)):
+            return args, kwargs
         moved_args, moved_kwargs = self.to_kwargs(args, kwargs, self.device_ids[0])
         return moved_args[0], moved_kwargs[0]
 
+    def _are_here(self, value: Any) -> bool:
+        """Return True if all tensors are on the wrapper's GPU, in the containers in which torch looks for tensors."""
+        if isinstance(value, (Tensor, PackedSequence)):
+            device = value.device if isinstance(value, Tensor) else value.data.device
+            return bool(device == self.device)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+        return all(map(self._are_here, parts))
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
+        # loop's batches are on the GPU already, so that torch needn't see them.
+        hides = bool(self.device_ids) and self.mixed_precision is None and self._are_here((inputs, kwargs))
         try:
+            if hides:
+                super()._pre_forward(None)
+                return inputs, kwargs
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as e:
             raise _explained(e, self) from e

@@ -17,7 +17,14 @@ from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.parallel.misuse import WatchedForwards, explain_sharded, refuse_other_parameters
 from trainloop.parallel.shards import is_sharded, stays_whole
-from trainloop.parallel.transparent import Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
+from trainloop.parallel.transparent import (
+    Transparent,
+    check_not_lazy,
+    with_dicts_of,
+    with_multi_losses,
+    with_plain_dicts,
+    without_dict_classes,
+)
 from trainloop.parallel.undoing import can_undo, parameter_groups, undo_fully_shard
 from trainloop.parallel.units import check_dtypes, units_of
 
@@ -206,8 +213,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         function = getattr(self.module, method)
         if yields_losses(self.module, method):
             return self._passes(function(*args, **kwargs))
-        call = _Call(function)
-        return with_multi_losses(self(call, *args, **kwargs), call.output)
+        # torch rebuilds the containers of a batch, but can't rebuild each subclass of dict (defaultdict).
+        call = _Call(lambda *own, **named: function(*with_dicts_of(own, args), **with_dicts_of(named, kwargs)))
+        opened = without_dict_classes(args), without_dict_classes(kwargs)
+        return with_multi_losses(self(call, *opened[0], **opened[1]), call.output)
 
     def _passes(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
         """Run a ``get_loss`` that yields its losses: each loss is a separate forward pass of the root."""

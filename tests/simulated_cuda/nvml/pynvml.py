@@ -33,6 +33,10 @@ def nvmlDeviceGetHandleByUUID(name):
     raise NVMLError("not found")
 
 
+def nvmlDeviceGetCount():
+    return int(os.environ.get("FAKECUDA_DEVICES", "2"))
+
+
 def nvmlDeviceGetHandleByIndex(device):
     return device
 
