@@ -293,6 +293,12 @@ def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     return map_parts(lambda part: _map(function, method, part), batch)
 
 
+def moved(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield ``(size, batch)`` items with their batches on a device without streams, such as Apple's GPU."""
+    for size, batch in items:
+        yield size, move_to(batch, device)
+
+
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
 
