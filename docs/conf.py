@@ -84,6 +84,18 @@ def check_pages(app, error):  # type: ignore[no-untyped-def]
             raise ValueError(f"{page}: an attribute's text begins with 'Type:'. See keep_sentences in docs/conf.py.")
 
 
+def say_where_names_come_from(app, docname, source):  # type: ignore[no-untyped-def]
+    """Say below the title of each guide which names its examples take from the first page."""
+    uses = any(name in source[0] for name in ("Net(", "(Net)", "train_loader"))
+    if not docname.startswith("guides/") or ".. code-block:: python" not in source[0] or not uses:
+        return
+    title, line, *rest = source[0].split("\n")
+    note = "*The examples continue the program of* :doc:`/index`, *which defines* ``Net``, ``data``, ``train_loader``,"
+    note += "\n``val_loader``, ``test_loader``, ``model``, ``optimizer`` *and* ``criterion``."
+    source[0] = "\n".join([title, line, "", note, *rest])
+
+
 def setup(app):  # type: ignore[no-untyped-def]
     app.connect("autodoc-process-docstring", keep_sentences, priority=501)
+    app.connect("source-read", say_where_names_come_from)
     app.connect("build-finished", check_pages)

@@ -38,11 +38,11 @@ class DigitsCNN(TTModel):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
         images, labels = batch_data
-        return criterion(self(images.to(device)), labels.to(device))
+        return criterion(self(images), labels)
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
         images, labels = batch_data
-        return self(images.to(device)).argmax(1), labels, {}
+        return self(images).argmax(1), labels, {}
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset, TensorDataset]:

@@ -36,11 +36,11 @@ class Transformer(TTModel):
 
     def get_loss(self, batch_data, criterion, device):
         pictures, labels = batch_data
-        return criterion(self(pictures.to(device)), labels.to(device))
+        return criterion(self(pictures), labels)
 
     def get_predictions(self, batch_data, device):
         pictures, labels = batch_data
-        return self(pictures.to(device)).argmax(1).cpu(), labels, {}
+        return self(pictures).argmax(1).cpu(), labels, {}
 
 
 if __name__ == "__main__":  # a spawned loader worker imports this file, and must not train

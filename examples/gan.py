@@ -30,7 +30,7 @@ class GAN(TTModel):
 
     def get_loss(self, batch_data, criterion, device):
         images, _ = batch_data
-        real = images.to(device).flatten(1)
+        real = images.flatten(1)
         drawn = self(len(real))
         yes, no = torch.ones(len(real), 1, device=device), torch.zeros(len(real), 1, device=device)
         detects = criterion(self.discriminator(real), yes) + criterion(self.discriminator(drawn.detach()), no)
@@ -39,7 +39,7 @@ class GAN(TTModel):
 
     def get_predictions(self, batch_data, device):
         images, _ = batch_data
-        return self.discriminator(images.to(device).flatten(1)).squeeze(1) > 0, torch.ones(len(images)), {}
+        return self.discriminator(images.flatten(1)).squeeze(1) > 0, torch.ones(len(images)), {}
 
 
 def draw(image: Tensor) -> str:

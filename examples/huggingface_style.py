@@ -53,10 +53,10 @@ class Rows(Dataset):
 
 class Feed(AbstractModelFeedDefinition):
     def get_loss(self, model, batch_data, criterion, device):
-        return model(**{name: tensor.to(device) for name, tensor in batch_data.items()}).loss
+        return model(**batch_data).loss
 
     def get_predictions(self, model, batch_data, device):
-        logits = model(batch_data["pixel_values"].to(device)).logits
+        logits = model(batch_data["pixel_values"]).logits
         return logits.argmax(1), batch_data["labels"], {}
 
 

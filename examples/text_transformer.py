@@ -35,12 +35,12 @@ class Speller(TTModel):
         return self.head(self.body(self.embed(symbols) + self.place[:length], mask=causal, is_causal=True))
 
     def get_loss(self, batch_data, criterion, device):
-        line = batch_data.to(device)
+        line = batch_data
         loss = criterion(self(line[:, :-1]).flatten(0, 1), line[:, 1:].flatten())
         return loss, (line[:, 1:] != PAD).sum()
 
     def get_predictions(self, batch_data, device):
-        line = batch_data.to(device)
+        line = batch_data
         return list(self(line[:, :-1]).argmax(2).cpu()), list(line[:, 1:].cpu()), {}
 
 

@@ -91,6 +91,13 @@ class History(Mapping[str, list[float]]):
         """
         return import_extra("pandas", "history.to_dataframe", "tabular").DataFrame(self.rows())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        """Raise an error with a hint: numpy and ``pandas.DataFrame(history)`` would take only the names."""
+        raise ConfigurationError(
+            "a history is no array: its metrics may have values in different epochs. Call history.to_dataframe() for a "
+            "table of pandas, history.rows() for a dict per epoch, or history['loss'] for the values of one metric."
+        )
+
     def plot(self, path: str | None = None) -> Any:
         """Plot every metric over epochs. Training, validation and test values of a metric share a panel.
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 SCRIPT = """
+    import logging
     import json, sys
     from pathlib import Path
 
@@ -98,6 +99,7 @@ SCRIPT = """
         Path(f"found-{rank}.json").write_text(json.dumps([found, places]))
 
     mode = sys.argv[1]
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")  # events are logged
     rows = torch.randn(48, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     data, places = TensorDataset(rows, torch.arange(48) % 3), []
     torch.set_default_dtype(torch.float64)

@@ -61,7 +61,8 @@ def resume_often(folder: str) -> Any:
     ModelCheckpoint.last_state = late  # type: ignore[method-assign]
     found, printed = [], io.StringIO()
     for epochs in (1, 3, 3, 2):
-        loop, keeper = make_loop(gpu_mode="ddp", devices=2, seed=1), ModelCheckpoint(own, monitor="val_loss")
+        loop = make_loop(gpu_mode="ddp", devices=2, seed=1, progress_bar=True)
+        keeper = ModelCheckpoint(own, monitor="val_loss")
         with contextlib.redirect_stdout(printed):
             loop.fit(epochs, callbacks=[keeper], resume_from="last")
         weights = float(loop.model.state_dict()["fc.weight"].sum())

@@ -49,7 +49,7 @@ def test_data_subset_of_a_stream() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: num_train_batches=0: must be an int of 1 or more"),
+        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: all three numbers are 0"),
         (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
@@ -105,3 +105,10 @@ def test_every_exported_name_is_there() -> None:
         "GradientClipping", "GradientStats", "TimeLimit", "LRScheduler",
     }  # fmt: skip
     assert contract <= set(trainloop.callbacks.__all__)
+
+
+def test_only_the_validation_is_shortened() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[DataSubsetTestRun(num_train_batches=0, num_val_batches=1)])
+    assert loop.global_step == 7
+    assert len(loop.predict_on_validation_set()[0]) == 16

@@ -184,3 +184,14 @@ def test_table_of_pandas(history: History) -> None:
     assert list(table["epoch"]) == [1, 2, 3]
     assert list(table["loss"]) == [0.5, 0.25, 0.125]
     assert pandas.isna(table["val_loss"][1])
+
+
+def test_dataframe_of_a_history_names_the_way() -> None:
+    import numpy as np
+    import pandas as pd
+
+    history = History()
+    history.record("loss", 0.5, 0)
+    for make in (pd.DataFrame, np.asarray):
+        with pytest.raises(ConfigurationError, match=r"history\.to_dataframe\(\)"):
+            make(history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from conftest import make_data
 from trainloop import TrainLoop, TTBasicModel
 from trainloop._launch.failures import Failure, hint
+from trainloop.data.batches import described
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.options import AmpOptions
 
@@ -145,3 +147,34 @@ def test_precisions_that_an_apple_gpu_has(
         return
     with pytest.raises(ConfigurationError, match=expected):
         use.on(torch.device("mps"))
+
+
+class Shapes(Net):
+    """Its forward fails, in training or in an evaluation."""
+
+    def __init__(self, *, training: bool) -> None:
+        super().__init__()
+        self.fails_in = training
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :3] if self.training == self.fails_in else x)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("training", [True, False])
+def test_errors_about_shapes_name_the_step_and_the_batch(training: bool) -> None:
+    model = Shapes(training=training)
+    loader = DataLoader(make_data(), batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tl = TrainLoop(model, loader, loader, None, optimizer, nn.CrossEntropyLoss(), accelerator="cpu", progress_bar=False)
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        tl.fit(num_epochs=1)
+    where = "In step 1 (epoch 1)" if training else "In an evaluation"
+    assert caught.value.__notes__ == [f"{where}: the batch is [16, 8] float32, [16] int64."]
+
+
+def test_batches_of_all_kinds_are_described() -> None:
+    x = torch.zeros(2, 3)
+    assert described({"x": x, "names": ["a", "b"]}) == "x: [2, 3] float32, names: list of 2"
+    assert described([x] * 9).endswith("and 1 more")
+    assert described(object()) == "object"

@@ -66,6 +66,7 @@ def test_hints_name_this_projects_distribution_and_quote_the_extra() -> None:
             assert not re.search(r"pip install (-\S+ )*'?trainloop\b", line), (path, line)
             assert not re.search(r"pip install (-\S+ )*[\w.-]+\[", line), (path, line)
         found += re.findall(r"(?<![\w.])(tt-)?trainloop\[([a-z]\w*)\]", text)
+        found += [("tt-", extra) for extra in re.findall(r"pip install '\.\[([a-z]\w*)\]'", text)]  # in a clone
     assert len(found) > 8
     assert {ours for ours, _ in found} == {"tt-"}
     assert {extra for _, extra in found} <= extras

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
 
 from conftest import make_data
 from small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
@@ -476,3 +477,36 @@ def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
         trained = make_loop()
         trained.fit(**kwargs)
         assert trained.global_step == loop.num_optimizer_steps(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length", "expected"),
+    [
+        (LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=None), {"num_epochs": 2}, 14),
+        (LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=None), {"num_epochs": 3}, 3),
+        (LRScheduler(lr_scheduler.CosineAnnealingLR, "step", T_max=None), {"num_iterations": 9}, 9),
+        (LRScheduler(lr_scheduler.LinearLR, "step", total_iters=lambda n: n // 2), {"num_epochs": 2}, 7),
+        (LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, epochs=1, steps_per_epoch=14), {"num_epochs": 2}, 14),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_length_may_be_that_of_the_run(
+    schedule: LRScheduler, length: dict[str, int], expected: int, accumulation: int
+) -> None:
+    tl = make_loop()
+    tl.fit(**length, grad_accumulation=accumulation, callbacks=[schedule])
+    state = schedule.scheduler.state_dict()
+    if accumulation == 2 and schedule.interval == "step" and "epochs" not in schedule.factory_kwargs:
+        expected = {14: 8, 9: 5, 7: 4}[expected]  # an epoch has 7 batches, so 4 steps
+    assert next(state[name] for name in ("total_steps", "T_max", "total_iters") if name in state) == expected
+
+
+def test_a_length_that_is_unknown_is_an_error() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from make_data()
+
+    tl = make_loop()
+    tl.train_loader = DataLoader(Stream(), 16)
+    with pytest.raises(ConfigurationError, match=r"total_steps is to be computed .* has no length"):
+        tl.fit(num_epochs=1, callbacks=[LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=1.0, total_steps=None)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel, TTModel
+from trainloop.data import EvalFeed, TrainFeed
 from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.train_loop.run_config import run_config_of
 
 
 class Net(TTBasicModel):
@@ -539,3 +542,20 @@ def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples()
         models.append(model.state_dict())
     for model in models[1:]:
         torch.testing.assert_close(model, models[0], rtol=0, atol=1e-9)
+
+
+def test_devices_are_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match="compete for CPU time"):
+        loop = make("ddp", devices=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(run_config_of(loop.options, select=True).devices) == 64  # as in fit
+
+
+@pytest.mark.parametrize("make_feed", [TrainFeed, EvalFeed])
+def test_batches_are_moved_to_any_device(make_feed: Any) -> None:
+    """As to Apple's GPU, which has no streams. On the meta device, as here, there are only shapes."""
+    feed = make_feed(DataLoader(data(10), 5), device=torch.device("meta"))
+    trains = make_feed is TrainFeed
+    batches = [step.batches[0] for step in feed.steps(1)] if trains else [batch for _, batch, _ in feed.batches()]
+    assert [tensor.device.type for batch in batches for tensor in batch] == ["meta"] * 4

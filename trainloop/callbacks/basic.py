@@ -12,6 +12,7 @@ from trainloop._support.distribution import import_extra
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
 from trainloop.callbacks.nan import TerminateOnNaN
+from trainloop.errors import ConfigurationError
 
 __all__ = [
     "DataSubsetTestRun",
@@ -24,7 +25,7 @@ __all__ = [
 
 
 class DataSubsetTestRun(AbstractCallback):
-    """Train on only the first few batches, to test that a script runs to its end.
+    """Train or evaluate on only the first few batches, to test that a script runs to its end, or to validate faster.
 
     The loop's loaders are replaced with shorter ones, and stay replaced after ``fit``. The loaders that you passed to
     the loop are not changed. The first batches are chosen once, so every epoch has the same batches. In ``ddp`` they
@@ -33,7 +34,7 @@ class DataSubsetTestRun(AbstractCallback):
     Parameters
     ----------
     num_train_batches, num_val_batches, num_test_batches : int
-        Number of batches to keep; 0 keeps the whole validation or test set.
+        Number of batches to keep; 0 keeps the whole set. At least one number must be positive.
 
     Raises
     ------
@@ -43,16 +44,19 @@ class DataSubsetTestRun(AbstractCallback):
     Examples
     --------
     >>> tl.fit(num_epochs=1, callbacks=[DataSubsetTestRun(num_train_batches=2, num_val_batches=1)])
+    >>> tl.fit(num_epochs=9, callbacks=[DataSubsetTestRun(num_train_batches=0, num_val_batches=50)])
     """
 
     def __init__(self, num_train_batches: int = 1, num_val_batches: int = 0, num_test_batches: int = 0) -> None:
         super().__init__("DataSubsetTestRun", execution_order=-100)
         me = "DataSubsetTestRun"
         self.num_batches = {
-            "train_loader": count_of(me, "num_train_batches", num_train_batches),
+            "train_loader": count_of(me, "num_train_batches", num_train_batches, least=0),
             "validation_loader": count_of(me, "num_val_batches", num_val_batches, least=0),
             "test_loader": count_of(me, "num_test_batches", num_test_batches, least=0),
         }
+        if not any(self.num_batches.values()):
+            raise ConfigurationError(f"{me}: all three numbers are 0, so no loader would be shortened. Leave it out.")
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj

@@ -392,15 +392,20 @@ class TensorBoard(Tracker):
         return {**super().__getstate__(), "_rates": {}}
 
     def state_dict(self) -> dict[str, Any]:
-        own = "" if self.log_dir is None or self._given is None else os.path.relpath(self.log_dir, self._given)
         return {
             **super().state_dict(),
             "log_dir": self.log_dir,
-            "folder_of_run": "" if own == "." else own,
+            "folder_of_run": self._folder_of_run(),
             "once_written": self._once_written,
             "newest": list(self._newest),
             "step_names": sorted(self._step_names),
         }
+
+    def _folder_of_run(self) -> str:
+        """Return the name of the folder in the given one that this run writes to; '' if it writes to the given one."""
+        if self.log_dir is None or self._given is None or self.log_dir == self._given:
+            return ""
+        return os.path.relpath(self.log_dir, self._given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

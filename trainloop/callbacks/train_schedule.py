@@ -66,6 +66,13 @@ class AbstractScheduler:
             _restore_counters(self.scheduler)
 
 
+# Arguments of torch's schedulers (and of transformers' functions) that are numbers of steps.
+_STEP_COUNTS = frozenset(
+    {"total_steps", "T_max", "total_iters", "T_0", "step_size", "step_size_up", "milestones"}
+    | {"num_training_steps", "num_warmup_steps"}
+)
+
+
 class LRScheduler(AbstractScheduler, AbstractCallback):
     """Step any scheduler of ``torch.optim.lr_scheduler`` once per optimizer step or once per epoch.
 
@@ -85,7 +92,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     frequency : int
         The scheduler steps once in this many optimizer steps or epochs.
     **kwargs
-        Arguments of the scheduler class.
+        Arguments of the scheduler class. A number of steps (``total_steps``, ``T_max``, ``total_iters``, ...) may be
+        ``None`` for the number of steps of this ``fit``, or a function of that number, such as
+        ``milestones=lambda n: [n // 2, 3 * n // 4]``. In ``ddp``, the number is that of all ranks together.
 
     Attributes
     ----------
@@ -108,7 +117,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     --------
     >>> from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
     >>> LRScheduler(CosineAnnealingLR, T_max=10)
-    >>> LRScheduler(OneCycleLR, interval="step", max_lr=0.1, total_steps=1000)
+    >>> LRScheduler(OneCycleLR, interval="step", max_lr=0.1, total_steps=None)
     >>> LRScheduler(ReduceLROnPlateau, monitor="val_loss", patience=2)
     >>> LRScheduler(CosineAnnealingLR(optimizer, T_max=10))
     """
@@ -161,7 +170,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         optimizer = self._optimizer()
         if self.scheduler is None:
             assert self.factory is not None
-            self.scheduler = self.factory(optimizer, **self.factory_kwargs)
+            self.scheduler = self._made(self.factory, optimizer)
         elif self.scheduler.optimizer is not optimizer:
             if self.factory is None:
                 raise ConfigurationError(
@@ -169,14 +178,29 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
                     "arguments."
                 )
-            self.scheduler = self.factory(optimizer, **self.factory_kwargs)  # the loop has another optimizer now
             self._count = 0
+            self.scheduler = self._made(self.factory, optimizer)  # the loop has another optimizer now
         if _is_plateau(self.scheduler):
             self._check_plateau()
             # Torch's scheduler decides by its own mode, 'min' by default.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
+
+    def _made(self, factory: Callable[..., Any], optimizer: Optimizer) -> Any:
+        """Return a new scheduler, whose length may be that of the run."""
+        lengths = {name: value for name, value in self.factory_kwargs.items() if name in _STEP_COUNTS}
+        if "epochs" in self.factory_kwargs:  # OneCycleLR's other way to say it
+            lengths.pop("total_steps", None)
+        asked = {name: value for name, value in lengths.items() if value is None or callable(value)}
+        steps = self._planned_steps() if asked else None
+        if asked and steps is None:
+            raise ConfigurationError(
+                f"LRScheduler: {next(iter(asked))} is to be computed from the length of the training, which is unknown "
+                "(the train_loader has no length). Pass a number, or fit(num_iterations=...)."
+            )
+        given = {name: steps if value is None else value(steps) for name, value in asked.items()}
+        return factory(optimizer, **{**self.factory_kwargs, **given})
 
     def _planned_steps(self) -> int | None:
         """Return the number of scheduler steps by the end of ``fit``, including earlier steps; ``None`` if unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import Subset, default_collate, default_convert
 
 from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.user_line import warn
+from trainloop.errors import TrainLoopError
 
 T = TypeVar("T")
 
@@ -328,6 +329,45 @@ def _copy_stream(index: int) -> torch.cuda.Stream:
     of earlier epochs would stay reserved, and nothing could use their memory.
     """
     return torch.cuda.Stream(index)
+
+
+def described(batch: Any) -> str:
+    """Return the shapes and dtypes of a nested batch, for error messages."""
+    found: list[str] = []
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            found.append(f"{name}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}")
+        elif isinstance(value, Mapping):
+            for key in value:
+                look(value[key], f"{key}: ")
+        else:
+            parts = parts_of(value) or ()
+            if not parts or all(isinstance(part, (str, int, float)) for part in parts):
+                length = f" of {len(parts)}" if parts else ""
+                found.append(f"{name}{type(value).__name__}{length}")
+            else:
+                for part in parts:
+                    look(part, "")
+
+    look(batch, "")
+    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+
+def note_batch(error: BaseException, where: str, batches: Sequence[Any]) -> None:
+    """Add the shapes of the batches to an error that may be about shapes (with Python 3.11 or newer)."""
+    about_values = isinstance(error, (RuntimeError, ValueError, IndexError, TypeError))
+    if not about_values or isinstance(error, TrainLoopError) or not batches or not hasattr(error, "add_note"):
+        return
+    note = f"{where}: the batch is {described(batches[0])}."
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def moved(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield ``(size, batch)`` items with their batches on a device without streams, such as Apple's GPU."""
+    for size, batch in items:
+        yield size, move_to(batch, device)
 
 
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from trainloop._support.rng import derive_seed
 from trainloop.data import loaders
-from trainloop.data.batches import on_device
+from trainloop.data.batches import moved, on_device
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, eval_shard, given_shard
 from trainloop.data.loader_copies import end_workers
@@ -123,6 +123,8 @@ class EvalFeed:
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
+        elif self._device is not None and self._device.type != "cpu":
+            items = moved(items, self._device)
         own = ((batch_index, batch, size) for (batch_index, size), batch in items)
         yield from own if padded is None else padded(own)
         digest = self._source.order_digest

@@ -13,7 +13,7 @@ from trainloop._support import rng
 from trainloop._support.rng import derive_seed
 from trainloop._support.user_line import warn
 from trainloop.data import libraries, loaders
-from trainloop.data.batches import on_device
+from trainloop.data.batches import moved, on_device
 from trainloop.data.columns import SplitBatches
 from trainloop.data.indexed import Indexed, given_shard, train_shard
 from trainloop.data.loader_copies import end_workers, isolated_base_seed, persistent_workers
@@ -173,6 +173,8 @@ class TrainFeed:
             items = self._checked(items, self._exchange_ints)
         if self._device is not None and self._device.type == "cuda":
             items = self._ahead(items, self._device)
+        elif self._device is not None and self._device.type != "cpu":
+            items = moved(items, self._device)
         if self._source.sizes_known and not self._source.counts:
             steps = steps_of_known(items, grad_accumulation, self._rank)
         elif self._world_size == 1:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.reduction import divisor_of
+from trainloop.data.batches import note_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel.misuse import explain_sharded
@@ -128,17 +129,17 @@ def _check_scalar(loss: Any) -> None:
 
 
 @contextmanager
-def explained_evaluation() -> Iterator[None]:
-    """Add to an error about the loss of an evaluation how to fix it, and that ``preflight`` finds it."""
+def explained_evaluation(batch: Any) -> Iterator[None]:
+    """Add to an error in an evaluation the batch's shapes, and to an error about the loss how to fix it."""
     try:
         yield
-    except ConfigurationError as error:
-        if str(error).startswith(("get_loss returned", "get_loss yielded")):
+    except Exception as error:
+        if isinstance(error, ConfigurationError) and str(error).startswith(("get_loss returned", "get_loss yielded")):
             error.args = (f"{error} {_IN_EVALUATION}",)
-        raise
-    except RuntimeError as error:
-        if "does not require grad" in str(error):
+        elif isinstance(error, RuntimeError) and "does not require grad" in str(error):
             error.args = (f"{error}. {_NEEDS_GRADIENTS}",)
+        else:
+            note_batch(error, "In an evaluation", [batch])
         raise
 
 

@@ -231,7 +231,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
     model, _, criterion = copies(loop, CPU)
     batch = first_batch(_evaluated(loop))
     size = batch_length(batch) or 1
-    with evaluating(*trained_modules(model, criterion)), explained_evaluation():
+    with evaluating(*trained_modules(model, criterion)), explained_evaluation(batch):
         loss = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size).loss
         output = model.get_predictions(batch, torch.device("cpu"))
     check_rows(output, size)

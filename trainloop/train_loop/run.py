@@ -181,7 +181,7 @@ class Run:
         model = self.place.evaluated
 
         def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
-            with self.place.autocast, whole_batch(), explained_evaluation():
+            with self.place.autocast, whole_batch(), explained_evaluation(batch):
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
@@ -252,7 +252,7 @@ class Run:
         dataset_info = {**dataset_info, "pass": "predictions"}
 
         def forward(batch: Any) -> Any:
-            with self.place.autocast, whole_batch(), explained_evaluation():
+            with self.place.autocast, whole_batch(), explained_evaluation(batch):
                 return model.get_predictions(batch, device)
 
         def get_predictions(batch: Any, size: int) -> Any:

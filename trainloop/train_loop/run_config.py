@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +58,10 @@ def run_config_of(
     select : bool
         With ``auto_select_gpus``, choose GPUs that are free now, and lease them.
     """
-    found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
+    with warnings.catch_warnings():
+        if select and num_gpus is None and on_gpu is None:
+            warnings.simplefilter("ignore")  # the loop's constructor has warned of these devices
+        found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
     if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
         if found[0].type != "cuda":
             raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")

@@ -37,6 +37,7 @@ from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
 from trainloop.callbacks.loop import Loop
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches, TrainFeed
+from trainloop.data.batches import note_batch
 from trainloop.data.loader_copies import end_workers
 from trainloop.data.marks import LoaderMarks
 from trainloop.devices import has_ranks
@@ -196,6 +197,9 @@ class Training(Run):
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             display.end_epoch()
+            if self.step_in_work is not None:
+                where = f"In step {loop.global_step + 1} (epoch {loop.epoch + 1})"
+                note_batch(exception, where, self.step_in_work.batches)
             if self.between_epochs and isinstance(exception, Exception):
                 self._rescue(exception)
             self._notify_exception(exception)
