@@ -134,7 +134,12 @@ def states_before_cut(run: TrainingRun) -> dict[str, Any]:
     not done its end.
     """
     loop = run.loop
-    changing = [overrides(callback, "on_epoch_end") for callback in loop.callbacks]
+    # A copy of an average is as large as the model. This callback only evaluates its average at an epoch's end.
+    fixed = "ExponentialMovingAverage"
+    changing = [
+        overrides(callback, "on_epoch_end") and all(kind.__name__ != fixed for kind in type(callback).__mro__)
+        for callback in loop.callbacks
+    ]
     here = run.place.collective or loop.is_global_zero
     states = _callback_states(loop, "state_dict") if here else []
     kept = [map_tensors(one, _copy) if changes else None for one, changes in zip(states, changing)]
