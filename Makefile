@@ -119,7 +119,7 @@ test-platforms: $(VENV)/test.stamp
 	bash tests/pretended/run.sh $(BIN)/python
 
 test-versions:
-	$(PYTHON) tests/versions.py $(ARGS)
+	$(PYTHON) tests/kit/versions.py $(ARGS)
 
 lint: $(VENV)/lint.stamp
 	$(BIN)/ruff check .

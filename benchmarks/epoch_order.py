@@ -37,7 +37,7 @@ class Sized:
 def ours(length: int, first_batch: int) -> Iterator[Any]:
     from torch.utils.data import RandomSampler
 
-    from trainloop.data.samplers import ShardSampler
+    from trainloop.data.order.samplers import ShardSampler
 
     dataset = Sized(length)
     sampler = ShardSampler(

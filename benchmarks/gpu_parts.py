@@ -32,9 +32,9 @@ from benchmarks.timing import machine
 from benchmarks.work import MLP
 from trainloop import AbstractCallback, TrainLoop
 from trainloop._launch import launch
-from trainloop.callbacks.profiler import _PEAKS
+from trainloop.callbacks.watch.profiler import _PEAKS
 from trainloop.checkpoint import HostCopy
-from trainloop.train_loop.whole_step import WholeStepTraining
+from trainloop.train_loop.training.whole_step import WholeStepTraining
 
 ROOT = Path(__file__).parent.parent
 CRITERION = nn.CrossEntropyLoss()

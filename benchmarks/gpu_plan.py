@@ -39,12 +39,12 @@ PLAN = {
     "odd batches": Item(
         40,
         "every kind trains: none in 'refused'",
-        "data/batches.py: _is_plain must be False for the kind, so that it is neither pinned nor recorded",
+        "data/batch/batches.py: _is_plain must be False for the kind, so that it is neither pinned nor recorded",
     ),
     "memory of epochs": Item(
         40,
         "as much is reserved after epoch 10 as after epoch 2",
-        "data/batches.py: _copy_stream must return one stream for all epochs; see torch.cuda.memory_snapshot()",
+        "data/batch/batches.py: _copy_stream must return one stream for all epochs; see torch.cuda.memory_snapshot()",
     ),
     "synchronisations in ten steps": Item(
         30, "0", "torch.cuda.set_sync_debug_mode('error') in on_batch_begin names the line that waits"

@@ -32,7 +32,7 @@ from trainloop._metrics import LogCall, Recorder
 from trainloop._metrics.exchange import Gathered, Summed
 from trainloop._support import rng
 from trainloop._support.stopping import GroupStop
-from trainloop.data.samplers import ShardSampler
+from trainloop.data.order.samplers import ShardSampler
 
 OUT = Path(__file__).parent.parent / "docs" / "design" / "scale_measured.txt"
 METRICS, STEPS = 10, 128

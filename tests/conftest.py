@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import _processes as processes
+from trainloop._processes import fork_server as processes
 
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
 # run a hundred threads. Set before the first test, so that children inherit it.

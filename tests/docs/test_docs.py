@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from kit.places import ROOT
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -38,7 +39,6 @@ import trainloop.schedulers
 import trainloop.tabular
 import trainloop.tuning
 from benchmarks import picture
-from places import ROOT
 from trainloop.errors import TrainLoopError
 
 PAGES = [ROOT / "README.rst", *sorted((ROOT / "docs").rglob("*.rst"))]
@@ -260,19 +260,19 @@ MODULES = ["trainloop", *(found.name for found in pkgutil.walk_packages(trainloo
 
 
 # Modules whose examples need packages that are extras.
-NEEDS = {"trainloop.callbacks.trackers": ["wandb", "mlflow"]}
+NEEDS = {"trainloop.callbacks.reports.trackers": ["wandb", "mlflow"]}
 
 
 # Examples that show what a run of somebody's own prints: its numbers, its date.
 NOT_COMPARED = {
-    "trainloop.callbacks.gradient.GradientStats",
-    "trainloop.callbacks.tensorboard.TensorBoard",
-    "trainloop.callbacks.train_schedule.LearningRateMonitor",
+    "trainloop.callbacks.weights.gradient.GradientStats",
+    "trainloop.callbacks.reports.tensorboard.TensorBoard",
+    "trainloop.callbacks.weights.train_schedule.LearningRateMonitor",
 }
 # And those that need a training that fails, or one that has been.
 NOT_RUN = {
-    "trainloop.callbacks.nan.NonFinite",
-    "trainloop.callbacks.nan.TerminateOnNaN",
+    "trainloop.callbacks.watch.nan.NonFinite",
+    "trainloop.callbacks.watch.nan.TerminateOnNaN",
 }
 
 

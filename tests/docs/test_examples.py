@@ -14,8 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-
-from places import ROOT
+from kit.places import ROOT
 
 EXAMPLES = ROOT / "examples"
 

@@ -19,8 +19,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-
-from places import ROOT
+from kit.places import ROOT
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -8,9 +8,9 @@ import re
 from types import ModuleType
 
 import pytest
+from kit.places import ROOT
 
 import trainloop
-from places import ROOT
 
 PAGES = sorted((ROOT / "docs" / "api").glob("*.rst"))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loader_kinds import FEATURES, ROWS, make_rows
+from kit.loader_kinds import FEATURES, ROWS, make_rows
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import survival
 import torch
+from kit import survival
+from kit.checkpoints import same
 
-from checkpoints import same
 from trainloop._launch.spawning import server_modules
-from trainloop._processes import begin_server
-from trainloop.train_loop.restarts import Restart
+from trainloop._processes.fork_server import begin_server
+from trainloop.train_loop.execution.restarts import Restart
 
 PLACES = [*survival.Strikes.PLACES, "on_multiprocess_start", "restart checkpoint is half written", "state_dict",
           "checkpoint is half written", "at exit"]  # fmt: skip

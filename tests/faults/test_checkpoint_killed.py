@@ -12,9 +12,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+from kit.checkpoints import in_small_tmpfs
+from kit.places import ROOT
 
-from checkpoints import in_small_tmpfs
-from places import ROOT
 from trainloop import checkpoint
 from trainloop.checkpoint import folder
 

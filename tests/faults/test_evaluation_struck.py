@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 
-from small_loop import Net, make_loop
 from trainloop import TrainLoop
 
 

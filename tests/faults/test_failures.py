@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import _processes as processes
 from trainloop._launch import failures, launch
 from trainloop._launch.failures import Failure, failure_of, first_failure, hint, worker_failed_error
+from trainloop._processes import fork_server as processes
 from trainloop._support.stopping import StopAgreement
 from trainloop.errors import WorkerFailedError
 

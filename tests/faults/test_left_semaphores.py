@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 
-from small_loop import Net, make_loop
 from trainloop._launch import launch
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import WorkerFailedError

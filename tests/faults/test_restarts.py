@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from survival import LOADERS, Plan, SoftError, rows, train
+from kit.checkpoints import same
+from kit.survival import LOADERS, Plan, SoftError, rows, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from checkpoints import same
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, checkpoint
 from trainloop.callbacks import ModelCheckpoint, Profiler
 from trainloop.checkpoint import file

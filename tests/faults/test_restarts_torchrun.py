@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-
-from checkpoints import same
-from places import IMPORTS
+from kit.checkpoints import same
+from kit.places import IMPORTS
 
 SCRIPT = """
     import os, signal, sys
@@ -24,7 +23,7 @@ SCRIPT = """
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from survival import Rows
+    from kit.survival import Rows
     from trainloop import AbstractCallback, TrainLoop, TTBasicModel
     from trainloop.callbacks import ModelCheckpoint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from survival import Strikes, rows
+from kit.survival import Strikes, rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from resume_job import (
+from kit.checkpoints import same
+from kit.resume_job import (
     ACCUMULATION,
     BATCH,
     EPOCHS,
@@ -27,7 +28,6 @@ from resume_job import (
     wait_for_steps,
 )
 
-from checkpoints import same
 from trainloop import checkpoint
 
 STEPS_AN_EPOCH = {"single": 9, "ddp": 5}

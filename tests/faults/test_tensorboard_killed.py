@@ -9,9 +9,10 @@ import sys
 import textwrap
 from pathlib import Path
 
-from event_files import event_files, read
-from places import IMPORTS
-from small_loop import make_loop
+from kit.event_files import event_files, read
+from kit.places import IMPORTS
+from kit.small_loop import make_loop
+
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint, TensorBoard
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from checkpoints import in_small_tmpfs
+from kit.checkpoints import in_small_tmpfs
 
 FULL_DISK = """
 import os, sys, warnings
 sys.path.insert(0, "tests")
 import torch
-from checkpoints import StandIn, steps
+from kit.checkpoints import StandIn, steps
 from trainloop import checkpoint
-from trainloop.callbacks.checkpoint import ModelCheckpoint
+from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 where = sys.argv[1]
 for async_save in (False, True):
     keeper = ModelCheckpoint(where, every_n_steps=1, every_n_epochs=None, keep=None, async_save=async_save)

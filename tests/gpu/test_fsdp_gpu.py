@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Tower, words
+from kit.sharded_models import Tower, words
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
-from trainloop.callbacks.run_checkpoints import BackgroundWrite
+from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite
 from trainloop.checkpoint import checkpoints, load
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from parallel_models import Net, TwoLosses, Weighted, WithBatchNorm, batch_of, furthest, gradients, total_of
+from kit.parallel_models import Net, TwoLosses, Weighted, WithBatchNorm, batch_of, furthest, gradients, total_of
 
 from trainloop import distributed as td
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients

@@ -3,10 +3,11 @@
 set -u
 cd "$(dirname "$0")/../.."
 python=$1
-unit=(callbacks_early_stopping checkpoint checkpoint_storage evaluation history metrics platform rng)
+unit=(unit/callbacks/test_callbacks_early_stopping unit/checkpoint/test_checkpoint unit/checkpoint/test_checkpoint_storage
+  unit/evaluation/test_evaluation unit/logs/test_history unit/logs/test_metrics house/test_platform unit/data/test_rng)
 try() {
   export PRETEND_PLATFORM=$1 PYTHONPATH=tests/pretended
-  "$python" tests/pretended/modes.py && "$python" -m pytest -q -p no:cacheprovider "${unit[@]/#/tests/unit/test_}"
+  "$python" tests/pretended/modes.py && "$python" -m pytest -q -p no:cacheprovider "${unit[@]/#/tests/}"
 }
 unit=("${unit[@]/%/.py}")
 log=$(mktemp)

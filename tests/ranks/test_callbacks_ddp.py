@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.event_files import event_files, read, steps, values_of
+from kit.small_loop import Counts, Net, make_loop
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from event_files import event_files, read, steps, values_of
-from small_loop import Counts, Net, make_loop
 from trainloop import AbstractCallback, TrainLoop, distributed
 from trainloop.callbacks import (
     EarlyStopping,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from columns_model import chunks, make_model, train_by_hand
+from kit.columns_model import chunks, make_model, train_by_hand
 from torch import nn, optim
 
 from trainloop import TrainLoop

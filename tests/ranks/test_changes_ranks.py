@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.changes import CHANGES, MOMENTS, Net, loop_of, resumed_differs, resumes_alike, trained
 from torch import nn
 
-from changes import CHANGES, MOMENTS, Net, loop_of, resumed_differs, resumes_alike, trained
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import TrainLoopError

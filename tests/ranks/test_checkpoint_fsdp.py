@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Tower
+from kit.sharded_models import Tower
 from test_parity_fsdp import adam, data, distance, float64
 from torch import nn
 

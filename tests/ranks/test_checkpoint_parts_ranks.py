@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.checkpoints import Distilled, distilled_loop
 
-from checkpoints import Distilled, distilled_loop
 from trainloop import checkpoint
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import CheckpointError

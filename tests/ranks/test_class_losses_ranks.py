@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from class_losses import CASES, trained
+from kit.class_losses import CASES, trained
 
 MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", "MultiLoss", "MultiLoss, factors", "MultiLoss, optimizers")
 

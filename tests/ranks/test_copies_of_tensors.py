@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from trainloop.parallel import TTFullyShardedDataParallel
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import make_loop
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from small_loop import make_loop
 from trainloop.errors import UnpicklableError
 
 ROWS = TensorDataset(torch.zeros(8, 8), torch.zeros(8, dtype=torch.long))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 
-from ranks import run_ranks
 from trainloop import distributed as td
 from trainloop.distributed.objects import _gloo_beside
 from trainloop.errors import ConfigurationError, UnpicklableError

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kit.ranks import run_own_ranks
+from kit.small_loop import make_loop
 
-from ranks import run_own_ranks
-from small_loop import make_loop
 from trainloop import AbstractCallback, checkpoint, distributed
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import CheckpointError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.small_loop import BATCH_SIZE, make_loop
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from small_loop import BATCH_SIZE, make_loop
 from trainloop import AbstractCallback
 
 MODES: list[tuple[str, dict[str, Any]]] = [

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from small_loop import Net, make_loop
 from trainloop import AbstractCallback, distributed
 
 

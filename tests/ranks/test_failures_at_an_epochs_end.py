@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 from torch.optim.lr_scheduler import StepLR
 
-from small_loop import Net, make_loop
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import LRScheduler, ModelCheckpoint
 from trainloop.errors import WorkerFailedError

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from places import ROOT
+from kit.places import ROOT
 
 SCRIPT = """
 import gc, multiprocessing, os, sys

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from kit.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import run_ranks
 from trainloop.parallel import TTFullyShardedDataParallel
 
 

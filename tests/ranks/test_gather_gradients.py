@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import reference
+from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import reference
-from ranks import run_own_ranks
 from trainloop import TrainLoop, TTModel, distributed
 
 SAMPLES, GLOBAL_BATCH = 40, 12  # the last global batch: 4 rows, of three ranks 2, 1 and 1

@@ -70,4 +70,4 @@ def test_a_check_that_fails_says_what_to_do(tmp_path: Path) -> None:
     runner._found("odd batches", {"failed": "not as expected", "refused": {"sparse in ddp": "no kernel"}}, 0.0)
     page = (tmp_path / "GPU.rst").read_text()
     assert "* expected: every kind trains" in page
-    assert "* what to do: data/batches.py" in page
+    assert "* what to do: data/batch/batches.py" in page

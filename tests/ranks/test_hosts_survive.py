@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_job import SAME_EVERYWHERE
-from survival import Net, Plan, rows, train
+from kit.checkpoints import same
+from kit.hosts_job import SAME_EVERYWHERE
+from kit.places import IMPORTS
+from kit.survival import Net, Plan, rows, train
 from test_hosts import free_port, two_hosts
 from torch.utils.data import DataLoader, TensorDataset
 
-from checkpoints import same
-from places import IMPORTS
 from trainloop import TrainLoop
 from trainloop._support import scratch
 from trainloop.errors import ConfigurationError
 
 __all__ = ["two_hosts"]
 
-JOB = str(Path(__file__).parents[1] / "hosts_job.py")
+JOB = str(Path(__file__).parents[1] / "kit" / "hosts_job.py")
 WAIT_S = 200
 
 

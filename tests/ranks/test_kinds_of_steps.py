@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from alternating_models import WGAN, points, wgan_by_hand, wgan_optimizers
+from kit import reference
+from kit.alternating_models import WGAN, points, wgan_by_hand, wgan_optimizers
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-import reference
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDistributedDataParallel

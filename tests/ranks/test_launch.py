@@ -26,8 +26,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 
-from ranks import run_ranks
 from trainloop._launch import join, launch, main_guard, rank_from_launcher
 from trainloop._launch.joining import first_host, rendezvous_point
 from trainloop._support.stopping import StopAgreement

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from loader_kinds import KINDS, ROWS, Kind
-from loaders_job import LENGTHS, SHAPES, evaluate_rows, run_in_group, run_kind, run_tokens
-
-from places import IMPORTS, TESTS
-from ranks import run_own_ranks
+from kit.loader_kinds import KINDS, ROWS, Kind
+from kit.loaders_job import LENGTHS, SHAPES, evaluate_rows, run_in_group, run_kind, run_tokens
+from kit.places import IMPORTS, TESTS
+from kit.ranks import run_own_ranks
 
 # Few kinds in the default run, for each way in which samples are shared out; the whole table is `slow`.
 QUICK = ("tensors shuffled", "unsized sampler", "custom batch_sampler", "elements", "batches", "stream", "workers")
@@ -29,7 +28,7 @@ AT_ONCE = 12
 
 def run_ranks_limited(world_size: int, names: list[str], folder: Path) -> list[dict[str, Any]]:
     """What each rank saw, for each kind of loader; all in one start of ranks."""
-    job = [sys.executable, str(TESTS / "loaders_job.py"), str(world_size), str(folder), ",".join(names)]
+    job = [sys.executable, str(TESTS / "kit" / "loaders_job.py"), str(world_size), str(folder), ",".join(names)]
     limits = 'ulimit -n 256 && exec "$@"'
     command = ["sh", "-c", limits, "sh", *job]
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode == 0:
@@ -144,8 +143,8 @@ SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from loaders_job import Linear, make_loop
-from loader_kinds import make_rows
+from kit.loaders_job import Linear, make_loop
+from kit.loader_kinds import make_rows
 
 
 class Mine(Dataset):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kit.small_loop import STEPS_PER_EPOCH, make_loop
 
-from small_loop import STEPS_PER_EPOCH, make_loop
 from trainloop import AbstractCallback, distributed
 from trainloop.callbacks import EarlyStopping
 

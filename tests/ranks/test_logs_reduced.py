@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from small_loop import make_loop
+from kit.small_loop import make_loop
+
 from trainloop import AbstractCallback, distributed
 from trainloop._metrics import exchange
 from trainloop.callbacks import ModelCheckpoint

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from kit.small_loop import make_loop
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from small_loop import make_loop
 
 
 def test_workers_of_ranks_send_tensors_from_a_folder_with_a_long_path(

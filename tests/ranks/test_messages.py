@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 
-from ranks import run_ranks
 from trainloop import distributed as td
 from trainloop.distributed import wire
 from trainloop.distributed.key import SharedKey, key_from_environment, set_run_key

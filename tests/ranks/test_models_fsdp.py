@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import CPU, Block, Tower
+from kit.sharded_models import CPU, Block, Tower
 from test_parity_fsdp import adam, data, distance, float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

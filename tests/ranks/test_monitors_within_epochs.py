@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.small_loop import STEPS_PER_EPOCH, make_loop
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from small_loop import STEPS_PER_EPOCH, make_loop
 from trainloop import AbstractCallback, checkpoint
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
 from trainloop.errors import ConfigurationError

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import make_loop
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from small_loop import make_loop
 from trainloop import AbstractCallback, TrainLoop, TTModel
 
 LOG = logging.getLogger("output_of_ranks.app")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import (
+from kit.parallel_models import (
     CPU,
     Net,
     TwoLosses,
@@ -22,10 +22,10 @@ from parallel_models import (
     gradients,
     total_of,
 )
+from kit.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ranks import run_ranks
 from trainloop.optim import MultiLoss
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from parallel_models import (
+from kit.parallel_models import (
     CPU,
     Net,
     TwoLosses,

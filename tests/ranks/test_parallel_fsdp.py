@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import CPU, Normed, Tower, TwoLosses, Weighted, Yielding, words
+from kit.ranks import run_ranks
+from kit.sharded_models import CPU, Normed, Tower, TwoLosses, Weighted, Yielding, words
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.train_loop.fsdp_placement import sharded as sharded_while
+from trainloop.train_loop.run.fsdp_placement import sharded as sharded_while
 
 CRITERION = nn.CrossEntropyLoss()
 

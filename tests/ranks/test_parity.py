@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import reference
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-import reference
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import LRScheduler, TensorBoard

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, words
+from kit.sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset

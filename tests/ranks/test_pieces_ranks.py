@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.small_loop import make_loop
 
-from small_loop import make_loop
 from trainloop import TrainLoop
 from trainloop.callbacks import ModelCheckpoint
 

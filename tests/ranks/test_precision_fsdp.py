@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Tower
+from kit.sharded_models import Tower
 from test_parity_fsdp import adam, data, distance
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainloop import _processes as processes
+from trainloop._processes import fork_server as processes
 
 
 def run_script(folder: Path, script: str, *, shell_suffix: str = "") -> subprocess.CompletedProcess[str]:
@@ -109,7 +109,7 @@ def test_forks_that_another_thread_makes_while_ranks_start_live_on(tmp_path: Pat
 
 SLOW_SERVER = """
 import sys, threading, time
-from trainloop import _processes as processes
+from trainloop._processes import fork_server as processes
 
 if __name__ == "__main__":
     main = sys.modules["__main__"]
@@ -138,7 +138,7 @@ def test_another_thread_may_start_processes_while_the_server_imports(tmp_path: P
 REFUSALS = """
 import os, signal, sys, time
 from multiprocessing import forkserver
-from trainloop import _processes as processes
+from trainloop._processes import fork_server as processes
 
 asked = []
 connect = forkserver.connect_to_new_process

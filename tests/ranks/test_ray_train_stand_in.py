@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-from places import ROOT
-from ranks import run_own_ranks
+from kit.places import ROOT
+from kit.ranks import run_own_ranks
 
 
 def as_ray_worker(epochs: int) -> Any:

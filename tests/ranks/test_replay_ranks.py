@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.recorded_models import Augmented, Broken, CarriesHidden, HasCritic, Noisy
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from recorded_models import Augmented, Broken, CarriesHidden, HasCritic, Noisy
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
 from trainloop.callbacks import FailureRecorder, TerminateOnNaN
 from trainloop.checkpoint import load

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import reference
+from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-import reference
-from ranks import run_own_ranks
 from trainloop import TrainLoop, TTModel, checkpoint, distributed
 from trainloop.callbacks import ModelCheckpoint
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from small_loop import Net
 from trainloop import AbstractCallback, TrainLoop, distributed
 
 ROWS, LARGE = 24, 5_000_000  # the latter in floats: 20 MB

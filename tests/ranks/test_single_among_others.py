@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from kit.small_loop import make_loop
 
-from small_loop import make_loop
 from trainloop import AbstractCallback, distributed
 from trainloop._launch import warn_of_processes_alone
 from trainloop.callbacks import ModelCheckpoint

@@ -17,13 +17,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ranks import run_ranks
 from trainloop import AbstractCallback, TrainLoop, TTModel
-from trainloop import _processes as processes
 from trainloop._launch import launch
+from trainloop._processes import fork_server as processes
 from trainloop.errors import ConfigurationError, WorkerFailedError
 
 # A rank looks at all that a process inherits, under circumstances that the server did not start with.

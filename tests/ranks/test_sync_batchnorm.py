@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.ranks import run_ranks
 from torch import Tensor, nn
 
-from ranks import run_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm, convert, participating, revert
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from saved_names import NAMES, names_in
+from kit.places import IMPORTS
+from kit.saved_names import NAMES, names_in
+from kit.tables import mixed
 from sklearn.linear_model import LogisticRegression
-from tables import mixed
 
-from places import IMPORTS
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.tabular import TabularPredictor
 
@@ -254,7 +254,7 @@ def test_the_documented_gpu_call_trains_all_on_the_cpu_where_there_is_none(monke
 COUNTED = """
 import os, sys, threading, time
 import psutil
-from tables import mixed
+from kit.tables import mixed
 from trainloop.tabular import TabularPredictor
 
 def used():

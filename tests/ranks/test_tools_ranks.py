@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import make_loop
 from torch import Tensor, nn
 
-from small_loop import make_loop
 from trainloop import TTBasicModel
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 from torch import nn
-
-from small_loop import Net, make_loop
 
 
 class Deep(Net):

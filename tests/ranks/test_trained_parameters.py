@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import reference
+from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import reference
-from ranks import run_own_ranks
 from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import CheckpointError, WorkerFailedError

@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from descriptors import all_low_numbers_taken
-from saved_names import NAMES, names_in
+from kit.descriptors import all_low_numbers_taken
+from kit.places import IMPORTS
+from kit.saved_names import NAMES, names_in
+from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 
-from places import IMPORTS
 from trainloop.resources import ResourceQuota, lease
 from trainloop.tuning import BaggedPredictor, tune
 
@@ -233,7 +233,7 @@ def test_a_class_of_one_row_and_a_process_with_many_open_files() -> None:
 RUN = """
 import sys
 from pathlib import Path
-from tuning_kinds import MakeFailing, rows
+from kit.tuning_kinds import MakeFailing, rows
 from trainloop.resources import ResourceQuota
 from trainloop.tuning import tune
 marks = Path(sys.argv[1])

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tuning_kinds import MakeFailing, make_scaled, rows
+from kit.places import IMPORTS
+from kit.tuning_kinds import MakeFailing, make_scaled, rows
 
-from places import IMPORTS
 from trainloop.errors import ResourceError
 from trainloop.resources import ResourceQuota
 from trainloop.tuning import tune
@@ -131,7 +131,7 @@ def test_a_lost_node_s_folds_run_again_elsewhere(nodes: Nodes, tmp_path: Path) -
 
 LOCAL = """
 import os, subprocess, sys
-from tuning_kinds import make_scaled, rows
+from kit.tuning_kinds import make_scaled, rows
 from trainloop.tuning import tune
 def look(params, fold):
     import psutil

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.ranks import run_own_ranks
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -16,10 +17,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ranks import run_own_ranks
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
 from trainloop.data import TrainFeed
-from trainloop.data.loaders import Shared, check_shared
+from trainloop.data.loader.loaders import Shared, check_shared
 from trainloop.errors import ConfigurationError
 
 CPU: Any = {"accelerator": "cpu", "devices": 2}

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit import reference
+from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import reference
-from ranks import run_own_ranks
 from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
 
 GLOBAL_BATCH = 8

@@ -19,7 +19,7 @@ from conftest import make_data
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._metrics import LateRead
 from trainloop.callbacks import GradientStats, LearningRateMonitor, LRScheduler, TensorBoard
-from trainloop.train_loop import display
+from trainloop.train_loop.progress import display
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainloop._processes import STATUS_LOST
+from trainloop._processes.fork_server import STATUS_LOST
 from trainloop._support.platform import read_into
 from trainloop._transfer.pages import write_all
 from trainloop.errors import TrainLoopError, WorkerFailedError

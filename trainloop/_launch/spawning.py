@@ -15,7 +15,6 @@ from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
-from trainloop import _processes as processes
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
 from trainloop._launch.forwarding import Outlets, Targets
 from trainloop._launch.hosts import Hosts
@@ -23,6 +22,7 @@ from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop._launch.main_guard import main_place
 from trainloop._launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, Work
+from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity, kill
 from trainloop._support.signals import ReceivedSignals
 from trainloop._support.stopping import SharedStop
@@ -54,7 +54,7 @@ SERVER_MODULES = (
     "trainloop._launch.rank_process",
     "trainloop.parallel",
     "trainloop.train_loop",
-    "trainloop.train_loop.handover",
+    "trainloop.train_loop.execution.handover",
 )
 """Modules that a rank of a TrainLoop imports before the user's own; the first takes nearly all of the time."""
 

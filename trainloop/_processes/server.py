@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from trainloop._processes import SERVER_VARIABLE, open_standard_descriptors, set_threads
+from trainloop._processes.fork_server import SERVER_VARIABLE, open_standard_descriptors, set_threads
 from trainloop._support.platform import set_blocked_signals
 from trainloop.resources.enforce import set_variable
 

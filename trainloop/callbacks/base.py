@@ -259,7 +259,7 @@ class AbstractCallback:
 
         Parameters
         ----------
-        failure : trainloop.train_loop.restarts.Restart
+        failure : trainloop.train_loop.execution.restarts.Restart
             The restart, with attributes such as ``rank``, ``cause``, ``step`` (after which training resumes) and
             ``steps_repeated``.
         """

@@ -3,10 +3,10 @@
 # A *source* (sources.py, indexed.py) yields a rank's shard of each global batch; its rule (samplers.py,
 # whole_batches.py) chooses the shard. Training groups the shards into steps, evaluation does not.
 
-from trainloop.data.batches import count_samples, move_to
-from trainloop.data.columns import SplitBatches
-from trainloop.data.evaluation import EvalFeed
-from trainloop.data.steps import StepBatches
-from trainloop.data.train import TrainFeed
+from trainloop.data.batch.batches import count_samples, move_to
+from trainloop.data.feed.evaluation import EvalFeed
+from trainloop.data.feed.steps import StepBatches
+from trainloop.data.feed.train import TrainFeed
+from trainloop.data.order.columns import SplitBatches
 
 __all__ = ["SplitBatches"]

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainloop._support.user_line import warn
-from trainloop.callbacks.train_schedule import LRScheduler
+from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -96,7 +96,7 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     last_epoch : int
         Number of steps already done; -1 if no step has been done. Passed to ``LambdaLR``.
     **kwargs
-        Further arguments of :class:`~trainloop.callbacks.train_schedule.LRScheduler`, such as ``optimizer_idx``.
+        Further arguments of :class:`.LRScheduler`, such as ``optimizer_idx``.
 
     Examples
     --------

@@ -19,8 +19,9 @@
         write the state back into the caller's objects
 
 A :class:`TrainLoop` is sent to the ranks. The placed model, hooks and recorders exist only while a rank works. They are
-attributes of a :class:`~trainloop.train_loop.run.Run` or, in training, a
-:class:`~trainloop.train_loop.training.Training`, which :func:`~trainloop.train_loop.execute.execute` creates.
+attributes of a :class:`~trainloop.train_loop.run.run.Run` or, in training, a
+:class:`~trainloop.train_loop.training.training.Training`, which
+:func:`~trainloop.train_loop.execution.execute.execute` creates.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from trainloop._support.carried import check_carried
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.signals import signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
-from trainloop.callbacks.train_schedule import warn_of_rates_left
-from trainloop.data.marks import LoaderMarks
+from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
+from trainloop.data.feed.marks import LoaderMarks
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
-from trainloop.train_loop import arguments as check
-from trainloop.train_loop import state as run_state
-from trainloop.train_loop.argument_types import (
+from trainloop.train_loop.arguments import checks as check
+from trainloop.train_loop.arguments.options import FitJob, Options
+from trainloop.train_loop.arguments.run_config import check_backend, check_rendezvous_point, run_config_of
+from trainloop.train_loop.arguments.types import (
     Accelerator,
     Amp,
     Collate,
@@ -57,24 +59,23 @@ from trainloop.train_loop.argument_types import (
     StartMethod,
     Transform,
 )
-from trainloop.train_loop.evaluating import Predictions, join_rows, keep_all_batches
-from trainloop.train_loop.execute import execute
-from trainloop.train_loop.fsdp_checks import check_shardable
-from trainloop.train_loop.loop_state import LoopState
-from trainloop.train_loop.options import FitJob, Options
-from trainloop.train_loop.predicting import predict
-from trainloop.train_loop.recompute import chosen_modules
-from trainloop.train_loop.run import Run
-from trainloop.train_loop.run_config import check_backend, check_rendezvous_point, run_config_of
-from trainloop.train_loop.training import Training
+from trainloop.train_loop.execution.execute import execute
+from trainloop.train_loop.execution.predicting import predict
+from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.run.evaluating import Predictions, join_rows, keep_all_batches
+from trainloop.train_loop.run.fsdp_checks import check_shardable
+from trainloop.train_loop.run.recompute import chosen_modules
+from trainloop.train_loop.run.run import Run
+from trainloop.train_loop.training import state as run_state
+from trainloop.train_loop.training.training import Training
 
 if TYPE_CHECKING:
     import torch
 
     from trainloop.resources import ResourceQuota
     from trainloop.tools import BatchSizes, LearningRates, Summary
-    from trainloop.train_loop.preflight import PreflightReport
-    from trainloop.train_loop.replay import Replay
+    from trainloop.tools.preflight import PreflightReport
+    from trainloop.tools.replay import Replay
 
 __all__ = ["TrainLoop"]
 
@@ -582,8 +583,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
         return summary(self, batch, depth=depth)
 
     def preflight(self, **kwargs: Any) -> PreflightReport:
-        """Find problems that would stop a long run; see :func:`trainloop.train_loop.preflight.preflight`."""
-        from trainloop.train_loop.preflight import preflight
+        """Find problems that would stop a long run; see :func:`trainloop.tools.preflight.preflight`."""
+        from trainloop.tools.preflight import preflight
 
         return preflight(self, **kwargs)
 
@@ -596,7 +597,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         trusted: bool = False,
     ) -> Replay:
         """Repeat, in this process, a step that a :class:`.FailureRecorder` has recorded; see
-        :func:`trainloop.train_loop.replay.replay`.
+        :func:`trainloop.tools.replay.replay`.
 
         Parameters
         ----------
@@ -610,7 +611,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Unpickle a batch that is not plain data. Unpickling can execute arbitrary code, so do this only for files
             that you trust.
         """
-        from trainloop.train_loop.replay import replay
+        from trainloop.tools.replay import replay
 
         return replay(self, path, detect=detect, device=device, trusted=trusted)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainloop.callbacks.base import AbstractCallback
-from trainloop.callbacks.tracking import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
-from trainloop.train_loop.argument_types import Loader, ModelT, Optimizers
+from trainloop.callbacks.reports.experiment import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
+from trainloop.train_loop.arguments.types import Loader, ModelT, Optimizers
 from trainloop.train_loop.loop import TrainLoop
 
 __all__ = ["TrainLoopCheckpoint", "TrainLoopCheckpointEndSave", "TrainLoopEndSave"]

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from trainloop import _processes as processes
+from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity
 from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError

@@ -1,0 +1,220 @@
+"""The house's rules: imports point down, public names are the documented ones, importing is cheap."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trainloop
+
+PACKAGE = Path(trainloop.__file__).parent
+
+# Lower layers first; a module may import those of lower rows and of its own part (a package's own files).
+LAYERS = [
+    ["errors", "distribution", "platform", "screen", "user_line"],
+    ["output"],
+    ["sharding", "nested", "keywords"],
+    ["resources"],
+    ["devices"],
+    ["stopping"],
+    ["signals", "scratch", "forks"],
+    ["_processes"],
+    ["distributed"],
+    ["_transfer", "_launch"],
+    ["rng", "data"],
+    ["_metrics", "history"],
+    ["carried", "model", "optim", "reduction"],
+    ["parallel"],
+    ["checkpoint", "result_package"],
+    ["callbacks", "schedulers"],
+    ["train_loop"],
+    ["tools", "pretrained"],
+    ["tuning"],
+    ["tabular"],
+    ["doctor"],
+    ["__main__"],
+]
+# A path up that is taken only when it is called, and why.
+ALLOWED_UP: dict[tuple[str, str], str] = {
+    ("train_loop", "tools"): "the loop's methods are front doors to them",
+}
+
+PUBLIC = """TrainLoop TrainLoopCheckpoint TrainLoopEndSave TrainLoopCheckpointEndSave TTModel TTBasicModel ModelWrap
+    MultiLoss MultiOptimizer AbstractCallback TTDataParallel TTDistributedDataParallel
+    TTFullyShardedDataParallel""".split()
+SUBMODULES = "parallel callbacks schedulers train_loop model distributed devices resources errors".split()
+
+
+def part_of(module: str) -> str:
+    """The first name of a module's, below trainloop; of ``_support``, where each file is a part, the second."""
+    head, _, rest = module.partition(".")
+    return rest.partition(".")[0] if head == "_support" and rest else head
+
+
+@functools.cache
+def module_files() -> dict[str, list[Path]]:
+    """Files of each part of the package: a module, or a subpackage with all it holds."""
+    parts: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        if relative not in (Path("__init__.py"), Path("_support/__init__.py")):
+            parts.setdefault(part_of(".".join(relative.with_suffix("").parts)), []).append(path)
+    return parts
+
+
+def imported_parts(path: Path) -> set[tuple[str, int]]:
+    """Parts of trainloop that a file imports, anywhere in it, with the line."""
+    found = set()
+    package = ("trainloop", *path.relative_to(PACKAGE).parent.parts)
+    for node in nodes_that_run(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            whole = module in ("trainloop", "trainloop._support")
+            names = [f"{module}.{alias.name}" for alias in node.names] if whole else [module]
+        else:
+            continue
+        for name in names:
+            head, _, rest = name.partition(".")
+            if head == "trainloop":
+                found.add((part_of(rest) or "__init__", node.lineno))
+    return found
+
+
+def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under ``if TYPE_CHECKING:``, which annotations alone need."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield from nodes_that_run(child)
+
+
+def level_of(part: str) -> int:
+    return next(level for level, parts in enumerate(LAYERS) if part in parts)
+
+
+def test_every_part_has_a_layer() -> None:
+    placed = {part for parts in LAYERS for part in parts}
+    assert set(module_files()) <= placed, f"give these a row in LAYERS: {sorted(set(module_files()) - placed)}"
+
+
+@pytest.mark.parametrize("part", sorted(module_files()))
+def test_imports_point_down(part: str) -> None:
+    wrong = []
+    for path in module_files()[part]:
+        for other, line in sorted(imported_parts(path)):
+            where = f"{path.relative_to(PACKAGE.parent)}:{line} imports {other}"
+            if other == "__version__":
+                continue  # said by the command, and of a run in TensorBoard
+            if other not in module_files():
+                wrong.append(f"{where}, which is no module of this package")
+            elif other != part and level_of(other) > level_of(part) and (part, other) not in ALLOWED_UP:
+                wrong.append(f"{where}, which stands above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pure_parts_know_no_torch() -> None:
+    for name in ("errors", "sharding"):
+        modules = {
+            alias.name.partition(".")[0]
+            for path in module_files()[name]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert "torch" not in modules, name
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    assert sorted(trainloop.__all__) == sorted(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(trainloop, name).__name__ == name
+    assert set(PUBLIC) <= set(dir(trainloop))
+
+
+@pytest.mark.parametrize("name", SUBMODULES)
+def test_submodules_import_and_say_what_is_public(name: str) -> None:
+    __import__(f"trainloop.{name}")
+    module = sys.modules[f"trainloop.{name}"]
+    assert module.__doc__, name
+    missing = [public for public in module.__all__ if not hasattr(module, public)]
+    assert not missing, missing
+
+
+def test_star_import_of_train_loop_gives_the_loops() -> None:
+    names: dict[str, object] = {}
+    exec("from trainloop.train_loop import *", names)
+    assert {"TrainLoop", "TrainLoopCheckpoint", "TrainLoopEndSave", "TrainLoopCheckpointEndSave"} <= set(names)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="TrainLop"):
+        trainloop.TrainLop  # noqa: B018
+
+
+# Benchmarks, and tests that need a GPU or another library, run rarely.
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests/ecosystem", "tests/gpu", "tests/simulated_cuda"])
+def test_names_that_rarely_run_code_imports_exist(folder: str) -> None:
+    files = sorted((PACKAGE.parent / folder).rglob("*.py"))
+    assert files
+    missing = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trainloop":
+                module = importlib.import_module(str(node.module))
+                missing += [
+                    f"{file.name}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name) and not (PACKAGE.parent / module_file(node, alias)).exists()
+                ]
+    assert not missing, missing
+
+
+def module_file(node: ast.ImportFrom, alias: ast.alias) -> str:
+    return f"{str(node.module).replace('.', '/')}/{alias.name}.py"
+
+
+# Return types of the loop's methods that lead up to tools, which these methods import when they are called.
+LAZY_TYPES = {
+    ("trainloop.train_loop.loop", "trainloop.tools"),
+    ("trainloop.train_loop.loop", "trainloop.tools.preflight"),
+    ("trainloop.train_loop.loop", "trainloop.tools.replay"),
+    ("trainloop.pretrained", "trainloop.pretrained.models"),
+}
+
+
+def outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, those under ``if TYPE_CHECKING:`` too, but for the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from outside_of_functions(child)
+
+
+def test_imports_have_no_circle_even_for_types() -> None:
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    imports: dict[str, set[str]] = {}
+    for name, path in files.items():
+        imports[name] = set()
+        for node in outside_of_functions(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports[name] |= (whole & set(files)) or {str(node.module)}
+        imports[name] = {other for other in imports[name] if other != name and (name, other) not in LAZY_TYPES}
+    # What imports nothing that is left is on no circle.
+    left = dict(imports)
+    while free := [name for name, others in left.items() if not others & set(left)]:
+        for name in free:
+            del left[name]
+    assert not left, {name: sorted(others & set(left)) for name, others in left.items()}

@@ -1,0 +1,1 @@
+"""What tests share: models, loaders, loops, references by hand, and ranks, real and simulated."""

@@ -1,0 +1,114 @@
+"""Small callbacks, and which names there are."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
+from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset
+
+import trainloop.callbacks
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import (
+    DataSubsetTestRun,
+)
+from trainloop.callbacks.monitor import Monitor
+from trainloop.errors import ConfigurationError
+
+
+def test_data_subset() -> None:
+    loop = make_loop(shuffle=True)
+    whole = loop.train_loader
+    loop.fit(num_epochs=2, callbacks=[DataSubsetTestRun(num_train_batches=3, num_val_batches=1)])
+    assert loop.global_step == 6
+    assert len(loop.predict_on_validation_set()[0]) == 16
+    assert len(whole) == STEPS_PER_EPOCH  # the loader itself is as it was
+    assert len(loop.train_loader) == 3
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(make_data())
+
+
+def test_data_subset_of_a_stream() -> None:
+    model = Net()
+    loader = DataLoader(Stream(), 16)
+    loop = TrainLoop(
+        model, loader, None, None, optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), progress_bar=False
+    )
+    loop.fit(num_epochs=2, callbacks=[DataSubsetTestRun(2)])
+    assert loop.global_step == 4
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: all three numbers are 0"),
+        (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
+        (
+            lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
+            "DataSubsetTestRun takes 2 batches of test_loader: the loop has no test_loader. Pass one to TrainLoop.",
+        ),
+        (lambda: Monitor("loss", "up"), "Monitor: mode='up': must be 'auto', 'min' or 'max'"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_that_cannot_work(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make()
+    assert words in str(error.value)
+
+
+class MakesLoaders(AbstractCallback):
+    def on_multiprocess_start(self) -> None:
+        self.train_loop_obj.train_loader = DataLoader(make_data(32), 16)
+
+
+def test_any_callback_may_make_the_loaders_in_the_rank() -> None:
+    loop = make_loop()
+    loop.train_loader = None
+    loop.fit(num_epochs=1, in_process_data_load=MakesLoaders())
+    assert loop.global_step == 2
+
+
+MODULES = (
+    "callbacks.basic callbacks.early_stopping callbacks.gradient callbacks.monitor "
+    "callbacks.nan callbacks.performance_eval callbacks.tensorboard callbacks.trackers callbacks.train_schedule "
+    "callbacks.weight_averages schedulers.warmup"
+).split()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_is_documented_with_an_example(module: str) -> None:
+    home = importlib.import_module(f"trainloop.{module}")
+    for name in home.__all__:
+        # Python 3.13 takes the indentation away.
+        assert "Examples\n--------\n" in inspect.cleandoc(getattr(home, name).__doc__ or ""), name
+
+
+def test_names_of_aitoolbox_say_what_replaces_them() -> None:
+    for name in trainloop.callbacks._REMOVED:
+        with pytest.raises(ImportError, match=rf"has no {name}\. .*\. See the page \"From AIToolbox\""):
+            getattr(trainloop.callbacks, name)
+
+
+def test_every_exported_name_is_there() -> None:
+    for name in trainloop.callbacks.__all__:
+        assert isinstance(getattr(trainloop.callbacks, name), type), name
+    contract = {
+        "EarlyStopping", "TerminateOnNaN", "ModelCheckpoint", "TensorBoard", "ModelPerformanceEvaluation",
+        "GradientClipping", "GradientStats", "TimeLimit", "LRScheduler",
+    }  # fmt: skip
+    assert contract <= set(trainloop.callbacks.__all__)
+
+
+def test_only_the_validation_is_shortened() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[DataSubsetTestRun(num_train_batches=0, num_val_batches=1)])
+    assert loop.global_step == 7
+    assert len(loop.predict_on_validation_set()[0]) == 16

@@ -1,0 +1,182 @@
+"""Profiler, ThroughputMonitor and StochasticWeightAveraging, against torch's own classes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.small_loop import STEPS_PER_EPOCH, make_loop
+from torch import Tensor, nn, optim
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import AbstractCallback, TTBasicModel
+from trainloop.callbacks import ModelCheckpoint, Profiler, StochasticWeightAveraging, ThroughputMonitor
+from trainloop.errors import ConfigurationError
+
+# -- profiler ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_profiler_traces_the_steps_it_is_asked_for(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path / "profile", skip=3, warmup=1, active=2)
+    make_loop().fit(num_epochs=2, callbacks=[profiler])
+    (path,) = profiler.traces
+    assert Path(path).name == "rank0_step6.pt.trace.json"
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name", "")).startswith("ProfilerStep")}
+    assert len(steps) == 2
+    assert "aten::addmm" in profiler.table
+    short = Profiler(tmp_path, skip=100)
+    make_loop().fit(num_epochs=1, callbacks=[short])
+    assert short.traces == []
+    with pytest.raises(ConfigurationError, match="active=0"):
+        Profiler(active=0)
+
+
+class Fails(AbstractCallback):
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == 2:
+            raise KeyError("here")
+
+
+def test_the_profiler_ends_with_a_training_that_fails(tmp_path: Path) -> None:
+    profiler = Profiler(tmp_path, skip=0, warmup=1, active=50)
+    with pytest.raises(KeyError, match="here"):
+        make_loop().fit(num_epochs=1, callbacks=[profiler, Fails()])
+    again = Profiler(tmp_path, skip=0, warmup=1, active=1)  # torch has one profiler at a time
+    make_loop().fit(num_epochs=1, callbacks=[again])
+    assert len(again.traces) == 1
+
+
+# -- throughput --------------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A loader that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.loader = DataLoader(make_data(), 16)
+        self.seconds = seconds
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            time.sleep(self.seconds)
+            yield batch
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_throughput_is_samples_over_seconds(accumulation: int) -> None:
+    loop = make_loop(validation=False)
+    loop.train_loader = Slow(0.03)
+    monitor = ThroughputMonitor(every_n_steps=100, units=lambda samples: samples * 5, flops=True, peak_flops=1e9)
+    began = time.perf_counter()
+    loop.fit(num_epochs=2, callbacks=[monitor], grad_accumulation=accumulation)
+    seconds = time.perf_counter() - began
+    history = loop.history
+    values = {name: history[f"throughput/{name}"][-1] for name in ("samples_per_s", "units_per_s", "step_s", "waiting")}
+    assert 101 / seconds < values["samples_per_s"] < 101 / (STEPS_PER_EPOCH * 0.03)
+    assert values["units_per_s"] == pytest.approx(5 * values["samples_per_s"])
+    steps = -(-STEPS_PER_EPOCH // accumulation)
+    assert values["step_s"] * steps * values["samples_per_s"] == pytest.approx(101)
+    assert 0.03 * STEPS_PER_EPOCH * values["samples_per_s"] / 101 <= values["waiting"] * 1.01 <= 1.01
+    # A step of whole batches: one product forward, one backward for the weights.
+    assert monitor.flops_per_step == accumulation * 2 * (16 * 2 * 8 * 3)
+    assert history["throughput/mfu"][-1] == pytest.approx(history["throughput/flops_per_s"][-1] / 1e9)
+
+
+def test_throughput_has_step_values_by_windows() -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[ThroughputMonitor(every_n_steps=3)])
+    assert loop.history.step_indices("throughput/step_s") == [3, 6]
+
+
+# -- stochastic weight averaging ---------------------------------------------------------------------------------------
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Rates(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__(execution_order=1)
+        self.seen: list[float] = []
+
+    def on_epoch_begin(self) -> None:
+        self.seen.append(self.train_loop_obj.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+def test_swa_is_the_loop_of_torchs_documentation(strategy: Any) -> None:
+    model = Net()
+    reference = copy.deepcopy(model)
+    loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1))
+    swa = StochasticWeightAveraging(0.02, start=0.5, anneal_epochs=3, anneal_strategy=strategy)
+    rates = Rates()
+    loop.fit(num_epochs=6, callbacks=[swa, rates])
+
+    optimizer = optim.SGD(reference.parameters(), lr=0.1)
+    average, scheduler, expected = AveragedModel(reference), None, []
+    for epoch in range(6):
+        if epoch == 3:
+            scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3, anneal_strategy=strategy)
+        elif scheduler is not None:
+            scheduler.step()
+        expected.append(optimizer.param_groups[0]["lr"])
+        for x, y in loop.train_loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(reference(x), y).backward()
+            optimizer.step()
+        if epoch >= 3:
+            average.update_parameters(reference)
+    update_bn(loop.train_loader, average)
+    assert rates.seen == pytest.approx(expected)
+    for (name, found), wanted in zip(model.state_dict().items(), average.module.state_dict().values()):
+        torch.testing.assert_close(found, wanted, msg=name)
+    assert not [name for name in loop.history if name.startswith("train_")]  # the last pass records nothing
+
+
+def test_swa_resumes_and_goes_on(tmp_path: Path) -> None:
+    def run(epochs: int, resume: bool = False) -> Net:
+        model = Net()
+        loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1), seed=1)
+        callbacks = [StochasticWeightAveraging(0.02, start=2), ModelCheckpoint(tmp_path / str(resume or epochs))]
+        return loop.fit(num_epochs=epochs, callbacks=callbacks, resume_from=str(tmp_path / "3") if resume else None)
+
+    whole = run(5).state_dict()
+    run(3)
+    resumed = run(5, resume=True).state_dict()
+    # Statistics of the run that was broken off were of its average; those of the weights that go on are computed anew.
+    for name, value in whole.items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(resumed[name], value, msg=name)
+
+
+def test_swa_that_never_began_changes_nothing() -> None:
+    plain, averaged = Net(), Net()
+    for model, callbacks in ((plain, []), (averaged, [StochasticWeightAveraging(start=10)])):
+        make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1)).fit(num_epochs=2, callbacks=callbacks)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), averaged.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"swa_lr": 0}, {"start": 1.5}, {"start": -1}, {"anneal_epochs": -1}, {"anneal_strategy": "x"}]
+)
+def test_swa_refuses_what_makes_no_sense(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigurationError, match=name):
+        StochasticWeightAveraging(**wrong)
+    with pytest.raises(ConfigurationError, match="num_iterations"):
+        make_loop().fit(num_iterations=3, callbacks=[StochasticWeightAveraging(start=0.5)])

@@ -1,0 +1,537 @@
+"""Checkpoints of a real loop, in this process: what is in them, where they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import small_loop
+from kit.checkpoints import same
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
+from trainloop.__main__ import main
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.callbacks.base import Saver
+from trainloop.errors import CheckpointError, ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
+
+
+class Net(TTModel):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.Linear(width, 3))
+        self.rows: list[list[float]] = []
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        if self.training:
+            self.rows.append(x[:, 0].tolist())
+        return criterion(self.layers(x), y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        x, y = batch_data
+        return self.layers(x), y, {}
+
+
+class StopAfter(Saver):
+    """Raise after so many optimizer steps, after ModelCheckpoint's turn: the nearest to a kill in one process."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(execution_order=5000)
+        self.steps = steps
+
+    def save_due(self) -> None:
+        if self.train_loop_obj.global_step == self.steps:
+            raise InterruptedError
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(make_data())
+
+
+class OnAndOn(Stream):
+    """A stream whose next epoch begins where the one before ended, and which says where that is."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        data = make_data()
+        for at in range(self.at + 1, self.at - self.at % 45 + 46):
+            self.at = at
+            yield data[self.at % len(data)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Shuffled(BatchSampler):
+    """A batch sampler of the user's own, which draws from torch's global generator."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(101).tolist()
+        return (order[i : i + 10] for i in range(0, 101, 10))
+
+    def __len__(self) -> int:
+        return 11
+
+
+def with_generator(**arguments: Any) -> Any:
+    return lambda data: DataLoader(data, 10, generator=torch.Generator().manual_seed(5), **arguments)
+
+
+LOADERS: dict[str, Any] = {
+    "sequential": lambda data: DataLoader(data, 10),
+    "shuffled": lambda data: DataLoader(data, 10, shuffle=True),
+    "shuffled, its own generator": with_generator(shuffle=True),
+    "drop_last": lambda data: DataLoader(data, 10, shuffle=True, drop_last=True),
+    "with replacement": lambda data: DataLoader(
+        data, 10, sampler=RandomSampler(data, replacement=True, num_samples=90)
+    ),
+    "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
+    "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
+    "stream": lambda data: DataLoader(Stream(), 10),
+    "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
+    "list of batches": lambda data: list(DataLoader(data, 10)),
+}
+
+
+def make_loop(
+    loader: Any = None, model: Net | None = None, optimizer: Any = torch.optim.Adam, **options: Any
+) -> TrainLoop:
+    torch.manual_seed(1)
+    model = model or Net()
+    options = {"seed": 3, "end_auto_eval": False, "progress_bar": False, **options}
+    loader = DataLoader(make_data(), 10, shuffle=True) if loader is None else loader
+    return TrainLoop(
+        model, loader, optimizer=optimizer(model.parameters(), lr=0.01), criterion=nn.CrossEntropyLoss(), **options
+    )
+
+
+def interrupted(where: Path, steps: int, loop: TrainLoop, **arguments: Any) -> TrainLoop:
+    options = {"num_epochs": 3, "grad_accumulation": 2, **arguments}
+    keeper = ModelCheckpoint(where, every_n_epochs=None, every_n_steps=1)
+    with pytest.raises(InterruptedError):
+        loop.fit(callbacks=[keeper, StopAfter(steps)], **options)
+    return loop
+
+
+def state_of(loop: TrainLoop) -> dict[str, Any]:
+    return {
+        "model": loop.model.state_dict(),
+        "optimizer": loop.optimizer.state_dict(),
+        "history": loop.history.state_dict(),
+        "counters": [loop.epoch, loop.global_step, loop.total_iteration_idx],
+    }
+
+
+@pytest.mark.parametrize("seed", [3, None], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("steps", [1, 8], ids=["in the first epoch", "in the second"])
+def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, steps: int, seed: int | None) -> None:
+    """Unseeded runs too: what the global generators held is in the checkpoint."""
+    whole = make_loop(LOADERS[kind](make_data()), seed=seed)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    first = interrupted(tmp_path, steps, make_loop(LOADERS[kind](make_data()), seed=seed))
+    second = make_loop(LOADERS[kind](make_data()), seed=seed)
+    torch.manual_seed(99)  # another process begins with other generators
+    second.fit(
+        num_epochs=3,
+        grad_accumulation=2,
+        callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None)],
+        resume_from="last",
+    )
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
+
+
+def test_the_order_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:
+    def loop() -> TrainLoop:
+        sampler = WeightedRandomSampler(torch.arange(1.0, 102.0), 20, generator=torch.Generator().manual_seed(5))
+        return make_loop(validation_loader=DataLoader(make_data(), 10, sampler=sampler), end_auto_eval=True)
+
+    whole = loop()
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 8, loop())  # in the second epoch, after one evaluation
+    second = loop()
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert second.history["val_loss"] == whole.history["val_loss"]
+    ours, expected = (one.validation_loader.sampler.generator.get_state() for one in (second, whole))
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "steps"), [(25, 8), (25, 14), (22, 12)], ids=["within", "after the last", "after a whole epoch"]
+)
+def test_iterations_instead_of_epochs_go_on_too(tmp_path: Path, iterations: int, steps: int) -> None:
+    """A checkpoint after the last one has no step before it, but the end of its epoch."""
+    whole = make_loop()
+    whole.fit(num_iterations=iterations, grad_accumulation=2)
+    first = interrupted(tmp_path, steps, make_loop(), num_epochs=0, num_iterations=iterations)
+    second = make_loop()
+    keeper = ModelCheckpoint(tmp_path)
+    second.fit(num_iterations=iterations, grad_accumulation=2, callbacks=[keeper], resume_from="last")
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
+
+
+def test_from_a_checkpoint_by_its_path(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path, keep=None)])
+    middle = checkpoint.checkpoints(tmp_path)[1].path
+    again = make_loop()
+    elsewhere = ModelCheckpoint(tmp_path / "elsewhere", keep=1)
+    again.fit(num_epochs=3, callbacks=[elsewhere], resume_from=middle)
+    assert elsewhere.last_path == str(tmp_path / "elsewhere" / "checkpoint-epoch=0003-step=00000033.pt")
+    assert len(checkpoint.checkpoints(tmp_path)) == 3, "what the run wrote elsewhere before is left alone"
+    assert same(state_of(again), state_of(loop))
+    longer = make_loop()
+    longer.fit(
+        num_epochs=4, callbacks=[ModelCheckpoint(tmp_path)], resume_from=checkpoint.checkpoints(tmp_path)[-1].path
+    )
+    assert longer.epoch == 4
+
+
+def test_a_finished_run_started_again_trains_no_more(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    before = sorted(tmp_path.iterdir())
+    again = make_loop()
+    again.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert again.model.rows == []
+    assert same(state_of(again), state_of(loop))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_place_of_a_resume_is_in_the_log_without_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("trainloop")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    logger.addHandler(handler)
+    try:
+        make_loop().fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+        make_loop().fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [record.getMessage() for record in records] == ["resumed at epoch 2, step 11"]
+
+
+def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(epochs: int, accumulation: int = 1, batch: int = 16, seed: int = 1, **of_optimizer: float) -> str:
+        loop = small_loop.make_loop(seed=seed)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), **{"lr": 0.1, **of_optimizer})
+        loop.train_loader = DataLoader(make_data(), batch)
+        schedule = LRScheduler(torch.optim.lr_scheduler.StepLR(loop.optimizer, 1))
+        keeper = ModelCheckpoint(tmp_path)
+        loop.fit(epochs, grad_accumulation=accumulation, callbacks=[keeper, schedule], resume_from="last")
+        return capsys.readouterr().err  # a warning of the log
+
+    assert said(1) == said(2) == ""
+    other = said(3, accumulation=2, batch=12, seed=2, lr=0.5, weight_decay=0.25)
+    assert other == (
+        "Resumed with SGD's lr=0.1 from the checkpoint (the script has 0.5), SGD's weight_decay=0 from the checkpoint "
+        "(the script has 0.25), seed=1 from the checkpoint (the script has 2), grad_accumulation=2 from the script "
+        "(the checkpoint has 1), global batch size=12 from the script (the checkpoint has 16).\n"
+    )
+
+
+def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [EarlyStopping("loss", patience=4, min_delta=100.0), ModelCheckpoint(tmp_path, monitor="loss")]
+
+    first = callbacks()
+    make_loop().fit(num_epochs=3, callbacks=first)
+    second = callbacks()
+    loop = make_loop()
+    loop.fit(num_epochs=20, callbacks=second, resume_from="last")
+    assert first[0].epochs_without_improvement == 2
+    assert loop.epoch == 5
+    assert second[1].best_value == min(loop.history["loss"])
+    assert second[1].best_path == first[1].best_path or second[1].best_value < first[1].best_value
+
+
+def test_load_best_after_fit(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor="loss", mode="max", keep=1)
+    loop = make_loop()
+    loop.fit(num_epochs=3, callbacks=[keeper])
+    state = keeper.load_best()
+    assert state["place"]["epoch"] == 1  # the highest loss is that of the first epoch
+    assert same(dict(loop.model.state_dict()), dict(state["model"]))
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+class Signalled(AbstractCallback):
+    """Sends this process a signal at one place in training."""
+
+    def __init__(self, place: str, signum: int) -> None:
+        super().__init__()
+        self.place, self.signum, self.handled = place, signum, 0
+
+    def send(self, place: str, step: int = 5) -> None:
+        if place == self.place and self.train_loop_obj.global_step >= step:
+            self.place = ""
+            os.kill(os.getpid(), self.signum)
+
+    def on_batch_end(self) -> None:
+        self.send("between batches")
+
+    def on_after_batch_prediction(self, *_: Any) -> None:
+        self.send("evaluation")
+
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.predict_on_validation_set()
+        self.send("epoch end")
+
+    def state_dict(self) -> dict[str, Any]:
+        self.send("saving")
+        return {}
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("place", ["between batches", "evaluation", "epoch end", "saving"])
+def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, signum: int, code: int) -> None:
+    held_out = DataLoader(make_data(), 10)
+    options: dict[str, Any] = {"validation_loader": held_out, "end_auto_eval": True}
+    whole = make_loop(**options)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    handled = []
+    before = signal.signal(signum, lambda *_: handled.append(1))
+    try:
+        first = make_loop(**options)
+        keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=5)
+        with pytest.raises(SystemExit) as ended:
+            first.fit(num_epochs=3, grad_accumulation=2, callbacks=[Signalled(place, signum), keeper])
+    finally:
+        signal.signal(signum, before)
+    assert ended.value.code == code
+    assert handled, "the user's own handler runs too"
+    state = keeper.last_state()
+    assert state is not None
+    assert state["place"]["global_step"] == first.global_step
+    second = make_loop(**options)
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert first.model.rows + second.model.rows == whole.model.rows
+    assert same(state_of(second), state_of(whole))
+
+
+# -- what does not belong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (
+            lambda: make_loop(model=Net(9)),
+            r"belongs to another model: layers.0.weight has shape \(9, 8\) in the model, but \(8, 8\) in the",
+        ),
+        (lambda: make_loop(optimizer=torch.optim.SGD), r"was made with Adam, but the loop has SGD"),
+        (
+            lambda: make_loop(DataLoader(make_data(90), 10)),
+            r"in the middle of an epoch of 101 training samples, but the loader has 90 now",
+        ),
+        (lambda: make_loop(DataLoader(make_data(), 7)), r"after 2 steps of 20 samples in its epoch, but this run's"),
+    ],
+    ids=["model", "optimizer", "dataset", "batch size"],
+)
+def test_what_differs_is_named(tmp_path: Path, other: Any, message: str) -> None:
+    interrupted(tmp_path, 2, make_loop())
+    loop = other()
+    before = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        loop.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert all(torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+
+
+def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
+    interrupted(tmp_path, 2, make_loop())
+    model = Net()
+    model.more = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"more.weight is missing in the checkpoint; more.bias is missing"):
+        make_loop(model=model).fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+
+
+def test_last_without_a_checkpoint_callback_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"resume_from='last' needs a ModelCheckpoint in callbacks"):
+        make_loop().fit(num_epochs=1, resume_from="last")
+
+
+def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none.pt: no such file"):
+        make_loop().fit(num_epochs=1, resume_from=tmp_path / "none.pt")
+    torch.save(Net().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match=r"weights.pt is not a complete checkpoint: it has no end mark"):
+        make_loop().fit(num_epochs=1, resume_from=str(tmp_path / "weights.pt"))
+
+
+def test_the_damaged_newest_is_passed_over_by_fit(tmp_path: Path) -> None:
+    whole = make_loop()
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 8, make_loop())
+    newest = Path(checkpoint.checkpoints(tmp_path)[-1].path)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    loop = make_loop()
+    with pytest.warns(RuntimeWarning, match=r"step=00000008.pt is not a complete checkpoint") as caught:
+        loop.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert len(caught) == 1
+    assert same(state_of(loop), state_of(whole))
+
+
+def test_versions_of_modules_are_kept(tmp_path: Path) -> None:
+    """By them load_state_dict() knows whether weights were made by an older version of a module."""
+    model = Net()
+    model.layers.append(nn.BatchNorm1d(3))
+    keeper = ModelCheckpoint(tmp_path)
+    make_loop(DataLoader(make_data(100), 10), model=model).fit(num_epochs=1, callbacks=[keeper])
+    saved = checkpoint.load(keeper.last_path or "")["model"]
+    assert saved._metadata["layers.3"] == {"version": 2}
+
+
+def test_a_callbacks_state_that_is_not_plain_is_named(tmp_path: Path) -> None:
+    class Careless(AbstractCallback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"when": [Path("x")]}
+
+    with pytest.raises(CheckpointError, match=r"state\['callbacks'\]\[0\]\['state'\]\['when'\]\[0\] is a pathlib"):
+        make_loop().fit(num_epochs=1, callbacks=[Careless(), ModelCheckpoint(tmp_path)])
+
+
+def test_a_checkpoint_opens_without_trainloop(tmp_path: Path) -> None:
+    loop = make_loop()
+    keeper = ModelCheckpoint(tmp_path)
+    loop.fit(num_epochs=1, callbacks=[keeper])
+    state = torch.load(keeper.last_path or "", weights_only=True)
+    plain_model = nn.Module()
+    plain_model.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    plain_model.load_state_dict(state["model"])
+    assert torch.equal(plain_model.layers[0].weight, loop.model.layers[0].weight)
+
+
+class Counted(Dataset[Any]):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.data, self.reads = make_data(), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        return self.data[i]
+
+
+def test_steps_that_are_skipped_are_not_read(tmp_path: Path) -> None:
+    interrupted(tmp_path, 4, make_loop(DataLoader(Counted(), 10, shuffle=True)), num_epochs=1)
+    data = Counted()
+    loop = make_loop(DataLoader(data, 10, shuffle=True))
+    loop.fit(num_epochs=1, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert data.reads == 101 - 4 * 2 * 10
+
+
+class Seen(TTBasicModel):
+    """Notes its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.batches: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(x.flatten().tolist())
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("length", ["num_epochs", "num_iterations"])
+def test_a_run_that_ended_with_an_epoch_draws_the_next_order_when_it_is_extended(tmp_path: Path, length: str) -> None:
+    """Without a seed, by the loader's own generator, also where the number of iterations ended the epoch."""
+
+    def batches(number: int, folder: Path | None, resume_from: str | None = None) -> list[list[float]]:
+        data = TensorDataset(torch.arange(10.0).view(-1, 1), torch.zeros(10, 1))
+        loader = DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(5))
+        model = Seen()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        tl = TrainLoop(model, loader, None, None, optimizer, nn.MSELoss(), progress_bar=False, accelerator="cpu")
+        keepers = [] if folder is None else [ModelCheckpoint(folder)]
+        tl.fit(**{length: number if length == "num_epochs" else 5 * number}, callbacks=keepers, resume_from=resume_from)
+        return model.batches
+
+    first = batches(2, tmp_path)
+    whole = batches(4, None)
+    assert first + batches(4, tmp_path, "last") == whole
+
+
+def test_the_scale_of_fp16_is_resumed(tmp_path: Path) -> None:
+    """In the middle of the scaler's search: with a scale of its beginning, the resumed run would skip other steps."""
+    amp = {"init_scale": 2.0**24, "growth_interval": 3}
+    whole = make_loop(use_amp=amp)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    first = interrupted(tmp_path, 4, make_loop(use_amp=amp))
+    assert first.optimizer.state_dict()["state"] == {}, "so far each step overflowed: the state matters"
+    second = make_loop(use_amp=amp)
+    second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert second.optimizer.state_dict()["state"], "later steps were taken"
+    assert second.scaler_state == whole.scaler_state
+    assert same(state_of(second), state_of(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_last_loss_is_resumed(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A rank without a batch in its first step would have none otherwise."""
+
+    class Reads(AbstractCallback):
+        seen: Any = None
+
+        def on_train_begin(self) -> None:
+            self.before = self.train_loop_obj.last_loss
+
+        def on_batch_begin(self) -> None:
+            self.seen = self.train_loop_obj.last_loss if self.seen is None else self.seen
+
+    def made() -> TrainLoop:
+        data = TensorDataset(make_data().tensors[0].to(dtype), make_data().tensors[1])
+        return make_loop(DataLoader(data, 10), Net().to(dtype))
+
+    first = interrupted(tmp_path, 4, made())
+    reads = Reads()
+    made().fit(num_epochs=1, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path), reads], resume_from="last")
+    assert reads.before is None
+    assert first.last_loss is not None
+    assert torch.equal(reads.seen, first.last_loss)
+
+
+def test_export_says_which_checkpoint_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keeper = ModelCheckpoint(tmp_path / "kept", keep=None)
+    make_loop().fit(num_epochs=2, callbacks=[keeper])
+    assert main(["checkpoint", "export", str(tmp_path / "kept"), str(tmp_path / "model.safetensors")]) == 0
+    assert capsys.readouterr().out.endswith(f", from {keeper.last_path}\n")
+    assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "none.safetensors")]) == 1
+    assert "is a folder without a checkpoint" in capsys.readouterr().err

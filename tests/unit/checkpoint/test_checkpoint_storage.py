@@ -1,0 +1,105 @@
+"""Folders on a disk and behind URLs, and weights in safetensors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.checkpoints import make_state
+
+from trainloop import checkpoint
+from trainloop.checkpoint import CheckpointInfo, folder
+from trainloop.errors import ConfigurationError
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("location", ["", None, 3])
+def test_what_is_no_folder_is_told(location: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"is not a folder. Pass a path or a URL such as 's3://bucket/run'"):
+        folder(location)
+
+
+def test_a_url_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(
+        ConfigurationError, match=r"'s3://b/run' is a URL, which needs fsspec: pip install '\.\[cloud\]'"
+    ):
+        folder("s3://b/run")
+
+
+def test_a_url_without_its_file_system_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigurationError, match=r"'gs://b/run' needs a package .*pip install '\.\[cloud\]'"):
+        folder("gs://b/run")
+
+
+def test_an_unknown_url_is_told() -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigurationError, match=r"'nope://x': fsspec can't open this URL"):
+        folder("nope://x")
+
+
+def test_file_urls_and_home_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder("~/run").location == str(tmp_path / "run")
+    assert folder(f"file://{tmp_path}/run").location == str(tmp_path / "run")
+    assert (folder(tmp_path) / "a").location == str(tmp_path / "a")
+
+
+def test_memory_urls_hold_checkpoints() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    where = folder("memory://test-checkpoint/run")
+    assert checkpoint.load_newest(where) is None
+    try:
+        for i in (1, 2):
+            info = CheckpointInfo(step=i, stamp=i)
+            checkpoint.save(where.path(checkpoint.checkpoint_name(info)), make_state(i), info)
+            checkpoint.mark_newest(where, checkpoint.checkpoint_name(info))
+        found = checkpoint.load_newest("memory://test-checkpoint/run/")
+        assert found is not None
+        assert found[1]["place"]["epoch"] == 2
+        # A write that fails leaves what was there.
+        newest = checkpoint.checkpoint_name(info)
+
+        def fails(file: Any) -> None:
+            file.write(b"half")
+            raise OSError("the line broke")
+
+        with pytest.raises(OSError, match="the line broke"):
+            where.write(newest, fails)
+        assert len(where.names()) == 3
+        assert checkpoint.load(where.path(newest))["place"]["epoch"] == 2
+        where.remove(newest)
+        where.remove(newest)
+        with pytest.warns(RuntimeWarning, match="the newest checkpoint written, is missing"):
+            found = checkpoint.load_newest(where)
+        assert found is not None
+        assert found[1]["place"]["epoch"] == 1
+    finally:
+        fsspec.filesystem("memory").rm("/test-checkpoint", recursive=True)
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_in_safetensors(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    weight = torch.randn(3, 4)
+    path = tmp_path / "w.safetensors"
+    checkpoint.save_weights(path, {"a": weight, "tied": weight, "t": weight.T})
+    loaded = checkpoint.load_weights(path)
+    assert all(torch.equal(loaded[k], v) for k, v in {"a": weight, "tied": weight, "t": weight.T}.items())
+
+
+def test_safetensors_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(
+        ConfigurationError, match=r"writing '.*w.safetensors' needs safetensors: pip install '\.\[safetensors\]'"
+    ):
+        checkpoint.save_weights(tmp_path / "w.safetensors", {})

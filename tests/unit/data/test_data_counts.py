@@ -1,0 +1,275 @@
+"""The number of samples in a batch: by the sampler, or by the batch where collate_fn may change it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from trainloop import TrainLoop, TTModel
+from trainloop.data import EvalFeed, TrainFeed
+from trainloop.data.batch.batches import count_collated, count_samples
+
+ITEMS = [(torch.full((3, 2, 2), float(i)), {"y": torch.tensor(float(i) ** 2)}) for i in range(7)]
+
+
+def as_lists(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def as_targets(samples: list[Any]) -> Any:
+    return torch.stack([x for x, _ in samples]), [y for _, y in samples]
+
+
+class Weighted(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return sum((self.w * a.mean() - t["y"]) ** 2 for a, t in zip(x, y, strict=True)) / len(x)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        raise NotImplementedError
+
+
+def by_hand(parts: list[list[Any]]) -> tuple[float, float]:
+    """Gradient and loss of one step over all samples."""
+    w = torch.zeros((), requires_grad=True)
+    samples = [sample for part in parts for sample in part]
+    loss: Any = sum((w * a.mean() - t["y"]) ** 2 for a, t in samples) / len(samples)
+    loss.backward()
+    assert w.grad is not None
+    return w.grad.item(), loss.item()
+
+
+class Items(Dataset[Any]):
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __getitem__(self, index: int) -> Any:
+        return ITEMS[index]
+
+
+class ItemStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from ITEMS
+
+
+class DrawnBatches:
+    """A batch sampler of one's own: it starts again at each iter() and returns itself."""
+
+    def __iter__(self) -> DrawnBatches:
+        self.left = [[0, 1, 2, 3], [4, 5, 6]]
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+    def __len__(self) -> int:
+        raise ValueError("unknown")
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "batch_size": lambda: {"batch_size": 4},
+    "BatchSampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ITEMS), 4, False)},
+    "list": lambda: {"batch_sampler": [[0, 1, 2, 3], [4, 5, 6]]},
+    "own": lambda: {"batch_sampler": DrawnBatches()},
+    "stream": lambda: {"batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("collate", [as_lists, as_targets])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samples_are_counted_by_the_sampler(sampler: str, collate: Any, seed: int | None) -> None:
+    def loader() -> DataLoader[Any]:
+        dataset: Any = ItemStream() if sampler == "stream" else Items()
+        return DataLoader(dataset, collate_fn=collate, **SAMPLERS[sampler]())
+
+    model = Weighted()
+    sgd = optim.SGD(model.parameters(), lr=1.0)
+    loop = TrainLoop(model, loader(), loader(), None, sgd, accelerator="cpu", progress_bar=False, seed=seed)
+    assert loop.evaluate_loss_on_validation_set() == pytest.approx(by_hand([ITEMS])[1], rel=1e-5)
+    loop.fit(1, grad_accumulation=2)
+    gradient, loss = by_hand([ITEMS[:4], ITEMS[4:]])
+    assert -model.w.item() == pytest.approx(gradient, rel=1e-5)
+    assert loop.history["loss"] == [pytest.approx(loss, rel=1e-5)]
+
+
+T = torch.zeros
+COLLATED = {
+    "rows": ((T(3, 2), T(3)), 3),
+    "one tensor": (T(3, 2), 3),
+    "multiplied": ({"x": T(9, 2), "y": T(9)}, 9),
+    "time first, lengths": ((T(7, 4, 2), T(7, 4), torch.tensor([7, 6, 5, 4])), 4),
+    "time first": ((T(7, 4, 2), T(7, 4)), None),
+    "lists": (([T(3, 2, 2)] * 2, [{"boxes": T(1, 4)}] * 2), 2),
+    "samples": ([(T(3, 2, 2), 1), (T(3, 2, 2), 0), (T(3, 2, 2), 0)], 3),
+    "samples as dicts": ([{"x": T(3, 2), "y": 1}, {"x": T(3, 2), "y": 0}], 2),
+    "columns, two of two": ([T(1, 4), T(1)], 1),
+    "packed": (pack_sequence([T(5, 1), T(3, 1)]), 2),
+    "no samples": ((T(0, 2), T(0)), 0),
+    "None": (None, 0),
+    "unlike": ((T(3, 2), T(5)), None),
+    "unlike, with the plan": ((T(4, 2), T(9, 3)), 4),
+    "texts": ((["a", "b", "c"], T(3)), 3),
+}
+
+
+@pytest.mark.parametrize("name", COLLATED)
+def test_collated_batches_are_counted(name: str) -> None:
+    batch, size = COLLATED[name]
+    assert count_collated(batch, 2 if name == "columns, two of two" else 4) == size
+
+
+class Bad(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index in (0, 4, 5, 6, 7) else (torch.ones(3) * index, torch.ones(1))
+
+
+def keep(samples: list[Any]) -> Any:
+    good = [sample for sample in samples if sample is not None]
+    return tuple(map(torch.stack, zip(*good, strict=True))) if good else (torch.empty(0, 3), torch.empty(0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_empty_batch_weighs_nothing(seed: int | None, workers: int) -> None:
+    class Net(TTModel):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(3, 1)
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x, y = batch_data
+            return criterion(self.net(x), y)
+
+        def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+            raise NotImplementedError
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Bad(), batch_size=4, collate_fn=keep, num_workers=workers)
+
+    model, hand = Net(), Net()
+    loop = TrainLoop(
+        model, loader(), loader(), None, optim.SGD(model.parameters(), 0.1), nn.MSELoss(), accelerator="cpu",
+        progress_bar=False, seed=seed,
+    )  # fmt: skip
+    loop.fit(1, grad_accumulation=2)
+    sgd = optim.SGD(hand.parameters(), 0.1)
+    (x, y) = keep([Bad()[i] for i in range(8)])
+    loss = nn.functional.mse_loss(hand.net(x), y)
+    loss.backward()
+    sgd.step()
+    assert loop.history["loss"] == [pytest.approx(loss.item())]
+    assert loop.history["val_loss"] == [pytest.approx(nn.functional.mse_loss(hand.net(x), y).item())]
+    torch.testing.assert_close(model.net.weight, hand.net.weight)
+
+
+def test_a_batch_that_cannot_be_counted_is_reported_once() -> None:
+    loader = DataLoader(Items(), batch_size=4, collate_fn=lambda samples: (torch.zeros(2, 1), torch.zeros(5)))
+    for feed in (TrainFeed(loader), EvalFeed(loader)):
+        with pytest.warns(UserWarning, match=r"can't be counted.*made of 4 samples.*return \(loss, n\)") as caught:
+            list(feed.steps(1) if isinstance(feed, TrainFeed) else feed.batches())
+        assert len(caught) == 1
+
+
+class Numbers(IterableDataset[Any]):
+    def __init__(self, divides: bool) -> None:
+        self.divides = divides
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info() if self.divides else None
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        yield from torch.arange(8.0)[first::step]
+
+
+@pytest.mark.long
+def test_a_stream_that_every_worker_repeats_is_reported() -> None:
+    def samples(divides: bool, **kwargs: Any) -> list[float]:
+        feed = TrainFeed(DataLoader(Numbers(divides), batch_size=2, num_workers=2), **kwargs)
+        return sorted(float(x) for step in feed.steps(1) for batch in step.batches for x in batch)
+
+    with pytest.warns(UserWarning, match="does not divide its samples over the loader's 2 workers"):
+        assert samples(False) == sorted([*range(8), *range(8)])  # as in a hand-written loop
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        assert samples(True) == samples(False, seed=0) == list(range(8))
+
+
+def test_a_sampler_that_never_ends_is_an_error_in_evaluation() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            while True:
+                yield [0]
+
+        def __len__(self) -> int:
+            return 7
+
+    loader: Any = DataLoader(Items(), batch_sampler=Endless(), collate_fn=as_lists)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Endless has a length of 7"):
+        list(EvalFeed(loader).batches())
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_sampler_s_length_may_change_with_the_epoch(seed: int | None) -> None:
+    class Grows:
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(len(self)))
+
+        def __len__(self) -> int:
+            return 3 + 2 * self.epoch
+
+    feed = TrainFeed(DataLoader(Items(), 2, sampler=Grows(), collate_fn=as_lists), seed=seed)  # type: ignore[arg-type]
+    sizes = []
+    for epoch in range(3):
+        feed.set_epoch(epoch)
+        sizes.append([size for step in feed.steps(1) for size in step.sizes])
+    assert sizes == [[2, 1], [2, 2, 1], [2, 2, 2, 1]]
+    feed = TrainFeed(DataLoader(Rows(), 2, sampler=Grows()), seed=seed)  # type: ignore[arg-type]
+    for epoch, expected in enumerate(sizes):
+        feed.set_epoch(epoch)
+        assert [size for step in feed.steps(1) for size in step.sizes] == expected
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3)
+
+
+def test_batches_without_a_plan() -> None:
+    graph = [(torch.ones(5, 2), torch.ones(2, 9), torch.ones(5))]  # nodes, edges, labels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [step.sizes for step in TrainFeed(graph).steps(1)] == [[5]]
+    with pytest.warns(UserWarning, match="can't be counted"):
+        list(TrainFeed([(torch.ones(7, 4), torch.ones(4))]).steps(1))  # time first
+
+
+def test_nested_tensors_are_counted(recwarn: pytest.WarningsRecorder) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3), torch.ones(1)])
+    assert count_collated((torch.ones(3, 4), nested), 3) == 3
+    assert count_samples({"x": nested}) == count_samples([nested, torch.ones(3)]) == 3

@@ -1,0 +1,24 @@
+"""Batches of a ``TensorDataset`` in memory, compared with those of torch's loader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
+
+from trainloop.data.source.tensors import TensorRows
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 8, 7 * 256, 7 * 256 + 3, 4 * 7 * 256 + 7])
+@pytest.mark.parametrize("subset", [False, True], ids=["all rows", "a subset"])
+def test_batches_of_many_indices_are_those_of_a_batch_sampler(number: int, subset: bool) -> None:
+    data = TensorDataset(torch.arange(10_000), torch.arange(10_000) / 7)
+    dataset = Subset(data, range(9_999, 1_999, -1)) if subset else data
+    order = torch.randperm(8_000, generator=torch.Generator().manual_seed(0))[:number]
+    rows = TensorRows.of(DataLoader(dataset, 7))
+    assert rows is not None
+    found = list(rows.take(order, 7))
+    expected = list(DataLoader(dataset, batch_sampler=BatchSampler(order.tolist(), 7, drop_last=False)))
+    assert len(found) == len(expected)
+    for batch, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, batch, other))

@@ -1,0 +1,84 @@
+"""Models and optimizers that ``gpu_mode='fsdp'`` can't train: said by ``fit`` before any process starts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.sharded_models import Tower, words
+from torch import nn
+from torch.torch_version import TorchVersion
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop
+from trainloop.errors import ConfigurationError
+
+# The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
+pytestmark = pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
+
+
+def hooked(model: Tower) -> None:
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def stepped_in_backward(model: Tower) -> None:
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def of_two_dtypes(model: Tower) -> None:
+    model.blocks[0].up.to(torch.bfloat16)
+
+
+def bounded(model: Tower) -> None:
+    model.words.max_norm = 1.0
+
+
+def sparse(model: Tower) -> None:
+    model.words.sparse = True
+
+
+def scripted(model: Tower) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model.blocks[0] = torch.jit.script(nn.Linear(4, 4))
+
+
+def fused(kind: Any) -> Callable[[Tower], Any]:
+    return lambda model: kind(model.parameters(), lr=0.1, fused=True)
+
+
+CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
+    "hook": (hooked, r"blocks\.0\.up\.weight has a hook .*\(register_hook\).*on_after_gradient_update"),
+    "step in backward": (stepped_in_backward, r"\(register_post_accumulate_grad_hook\), which would not be called"),
+    "dtypes": (
+        of_two_dtypes,
+        r"blocks\.0 is sharded as one.*up\.weight: torch.bfloat16 and .*: torch.float32.*shard=",
+    ),
+    "max_norm": (bounded, r"words is an Embedding with max_norm=1\.0.*change would be lost"),
+    "sparse gradients": (sparse, r"words is an Embedding with sparse=True.*Use sparse=False"),
+    "TorchScript": (scripted, r"blocks\.0 is a TorchScript module, which can't be sharded"),
+    "fused SGD": (fused(torch.optim.SGD), r"SGD\(fused=True\) with gpu_mode='fsdp'.*Leave fused out"),
+    "fused Adagrad": (fused(torch.optim.Adagrad), r"Adagrad\(fused=True\)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_would_be_lost_or_fail_in_ranks(case: str) -> None:
+    change, message = CASES[case]
+    model = Tower()
+    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(*words(0, 4)), batch_size=2),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode="fsdp",
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        loop.fit(num_epochs=1)

@@ -1,0 +1,181 @@
+"""Hooks around evaluation passes: of callbacks, and of a model that carries state from batch to batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.small_loop import Net, make_loop
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.errors import ConfigurationError
+
+
+class Passes(AbstractCallback):
+    """Writes down each pass: what it was told, and how the model stood."""
+
+    def __init__(self) -> None:
+        super().__init__("passes")
+        self.heard: list[Any] = []
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.heard.append(("begin", dict(dataset_info), self.train_loop_obj.model.training, torch.is_grad_enabled()))
+
+    def on_after_batch_prediction(self, y_pred: Any, y_true: Any, metadata: Any, dataset_info: dict[str, Any]) -> None:
+        dataset_info["batches"] = dataset_info.get("batches", 0) + 1
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.heard.append(("end", dict(dataset_info)))
+
+    def take(self) -> list[Any]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+def test_hooks_stand_around_every_pass() -> None:
+    tl, passes = make_loop(), Passes()
+    tl.test_loader = tl.validation_loader
+    tl.fit(num_epochs=1, callbacks=[passes])
+
+    def around(kind: str, purpose: str, **more: Any) -> list[Any]:
+        info = {"type": kind, "pass": purpose}
+        return [("begin", info, False, False), ("end", {**info, **more})]
+
+    assert passes.take() == around("validation", "loss") + around("test", "loss")
+    # outside of fit too
+    tl.evaluate_loss_on_train_set()
+    tl.evaluate_model_loss(tl.validation_loader)
+    assert passes.take() == around("train", "loss") + around("other", "loss")
+    tl.predict_on_test_set()
+    assert passes.take() == around("test", "predictions", batches=3)
+    given = {"type": "other", "name": "mine"}
+    tl.predict_with_model(tl.validation_loader, dataset_info=given)
+    (_, begun, *_), (_, ended) = passes.take()
+    assert begun == {**given, "pass": "predictions"}
+    assert ended == {**begun, "batches": 3}
+    assert given == {"type": "other", "name": "mine"}
+    tl.predict_with_model(tl.validation_loader, execute_callbacks=False)
+    assert passes.take() == []
+
+
+def test_a_pass_that_raises_has_no_end() -> None:
+    class Breaks(Net):
+        def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+            raise ZeroDivisionError("on purpose")
+
+    tl, passes = make_loop(Breaks()), Passes()
+    tl.fit(num_epochs=1, callbacks=[passes])
+    passes.take()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        tl.predict_on_validation_set()
+    assert [what for what, *_ in passes.take()] == ["begin"]
+    assert tl.evaluate_loss_on_validation_set() == tl.history["val_loss"][-1]
+    assert [what for what, *_ in passes.take()] == ["begin", "end"]
+
+
+def test_random_numbers_drawn_in_a_hook_do_not_show() -> None:
+    class Draws(AbstractCallback):
+        def on_evaluation_begin(self) -> None:
+            torch.rand(7)
+
+        def on_evaluation_end(self) -> None:
+            torch.rand(7)
+
+    weights = []
+    for callbacks in ([], [Draws()]):
+        torch.manual_seed(3)
+        weights.append(make_loop(shuffle=True).fit(num_epochs=3, callbacks=callbacks).fc.weight)
+    assert torch.equal(*weights)
+
+
+# -- a model's own -----------------------------------------------------------------------------------------------------
+
+
+class Recurrent(TTModel):
+    """Truncated backpropagation through time: each batch goes on with the hidden state of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.RNN(8, 5)
+        self.out = nn.Linear(5, 3)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, hidden = self.rnn(x, self.hidden)  # a batch is a stretch of one long sequence
+        self.hidden = hidden.detach()
+        return self.out(y)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return criterion(self(x), y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return self(x).argmax(1), y, {}
+
+
+class Resetting(Recurrent):
+    def on_epoch_begin(self) -> None:
+        self.hidden = None
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.kept, self.hidden = self.hidden, None
+
+    def on_evaluation_end(self) -> None:  # the argument may be left out
+        self.hidden = self.kept
+
+
+def test_a_model_resets_what_it_carries() -> None:
+    """Evaluated in the middle of epochs and after them: each number is that of a loop by hand."""
+    train, validation = DataLoader(make_data(), 16), DataLoader(make_data(33, seed=5), 16)
+    criterion = nn.CrossEntropyLoss()
+
+    def evaluated(model: Recurrent) -> float:
+        kept, model.hidden, total = model.hidden, None, 0.0
+        with torch.no_grad():
+            for x, y in validation:
+                total += criterion(model(x), y).item() * len(x)
+        model.hidden = kept
+        return total / 33
+
+    by_hand = Recurrent()
+    optimizer = optim.SGD(by_hand.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        by_hand.hidden = None
+        for x, y in train:
+            optimizer.zero_grad()
+            criterion(by_hand(x), y).backward()
+            optimizer.step()
+            expected.append(evaluated(by_hand))
+        expected.append(evaluated(by_hand))
+
+    found = []
+
+    class Evaluates(AbstractCallback):
+        def on_after_optimizer_step(self) -> None:
+            found.append(self.train_loop_obj.evaluate_loss_on_validation_set())
+
+        def on_epoch_end(self) -> None:
+            # without callbacks, the model's own hooks are called all the same
+            self.train_loop_obj.predict_with_model(validation, execute_callbacks=False)
+            found.append(self.train_loop_obj.history["val_loss"][-1])
+
+    model = Resetting()
+    tl = TrainLoop(model, train, validation, None, optim.SGD(model.parameters(), lr=0.1), criterion, progress_bar=False)
+    tl.fit(num_epochs=2, callbacks=[Evaluates()])
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters()))
+
+
+def test_a_models_hook_that_can_not_be_called_is_refused() -> None:
+    class Wrong(Net):
+        def on_epoch_begin(self, epoch: int, total: int) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(ConfigurationError, match=r"Wrong.on_epoch_begin\(epoch: .* does not accept the argum"):
+        make_loop(Wrong()).fit(num_epochs=1)

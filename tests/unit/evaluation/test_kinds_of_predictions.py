@@ -1,0 +1,114 @@
+"""Predictions of any kind are joined row by row, or an error names the kind; in one process and in replicas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTModel
+from trainloop.errors import ConfigurationError
+from trainloop.train_loop.run.evaluating import check_rows
+
+X = torch.arange(21.0).reshape(7, 3)
+
+
+class Net(TTModel):
+    def __init__(self, kind: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.kind = kind
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return self.w.sum()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        rows = [row[: 1 + int(row[0]) % 3] for row in batch_data[0]]
+        return self.kind(rows), None, {}
+
+
+def predicted(kind: Callable[[list[Tensor]], Any], *, stream: bool = False, **mode: Any) -> Any:
+    loader = DataLoader(TensorDataset(X), batch_size=3)
+    loop = TrainLoop(Net(kind), None, loader, accelerator="cpu", progress_bar=False, **mode)
+    if not stream:
+        return loop.predict_on_validation_set()[0]
+    return [y for y, _, _ in loop.predict_with_model(loader, stream=True)]
+
+
+ROWS = [row[: 1 + int(row[0]) % 3].tolist() for row in X]
+AS_ROWS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "generator": lambda rows: (row for row in rows),
+    "map": lambda rows: map(torch.clone, rows),
+    "packed": lambda rows: pack_sequence(rows, enforce_sorted=False),
+    "packed in a dict": lambda rows: {"a": pack_sequence(rows, enforce_sorted=False)},
+    "nested": lambda rows: torch.nested.nested_tensor(rows, layout=torch.jagged),
+    "deque": deque,
+    "values": lambda rows: dict(enumerate(rows)).values(),
+}
+MODES: list[dict[str, Any]] = [{}, {"gpu_mode": "dp", "devices": 2}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("name", AS_ROWS)
+def test_rows(name: str, mode: dict[str, Any]) -> None:
+    found = predicted(AS_ROWS[name], **mode)
+    found = found["a"] if isinstance(found, dict) else found
+    assert [row.tolist() for row in found] == ROWS
+    if not mode and "dict" not in name:
+        streamed = predicted(AS_ROWS[name], stream=True)
+        assert [row.tolist() for batch in streamed for row in batch] == ROWS
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_tables(mode: dict[str, Any]) -> None:
+    pd = pytest.importorskip("pandas")
+    series = predicted(lambda rows: pd.Series([float(row[0]) for row in rows]), **mode)
+    assert series.tolist() == X[:, 0].tolist()
+    assert series.index.tolist() == list(range(7))
+    table = predicted(
+        lambda rows: pd.DataFrame({"a": [len(row) for row in rows]}, index=[str(r[0]) for r in rows]), **mode
+    )
+    assert table["a"].tolist() == [len(row) for row in ROWS]
+    assert table.index[0] == "tensor(0.)"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    "kind", [set, lambda rows: {"a": frozenset([1])}, lambda rows: Matrix()], ids=["set", "in", "own"]
+)
+def test_kinds_that_have_no_rows(kind: Any, mode: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"returned a \S*(builtins.set|frozenset|Matrix) in y_pred, whose rows"
+    ):
+        predicted(kind, **mode)
+
+
+class Matrix:
+    shape = (3, 3)
+
+
+def test_one_value_per_batch_stays() -> None:
+    assert predicted(lambda rows: "text") == ["text"] * 3
+
+
+@pytest.mark.parametrize("one", [np.float64(1.0), 1.0, torch.tensor(1.0), np.array(1.0)])
+def test_one_number_per_batch_is_told(one: Any) -> None:
+    with pytest.raises(ConfigurationError, match="y_pred is a single number for a batch of 3 samples"):
+        predicted(lambda rows: one)
+
+
+@pytest.mark.parametrize("column", [[1], torch.zeros(2), np.zeros(5), []])
+def test_metadata_of_another_length_are_told(column: Any) -> None:
+    said = rf"batch of 3 samples, y_pred has 3 rows, metadata\['ids'\] has {len(column)} rows?\."
+    with pytest.raises(ConfigurationError, match=said):
+        check_rows((torch.zeros(3), None, {"ids": column}), 3)
+    with pytest.raises(ConfigurationError, match="y_pred has 3 rows, y_true has 2 rows"):
+        check_rows(([1, 2, 3], torch.zeros(2), {}), 3)
+    check_rows((torch.zeros(6), torch.zeros(6), {"ids": [1, 2, 3], "rows": torch.zeros(6), "norm": 0.5}), 3)

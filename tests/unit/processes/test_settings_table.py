@@ -1,0 +1,138 @@
+"""The table of settings: each is read, written and read again, and the documentation lists it."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from trainloop._launch import settings
+from trainloop._launch.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "pickling.rst"
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """Through torch's own functions, not through what is tested."""
+    precision, recursion = torch.get_float32_matmul_precision(), sys.getrecursionlimit()
+    with warnings.catch_warnings():
+        yield
+    torch.set_float32_matmul_precision(precision)
+    sys.setrecursionlimit(recursion)
+
+
+def test_reading_changes_nothing_and_taking_over_ones_own_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: Any) -> None:
+        raise AssertionError(value)
+
+    values, there = read_settings(), dumped_settings()
+    monkeypatch.setattr(settings, "SETTINGS", [Setting(s.name, s.read, refuse) for s in SETTINGS])
+    apply_settings(there)
+    monkeypatch.undo()
+    assert read_settings() == values
+
+
+THERE = read_settings()  # what this version of torch has
+
+
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.name in THERE], ids=lambda s: s.name)
+def test_each_can_be_written_as_it_was_read(setting: Setting) -> None:
+    value = setting.read()
+    if value is None and "cudnn" in setting.name:  # cuDNN's, in a build without it
+        assert not torch.backends.cudnn.is_available()
+    setting.write(value)
+    assert setting.read() == value
+    if setting.name == "torch.set_default_device" and torch.__version__ < TorchVersion("2.7"):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context  # None, which that version's get_default_device() can't read
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_the_guide_lists_it(setting: Setting) -> None:
+    assert setting.name.removeprefix("torch.") in GUIDE.read_text()
+
+
+def test_old_and_new_precision_switches_both_arrive() -> None:
+    torch.set_float32_matmul_precision("medium")
+    old = dumped_settings()
+    torch.set_float32_matmul_precision("highest")
+    apply_settings(old)
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
+    if "torch.backends.mkldnn.matmul.fp32_precision" not in THERE:
+        return  # an older PyTorch
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"  # torch refuses to read the old one now
+        new = dumped_settings()
+        matmul.fp32_precision = before
+        apply_settings(new)
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_warning_filters_hold_at_once() -> None:
+    class Mine(UserWarning):
+        pass
+
+    def warn() -> None:  # one place, which Python remembers to have warned at
+        warnings.warn("now", Mine, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Mine)
+        ignoring = dumped_settings()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default", Mine)
+        warn()
+        filters = warnings.filters
+        apply_settings(ignoring)
+        warn()
+        assert warnings.filters is filters
+    assert len(heard) == 1
+
+
+def test_log_handlers_of_the_standard_streams_are_made_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("trainloop.test.settings")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("{levelname}-{message}", style="{"))
+    log.addHandler(handler)
+    try:
+        there = dumped_settings()
+        apply_settings(there)
+        assert log.handlers == [handler]
+        log.removeHandler(handler)
+        apply_settings(there)
+        log.error("once")
+        assert capsys.readouterr().err == "ERROR-once\n"
+    finally:
+        log.handlers.clear()
+
+
+def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Setting("a.lock", lambda: (x for x in ()), print)
+    monkeypatch.setattr(settings, "SETTINGS", [bad, *SETTINGS])
+    sys.setrecursionlimit(4321)
+    with pytest.warns(UserWarning, match=r"this process's a\.lock can't be sent to the ranks \(.*generator"):
+        there = dumped_settings()
+    sys.setrecursionlimit(1234)
+    apply_settings(there)
+    assert sys.getrecursionlimit() == 4321
+
+
+def test_what_cannot_be_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(value: Any) -> None:
+        raise ValueError("no such engine")
+
+    monkeypatch.setattr(settings, "SETTINGS", [Setting("some.engine", lambda: 1, refuse)])
+    with pytest.warns(UserWarning, match=r"could not apply the setting some\.engine=2 of .*: no such engine"):
+        apply_settings(pickle.dumps({"some.engine": 2}))

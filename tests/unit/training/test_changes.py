@@ -1,0 +1,394 @@
+"""What callbacks change while training: the table of changes in one process, and assignments to the loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.changes import CHANGES, MOMENTS, Change, Net, loop_of, resumed_differs, resumes_alike, sgd, trained
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import ModelCheckpoint
+from trainloop.callbacks.loop import ASSIGNABLE, Loop
+from trainloop.data.loader.loader_copies import end_workers
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.train_loop.progress.loop_state import LoopState
+
+# fit has its own argument, which would hide what is assigned before it.
+ERRORS = {("accumulated", "between fits"): r"tl\.grad_accumulation can't be assigned between calls of fit"}
+
+
+def check(change: str, mode: str, moment: str, seed: int | None = None) -> None:
+    if (change, moment) in ERRORS:
+        with pytest.raises(ConfigurationError, match=ERRORS[change, moment]):
+            trained(change, mode, moment, seed)
+        return
+    weights, losses, after = trained(change, mode, moment, seed)
+    assert max(weights, losses, after) < 1e-9, (change, mode, moment, weights, losses, after)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_has_the_effect_of_the_hand_written_loop(change: str) -> None:
+    for moment in ("on_batch_begin", "on_epoch_end"):
+        check(change, "single", moment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode, seed", [("single", None), ("single", 0), ("dp", None)])
+def test_a_change_has_its_effect_at_every_moment_with_a_seed_and_in_replicas(
+    change: str, mode: str, seed: int | None
+) -> None:
+    for moment in MOMENTS:
+        check(change, mode, moment, seed)
+
+
+@pytest.mark.parametrize("change", ["new_loader", "optimizer", "criterion_of_sums", "frozen", "enlarged", "pruned"])
+def test_a_run_resumed_after_a_change_is_the_uninterrupted_one(change: str, tmp_path: Path) -> None:
+    assert resumed_differs(change, "single", "on_epoch_begin", tmp_path) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_resumed_anywhere_is_the_uninterrupted_one(change: str, tmp_path: Path) -> None:
+    for moment in MOMENTS[:-1]:
+        for step in (7, 10) if resumes_alike(change, moment) else ():
+            assert resumed_differs(change, "single", moment, tmp_path / f"{moment}{step}", step) == 0, (moment, step)
+
+
+# -- assignments -------------------------------------------------------------------------------------------------------
+
+
+class Assign(AbstractCallback):
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__("assign")
+        self.name, self.value = name, value
+
+    def on_epoch_begin(self) -> None:
+        setattr(self.train_loop_obj, self.name, self.value)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("seed", 3, r"tl\.seed can't be assigned while the loop runs"),
+        ("epoch", 3, r"tl\.epoch .* tl\.end_epoch\(\) ends an epoch"),
+        ("global_step", 3, r"tl\.global_step can't be assigned"),
+        ("device", "cpu", r"tl\.device can't be assigned at any time"),
+        ("model", None, r"tl\.model .* Change the model in place"),
+        ("history", {}, r"tl\.history .* tl\.log"),
+        ("timeout", 1, r"tl\.timeout .* TrainLoop\(timeout=\.\.\.\)"),
+        ("train_laoder", None, r"tl\.train_laoder .* Did you mean tl\.train_loader\?"),
+        ("val_loader", None, r"tl\.val_loader .* validation_loader"),
+        ("optimizer", None, r"tl\.optimizer = None"),
+        ("gradient_clip_norm", -1, r"gradient_clip_norm=-1"),
+        ("train_loader", "x", r"train_loader='x'"),
+        ("num_iterations", 5, r"the length of this fit is given by num_epochs"),
+        ("num_epochs", 0, r"num_epochs=0"),
+    ],
+)
+def test_an_assignment_without_effect_is_an_error(name: str, value: Any, message: str) -> None:
+    loop = loop_of("rate", "single")
+    with pytest.raises(ConfigurationError, match=message):
+        loop.fit(num_epochs=1, callbacks=[Assign(name, value)])
+
+
+def test_names_of_ones_own_may_be_assigned_and_near_misses_not_even_before_fit() -> None:
+    loop: Any = loop_of("rate", "single")
+    loop.fit(num_epochs=1, callbacks=[Assign("stage", 2)])
+    assert loop.stage == 2
+    with pytest.raises(ConfigurationError, match=r"Did you mean tl\.train_loader"):
+        loop.train_laoder = None
+    with pytest.raises(ConfigurationError, match=r"Pass fit\(num_epochs=\.\.\.\)"):
+        loop.num_epochs = 3
+    loop.gradient_clip_norm = 1
+    assert loop.gradient_clip_norm == 1
+
+
+def test_the_protocol_names_what_the_loop_has() -> None:
+    members = {name for name in (*Loop.__annotations__, *vars(Loop)) if name[0] != "_"}
+    loop = loop_of("rate", "single")
+    assert members - {"is_protocol"} <= set(dir(loop)) | set(LoopState.__annotations__)
+    assert members >= ASSIGNABLE
+
+
+# -- lengths, callbacks, ends ------------------------------------------------------------------------------------------
+
+
+class Does(AbstractCallback):
+    """Call a function at a hook, and count the epochs that this callback has seen."""
+
+    def __init__(self, hook: str, function: Any) -> None:
+        super().__init__("does")
+        self.hook, self.function, self.epochs, self.began = hook, function, 0, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        if name.startswith("on_") and name == super().__getattribute__("hook"):
+            function = super().__getattribute__("function")
+            return lambda *args: (method(*args), function(self.train_loop_obj))[0]
+        return method
+
+    def on_train_begin(self) -> None:
+        self.began += 1
+
+    def on_epoch_begin(self) -> None:
+        self.epochs += 1
+
+    def on_batch_end(self) -> None:
+        pass
+
+    def on_epoch_end(self) -> None:
+        pass
+
+
+def test_the_length_of_a_fit_may_change() -> None:
+    loop = loop_of("rate", "single")
+    loop.fit(num_epochs=2, callbacks=[Does("on_epoch_begin", lambda loop: setattr(loop, "num_epochs", 3))])
+    assert (loop.epoch, loop.global_step) == (3, 12)
+    loop = loop_of("rate", "single")
+    loop.fit(num_iterations=3, callbacks=[Does("on_batch_end", lambda loop: setattr(loop, "num_iterations", 6))])
+    assert loop.global_step == 6
+
+
+def test_a_callback_that_a_hook_adds_or_removes_counts_from_the_next_epoch_on() -> None:
+    added = Does("", None)
+
+    def add(loop: Any) -> None:
+        if loop.epoch == 0:
+            loop.callbacks.append(added)
+
+    loop = loop_of("rate", "single")
+    loop.fit(num_epochs=3, callbacks=[Does("on_epoch_end", add)])
+    assert (added.began, added.epochs) == (1, 2)
+
+    leaves = Does("", None)
+    loop = loop_of("rate", "single")
+    remove = Does("on_epoch_end", lambda loop: setattr(loop, "callbacks", [remove]))
+    loop.fit(num_epochs=3, callbacks=[remove, leaves])
+    assert leaves.epochs == 1
+
+
+def test_end_epoch_ends_this_epoch_only_and_a_resume_in_that_step_too(tmp_path: Path) -> None:
+    def end(loop: Any) -> None:
+        if loop.epoch == 1 and loop.global_step == 6:
+            loop.end_epoch()
+
+    results = []
+    for kill in (None, 6):
+        loop = loop_of("rate", "single", seed=0)
+        keeper = ModelCheckpoint(tmp_path / str(kill), every_n_epochs=None, every_n_steps=1)
+        ends: list[AbstractCallback] = [Does("on_batch_end", end), keeper]
+        if kill is not None:
+            stop = Does("on_epoch_end", lambda loop: 1 / (loop.epoch != 1))
+            with pytest.raises(ZeroDivisionError):
+                loop.fit(num_epochs=3, callbacks=[*ends, stop])
+            loop = loop_of("rate", "single", seed=0)
+        loop.fit(num_epochs=3, callbacks=ends, resume_from="last" if kill else None)
+        assert (loop.epoch, loop.global_step) == (3, 10)
+        assert len(loop.history["val_loss"]) == 3
+        results.append((loop.history.to_dict(), loop.model.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1].values(), results[1][1].values(), strict=True))
+    with pytest.raises(ConfigurationError, match="needs a running fit"):
+        loop.end_epoch()
+
+
+class Epochs(Dataset[Any]):
+    """Each epoch has other data."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3, dtype=torch.float64), torch.full((1,), float(self.epoch), dtype=torch.float64)
+
+
+class Seen(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.log("seen", batch_data[1].mean())
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.long
+def test_set_epoch_of_a_dataset_reaches_persistent_workers_and_a_resumed_run(tmp_path: Path) -> None:
+    def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], torch.Tensor]:
+        model = Seen()
+        loader = DataLoader(Epochs(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+        loop = TrainLoop(model, loader, None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
+        loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        end_workers(loader)
+        return loop.history["seen"], model.head.weight.detach()
+
+    seen, weight = fit(4, "whole")
+    assert seen == [0, 1, 2, 3]
+    fit(2, "parts")
+    again, resumed = fit(4, "parts", "last")
+    assert again == seen
+    assert torch.equal(resumed, weight)
+
+
+# -- states, resumes ---------------------------------------------------------------------------------------------------
+
+
+def test_on_resume_comes_after_the_states_and_on_train_begin_knows_where(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    class Looks(AbstractCallback):
+        count = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 5}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.count = state["count"]
+
+        def rank_state_dict(self) -> dict[str, Any]:
+            return {"rank": 7}
+
+        def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+            self.count += state["rank"]
+
+        def on_train_begin(self) -> None:
+            loop = self.train_loop_obj
+            found.append(("begin", loop.resumed, loop.epoch, loop.global_step, self.count))
+
+        def on_resume(self) -> None:
+            loop = self.train_loop_obj
+            found.append(("resume", loop.resumed, loop.epoch, loop.global_step, self.count))
+
+    for epochs, resume in ((2, None), (3, "last")):
+        loop_of("rate", "single").fit(
+            num_epochs=epochs, callbacks=[Looks("looks"), ModelCheckpoint(tmp_path)], resume_from=resume
+        )
+    assert found == [("begin", False, 0, 0, 0), ("begin", True, 2, 8, 0), ("resume", True, 2, 8, 12)]
+
+
+class Shrinks(nn.Module):
+    """As modules of quantization-aware training do: a buffer takes the shape of what is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(self.scale) == 1:
+            self.scale = torch.full((4,), 0.5, dtype=torch.float64)
+        return x * self.scale[-1]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = torch.empty_like(state_dict[f"{prefix}scale"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_a_buffer_may_change_its_shape_while_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    def fit(epochs: int, folder: str, resume: str | None = None, *, kind: Any = Shrinks) -> torch.Tensor:
+        loop = loop_of("rate", "single", seed=0)
+        loop.model.head = nn.Sequential(loop.model.head, kind())
+        loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        return loop.model.body.weight.detach()
+
+    whole = fit(4, "whole")
+    fit(2, "parts")
+    assert torch.equal(fit(4, "parts", "last"), whole)
+
+    class Fixed(Shrinks):
+        _load_from_state_dict = nn.Module._load_from_state_dict
+
+    with pytest.raises(CheckpointError, match=r"head\.1\.scale"):
+        fit(6, "parts", "last", kind=Fixed)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM as its public implementations write it: it holds another optimizer, and shares that one's groups."""
+
+    needs_closure = True
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho, "lr": 0.05})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        loss = torch.enable_grad()(closure)()
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / norm))
+        torch.enable_grad()(closure)()
+        for p in parameters:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        return loss
+
+
+def test_the_state_of_an_optimizer_within_an_optimizer_is_resumed(tmp_path: Path) -> None:
+    def fit(epochs: int, folder: str, resume: str | None = None) -> torch.Tensor:
+        loop: Any = loop_of("rate", "single", seed=0)
+        loop.optimizer = Sharpness(loop.model.parameters())
+        loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        inner = loop.optimizer.base_optimizer
+        assert inner.param_groups is loop.optimizer.param_groups
+        return loop.model.body.weight.detach()
+
+    whole = fit(4, "whole")
+    fit(2, "parts")
+    assert torch.equal(fit(4, "parts", "last"), whole)
+
+
+def test_what_a_late_callback_logs_at_the_end_of_an_epoch_is_in_the_checkpoint(tmp_path: Path) -> None:
+    class Late(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            self.log("late", float(self.train_loop_obj.epoch))
+
+    def fit(epochs: int, resume: str | None) -> list[float]:
+        loop = loop_of("rate", "single")
+        late = Late("late", execution_order=5000)
+        loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path), late], resume_from=resume)
+        return loop.history["late"]
+
+    assert fit(2, None) == [0, 1]
+    assert fit(3, "last") == [0, 1, 2]
+
+
+def test_a_callback_is_reset_for_another_loop_and_not_for_a_second_fit() -> None:
+    class Counts(AbstractCallback):
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    counts = Counts("counts")
+    loop = loop_of("rate", "single")
+    for _ in range(2):
+        loop.fit(num_epochs=1, callbacks=[counts])
+    assert counts.resets == 0
+    loop_of("rate", "single").fit(num_epochs=1, callbacks=[counts])
+    assert counts.resets == 1
+
+
+def test_at_an_epochs_end_a_run_resumes_with_a_longer_dataset(tmp_path: Path) -> None:
+    loop_of("longer", "single").fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    loop = loop_of("longer", "single")
+    CHANGES["longer"](loop)
+    loop.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert loop.global_step == 4 + 5
+
+
+def test_a_change_of_the_table_is_made_once() -> None:
+    change = Change("rate", "on_batch_begin")
+    loop = loop_of("rate", "single")
+    loop.fit(num_epochs=2, callbacks=[change])
+    assert change.done
+    assert [group["lr"] for group in loop.optimizer.param_groups] == [0.02]

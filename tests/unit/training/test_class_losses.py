@@ -1,0 +1,112 @@
+"""Class weights and ignored targets in one process: accumulation, ``dp`` and evaluation equal one large batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
+from torch import nn, optim
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from trainloop import MultiLoss, TrainLoop
+from trainloop._support.reduction import ClassLosses, divisor_of
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_step_as_one_batch(case: str) -> None:
+    whole = trained(case, "single", batch_size=12)
+    torch.testing.assert_close(trained(case, "single", batch_size=3, accumulation=4), whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replicas_step_as_one_process(case: str, accumulation: int) -> None:
+    whole = trained(case, "single", batch_size=12)
+    size = 12 // accumulation
+    replicas = trained(case, "dp", batch_size=size, accumulation=accumulation, devices=3)
+    torch.testing.assert_close(replicas, whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(case: str) -> None:
+    kind, criterion, data = CASES[case]
+    model = Classifier(kind).double()
+    loop: TrainLoop[Any] = TrainLoop(model, None, criterion=criterion, progress_bar=False)
+    whole = loop.evaluate_model_loss(DataLoader(data, 100))
+    assert loop.evaluate_model_loss(DataLoader(data, 4)) == pytest.approx(whole, rel=1e-12)
+    with torch.no_grad():
+        expected = model.get_loss(data[:], criterion, torch.device("cpu"))
+    assert whole == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_one_process_is_bit_identical_to_a_hand_written_loop() -> None:
+    data, criterion = samples(37), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
+    ours = Classifier().double()
+    theirs = copy.deepcopy(ours)
+    loader = DataLoader(data, 7)
+    optimizer = optim.SGD(ours.parameters(), lr=0.2)
+    TrainLoop(ours, loader, optimizer=optimizer, criterion=criterion, progress_bar=False).fit(num_epochs=2)
+    optimizer = optim.SGD(theirs.parameters(), lr=0.2)
+    for _ in range(2):
+        for batch in loader:
+            theirs.get_loss(batch, criterion, torch.device("cpu")).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert not criterion._forward_hooks
+
+
+def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
+    scores, targets = torch.randn(8, 4, requires_grad=True), torch.tensor([0, 1, 2, 3, 0, 1, 2, -100])
+    weight = CLASS_WEIGHTS.float()
+    criterion = nn.CrossEntropyLoss(weight=weight)
+    loss = criterion(scores, targets)
+    assert divisor_of(loss) == pytest.approx(float(weight[targets[:-1]].sum()))
+    assert divisor_of(loss * 0.5) == divisor_of(-loss / 2) == divisor_of(3 * loss) == divisor_of(loss)
+    assert divisor_of(loss + 1.0) is None
+    assert divisor_of(loss * scores.mean()) is None  # a learned factor
+    assert divisor_of(functional.cross_entropy(scores, scores.softmax(1))) is None  # over samples
+    assert divisor_of(functional.mse_loss(scores, scores)) is None
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    assert divisor_of(summed(scores, targets)) is None
+    many = torch.randn(300, 4, requires_grad=True, dtype=torch.bfloat16)
+    assert divisor_of(functional.cross_entropy(many, torch.zeros(300, dtype=torch.int64))) == 300  # bfloat16 has no 299
+    with torch.no_grad():
+        assert divisor_of(criterion(scores, targets)) is None
+        with ClassLosses(None, {"classes": [criterion]}).watched(with_graphs=True):
+            assert divisor_of(criterion(input=scores, target=targets)) == pytest.approx(divisor_of(loss))
+
+
+def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
+    class Combined(Classifier):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            loss = super().get_loss(batch_data, criterion, device)
+            penalty = 0.1 * (self.head.weight**2).sum()
+            if self.kind == "one of two":  # the other keeps its divisor
+                return MultiLoss({"sum": loss + penalty, "out": super().get_loss(batch_data, criterion, device)})
+            return loss + penalty
+
+    model = Combined().double()
+
+    def loop(criterion: nn.Module, ignored: int = -100) -> TrainLoop[Any]:
+        loader = DataLoader(samples(30, ignored=ignored), 15)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        return TrainLoop(model, loader, loader, optimizer=optimizer, criterion=criterion, progress_bar=False)
+
+    with pytest.warns(UserWarning, match=r"get_loss returns another loss.*\(loss, weight\)") as caught:
+        loop(nn.CrossEntropyLoss()).fit(num_epochs=2, grad_accumulation=2)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="get_loss returns another loss"):
+        loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
+    model.kind = "one of two"
+    with pytest.warns(UserWarning, match="get_loss returns another loss"):
+        loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
+    model.kind = "plain"
+    # In one process, step by step and without evaluation, nothing is averaged: no warning, as warnings are errors here.
+    alone = loop(nn.CrossEntropyLoss())
+    alone.validation_loader = None
+    alone.fit(num_epochs=1)

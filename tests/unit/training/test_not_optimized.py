@@ -1,0 +1,63 @@
+"""Parameters that require gradients and are in no optimizer: one warning a fit, and a line in the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kit.small_loop import Net, make_loop
+from torch import Tensor, nn, optim
+
+from trainloop import AbstractCallback
+
+
+class TwoLayers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.body(x))
+
+
+def loop_with_a_swapped_layer() -> Any:
+    """A layer is exchanged after the optimizer was made."""
+    model = TwoLayers()
+    optimizer = optim.Adam(model.parameters())
+    model.fc = nn.Linear(8, 3)
+    return make_loop(model, optimizer=optimizer)
+
+
+def test_a_layer_that_was_swapped_after_the_optimizer_was_made_is_named_once_a_fit() -> None:
+    loop = loop_with_a_swapped_layer()
+    words = r"fc\.weight, fc\.bias require gradients, but are in no optimizer.*Create the optimizer after"
+    with pytest.warns(UserWarning, match=words) as caught:
+        loop.fit(num_epochs=2)
+    assert len(caught) == 1
+
+
+def test_the_summary_counts_what_is_not_trained() -> None:
+    text = str(loop_with_a_swapped_layer().summary())
+    assert "parameters: 99, of which 72 are trained; 27 require gradients and are in no optimizer" in text
+    assert "parameters: 27, of which 27 are trained\n" in str(make_loop().summary())
+
+
+class Freeze(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("freeze")
+
+    def on_epoch_begin(self) -> None:
+        self.train_loop_obj.model.side.requires_grad_(False)
+
+
+def test_what_is_frozen_on_purpose_is_not_warned_of() -> None:
+    class WithSide(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = nn.Linear(2, 2)
+
+    model = WithSide()
+    make_loop(model, optimizer=optim.Adam(model.fc.parameters())).fit(num_epochs=1, callbacks=[Freeze()])
+    frozen = WithSide()
+    frozen.side.requires_grad_(False)
+    make_loop(frozen, optimizer=optim.Adam(frozen.fc.parameters())).fit(num_epochs=1)

@@ -1,0 +1,174 @@
+"""``fit(num_iterations=...)`` in pieces: each call continues in the middle of the epoch, as one call would."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.small_loop import Net, make_loop
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.errors import ConfigurationError
+
+
+class Reads(Net):
+    """Remembers the first value of each batch, and has dropout, so that random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        if self.training:
+            self.seen.append(float(x[0, 0]))
+        return super().get_loss((nn.functional.dropout(x, 0.3, self.training), y), criterion, device)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from make_data()
+
+
+def make(workers: int = 0, data: Any = None, *, shuffle: bool = True, **kwargs: Any) -> TrainLoop:
+    torch.manual_seed(0)
+    tl = make_loop(Reads(), **kwargs)
+    tl.train_loader = DataLoader(data or make_data(), 16, shuffle=shuffle, num_workers=workers)
+    return tl
+
+
+def state_of(tl: TrainLoop) -> Any:
+    rates = [group["lr"] for group in tl.optimizer.param_groups]
+    weights = [p.tolist() for p in tl.model.parameters()]
+    return weights, rates, tl.model.seen, tl.history.to_dict(), tl.epoch, tl.global_step, tl.total_iteration_idx
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_pieces_are_one_run(seed: int | None, mode: str, accumulation: int) -> None:
+    def fit(*pieces: int) -> TrainLoop:
+        tl = make(seed=seed, gpu_mode=mode, devices=2 if mode == "dp" else 1)
+        schedule = LRScheduler(StepLR, step_size=1, gamma=0.5)
+        for number in pieces:
+            tl.fit(num_iterations=number, grad_accumulation=accumulation, callbacks=[schedule])
+        return tl
+
+    if mode == "dp":
+        assert fit(4, 4, 10).global_step == fit(18).global_step
+        return
+    whole, pieces = fit(18), fit(4, 4, 10)  # an epoch has 7 batches
+    if accumulation == 1:
+        assert state_of(pieces) == state_of(whole)
+    assert pieces.model.seen == whole.model.seen
+    assert pieces.epoch == 3
+
+
+def test_with_workers() -> None:
+    whole, pieces = make(workers=1, seed=1), make(workers=1, seed=1)
+    whole.fit(num_iterations=9)
+    for _ in range(3):
+        pieces.fit(num_iterations=3)
+    assert state_of(pieces) == state_of(whole)
+
+
+def test_a_cut_step_does_not_skip_batches() -> None:
+    tl = make(shuffle=False)
+    tl.fit(num_iterations=3, grad_accumulation=2)
+    tl.fit(num_iterations=4, grad_accumulation=2)
+    rows = make_data().tensors[0][:, 0]
+    assert tl.model.seen == [float(rows[16 * i]) for i in range(7)]
+
+
+def test_resumed_to_more_iterations_is_the_longer_run(tmp_path: Path) -> None:
+    def callbacks(folder: str) -> list[AbstractCallback]:
+        stop = EarlyStopping("val_loss", patience=1)
+        return [
+            LRScheduler(StepLR, step_size=1, gamma=0.5),
+            stop,
+            ModelCheckpoint(tmp_path / folder, monitor="val_loss"),
+        ]
+
+    whole, first, second = (make(seed=3) for _ in range(3))
+    whole.fit(num_iterations=17, callbacks=callbacks("whole"))
+    first.fit(num_iterations=9, callbacks=callbacks("pieces"), resume_from="last")
+    second.fit(num_iterations=17, callbacks=callbacks("pieces"), resume_from="last")
+    second.model.seen = first.model.seen + second.model.seen
+    assert state_of(second) == state_of(whole)
+    again = make(seed=3)
+    again.fit(num_iterations=17, callbacks=callbacks("pieces"), resume_from="last")  # nothing is left to do
+    assert again.model.seen == []
+    again.fit(num_iterations=4)
+    whole.fit(num_iterations=4)
+    assert again.model.seen == whole.model.seen[-4:]
+
+
+def test_each_value_counts_once_for_monitors(tmp_path: Path) -> None:
+    tl, keeper = make(), ModelCheckpoint(tmp_path, monitor="val_loss", keep=1)
+    for number in range(1, 4):
+        tl.fit(num_iterations=2, callbacks=[keeper])
+        assert len(tl.history["val_loss"]) == 1
+        assert tl.global_step == 2 * number
+        assert keeper.best_value == tl.history["val_loss"][-1]
+
+
+@pytest.mark.parametrize("way", ["end_epoch", "num_epochs", "loader", "dataset"])
+def test_ways_to_begin_a_new_epoch(way: str) -> None:
+    tl = make(shuffle=False)
+    tl.fit(num_iterations=3)
+    if way == "end_epoch":
+        tl.end_epoch()
+        tl.end_epoch()  # nothing is left of it
+    elif way == "loader":
+        tl.train_loader = DataLoader(make_data(), 16)
+    elif way == "dataset":
+        tl.train_loader.dataset.tensors = tuple(t[:90] for t in make_data().tensors)
+    tl.fit(**{"num_epochs": 1} if way == "num_epochs" else {"num_iterations": 2})
+    assert tl.model.seen[3:5] == tl.model.seen[:2]
+    assert tl.epoch == 2
+    assert len(tl.history["loss"]) == 2
+    with pytest.raises(ConfigurationError, match="needs a running fit"):
+        make().end_epoch()
+
+
+def test_after_ctrl_c_too() -> None:
+    class Press(AbstractCallback):
+        def on_batch_end(self) -> None:
+            if self.train_loop_obj.global_step == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    whole, tl = make(seed=2), make(seed=2)
+    whole.fit(num_iterations=12)
+    with pytest.raises(KeyboardInterrupt):
+        tl.fit(num_epochs=4, callbacks=[Press("press")])
+    tl.fit(num_iterations=3)
+    assert state_of(tl) == state_of(whole)
+
+
+def test_a_stream_without_a_state_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    tl = make(data=Stream(), shuffle=None)  # type: ignore[arg-type]
+    tl.progress_bar = True
+    tl.fit(num_iterations=2)
+    tl.fit(num_iterations=2)
+    assert len(set(tl.model.seen)) == 4
+    assert "are read again and discarded" in capsys.readouterr().out
+
+
+def test_optimizer_settings_between_pieces_hold() -> None:
+    model = Reads()
+    tl = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.1))
+    tl.fit(num_iterations=2)
+    tl.optimizer.param_groups[0]["lr"] = 0.0
+    before = [p.clone() for p in model.parameters()]
+    tl.fit(num_iterations=2)
+    assert all(map(torch.equal, before, model.parameters()))

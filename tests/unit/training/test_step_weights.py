@@ -1,0 +1,110 @@
+"""Losses with a weight, in one process: where one batch is the step, nothing is multiplied and divided again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kit import reference
+from kit.small_loop import Net
+from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from conftest import make_data
+from trainloop import TrainLoop, TTModel
+
+
+class Tagger(TTModel):
+    """A loss that is a mean over real tokens, with their number; padding is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, 12)
+        self.encode = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.1, batch_first=True)
+        self.decode = nn.Linear(12, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decode(self.encode(self.embed(tokens)))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        (tokens,) = batch_data
+        return criterion(self(tokens).transpose(1, 2), tokens), (tokens != 0).sum()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]), batch_data[0], {}
+
+
+def sentences() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 30, (50, 11), generator=generator)
+    lengths = torch.randint(2, 12, (50, 1), generator=generator)
+    return TensorDataset(tokens * (torch.arange(11) < lengths))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_weighted_loss_is_bit_identical_to_the_loop_by_hand(clip: float | None) -> None:
+    torch.manual_seed(0)
+    ours = Tagger()
+    theirs = copy.deepcopy(ours)
+    loader = DataLoader(sentences(), batch_size=8)
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    torch.manual_seed(1)
+    optimizer = optim.AdamW(theirs.parameters(), lr=0.01)
+    for _ in range(2):
+        for batch in loader:
+            loss, _ = theirs.get_loss(batch, criterion, torch.device("cpu"))
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(theirs.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.manual_seed(1)
+    tl = TrainLoop(
+        ours,
+        loader,
+        optimizer=optim.AdamW(ours.parameters(), lr=0.01),
+        criterion=criterion,
+        accelerator="cpu",
+        progress_bar=False,
+        gradient_clip_norm=clip,
+    )
+    tl.fit(num_epochs=2)
+    assert reference.identical(ours, theirs)
+
+
+class InPlace(TorchDispatchMode):
+    """Count multiplications in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket is torch.ops.aten.mul_
+        return func(*args, **(kwargs or {}))
+
+
+class Counted(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device), (batch_data[1] >= 0).sum()
+
+
+@pytest.mark.parametrize("ignored, multiplications", [(0, 0), (5, 1)])
+def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int) -> None:
+    x, y = make_data().tensors
+    y[:ignored] = -100
+    model = Counted()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x[:48], y[:48]), 16),
+        optimizer=optim.SGD(model.parameters(), 0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    with InPlace() as found:
+        loop.fit(num_epochs=1, grad_accumulation=3)
+    assert found.count == multiplications * len(list(model.parameters()))

@@ -1,0 +1,213 @@
+"""Losses that are sums over samples: recognised, and the same in every mode; here in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from kit import reference
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from conftest import make_data
+from trainloop import ModelWrap, MultiLoss, TrainLoop, TTBasicModel
+from trainloop._support.reduction import sum_rule
+from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
+from trainloop.errors import ConfigurationError
+
+
+class VAE(TTBasicModel):
+    """pytorch/examples, vae/main.py, without its noise: a reconstruction and the divergence, both sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 4), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        mu, logvar = self.encode(x).chunk(2, 1)
+        return torch.sigmoid(self.decode(mu + torch.exp(0.5 * logvar))), mu, logvar
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x = batch_data[0].sigmoid()
+        drawn, mu, logvar = self(x)
+        return criterion(drawn, x) - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+class Parts(VAE):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x = batch_data[0].sigmoid()
+        drawn, mu, logvar = self(x)
+        divergence = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+        return MultiLoss({"drawn": criterion(drawn, x), "divergence": divergence})
+
+
+class Divided(VAE):
+    """Its criterion is a sum, but its loss is a mean."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device) / len(batch_data[0])
+
+
+class ByHand(VAE):
+    """No criterion: the model says it."""
+
+    loss_reduction = "sum"
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, functools.partial(F.binary_cross_entropy, reduction="sum"), device)
+
+
+class Yielding(VAE):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        yield super().get_loss(batch_data, criterion, device)
+
+
+BCE = nn.BCELoss(reduction="sum")
+KINDS = [(VAE, BCE), (Parts, BCE), (Divided, BCE), (ByHand, None), (Yielding, BCE)]
+
+
+def loss_by_hand(model: VAE, x: Tensor) -> Tensor:
+    x = x.sigmoid()
+    drawn, mu, logvar = model(x)
+    return F.binary_cross_entropy(drawn, x, reduction="sum") - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+@pytest.mark.parametrize(("kind", "criterion"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("mode", ["single", "accumulated", "dp"])
+def test_equals_the_loop_by_hand(kind: Any, criterion: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    ours = kind().double()
+    theirs = copy.deepcopy(ours)
+    batches = [(x.double(), y) for x, y in DataLoader(make_data(), batch_size=24)]
+    optimizer = optim.Adam(theirs.parameters(), lr=0.01)
+    losses, validation = [], 0.0
+    for _ in range(2):
+        total = 0.0
+        for x, _ in batches:
+            loss = loss_by_hand(theirs, x)
+            total += loss.item()
+            (loss / len(x) if kind is Divided else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total / 101)
+        validation = sum(loss_by_hand(theirs, x).item() for x, _ in batches) / 101
+    if mode == "accumulated":
+        loader: Any = [(x[i : i + 5], y[i : i + 5]) for x, y in batches for i in range(0, len(x), 5)]  # 5 5 5 5 4, 5
+    else:
+        loader = batches
+    tl = TrainLoop(
+        ours,
+        loader,
+        batches,
+        None,
+        optim.Adam(ours.parameters(), lr=0.01),
+        criterion,
+        accelerator="cpu",
+        progress_bar=False,
+        gpu_mode="dp" if mode == "dp" else "single",
+        devices=3 if mode == "dp" else "auto",
+    )
+    tl.fit(num_epochs=2, grad_accumulation=5 if mode == "accumulated" else 1)
+    difference = reference.largest_difference(ours, theirs)
+    assert difference <= (0.0 if mode == "single" and kind is not Parts else 1e-12)
+    assert tl.history["loss"] == pytest.approx(losses, rel=1e-9)  # a mean over samples, whatever the loss is
+    assert tl.history["val_loss"][-1] == pytest.approx(validation, rel=1e-9)
+
+
+def test_a_weight_speaks_for_itself() -> None:
+    class Weighted(VAE):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return super().get_loss(batch_data, criterion, device) / len(batch_data[0]), len(batch_data[0])
+
+    states = []
+    for kind in (Weighted, Divided):
+        torch.manual_seed(0)
+        model = kind()
+        loader = DataLoader(make_data(), batch_size=10)
+        optimizer = optim.SGD(model.parameters(), lr=0.01)
+        loop = TrainLoop(model, loader, optimizer=optimizer, criterion=BCE, accelerator="cpu", progress_bar=False)
+        loop.fit(num_epochs=1, grad_accumulation=3)
+        states.append((model.state_dict(), loop.history["loss"]))
+    assert reference.largest_difference(states[0][0], states[1][0]) < 1e-6
+    assert states[0][1] == pytest.approx(states[1][1], rel=1e-6)
+
+
+class Nested(nn.Module):
+    def __init__(self, *reductions: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.MSELoss(reduction=reduction) for reduction in reductions)
+
+
+def declaring(reduction: str | None) -> Any:
+    model = VAE()
+    model.loss_reduction = reduction
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "criterion", "is_sum"),
+    [
+        (None, nn.MSELoss(), False),
+        (None, nn.MSELoss(reduction="sum"), True),
+        (None, nn.KLDivLoss(reduction="batchmean"), False),
+        (None, nn.MSELoss(reduction="none"), False),
+        (None, None, False),
+        (None, F.mse_loss, False),
+        (None, functools.partial(F.mse_loss, reduction="sum"), True),
+        (None, functools.partial(nn.MSELoss(reduction="sum")), True),
+        (None, Nested("sum", "sum"), True),
+        (None, Nested("sum", "mean"), False),
+        (None, Nested(), False),
+        (None, {"a": nn.L1Loss(reduction="sum"), "b": [nn.MSELoss(reduction="sum")]}, True),
+        (declaring("mean"), nn.MSELoss(reduction="sum"), False),
+        (declaring("sum"), nn.MSELoss(), True),
+        (declaring(None), nn.MSELoss(reduction="sum"), True),
+    ],
+    # No address in a name: two processes that share the tests out have to call them alike.
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
+)
+def test_who_says_so(model: Any, criterion: Any, is_sum: bool) -> None:
+    assert (sum_rule(model, criterion) is not None) == is_sum
+
+
+def test_a_division_tells() -> None:
+    rule = sum_rule(None, nn.MSELoss(reduction="sum"))
+    assert rule is not None
+    layer, sigma = nn.Linear(3, 2), nn.Parameter(torch.tensor(2.0))
+    x = torch.ones(5, 3)
+    outputs = layer(x / x.sum())  # the model's own divisions are none of the loss
+    loss = nn.MSELoss(reduction="sum")(outputs / 7, torch.zeros(5, 2))
+    for is_sum in (loss, loss + loss, 0.5 * loss, loss / sigma, loss.double(), loss.detach(), loss.reshape(1)):
+        assert rule(is_sum)
+    for is_mean in (
+        loss / 5,
+        loss.div(5) + 1,
+        loss / torch.tensor(5),
+        0.1 * (loss / 5) + loss,
+        {"a": loss, "b": loss / 5},
+    ):
+        assert not rule(is_mean)
+    loss /= 5
+    assert not rule(loss)
+
+
+def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
+    class Feed(AbstractModelFeedDefinition):
+        loss_reduction = "sum"
+
+        def get_loss(self, model: nn.Module, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return F.mse_loss(model(batch_data[0]), batch_data[0], reduction="sum")
+
+        def get_predictions(self, model: nn.Module, batch_data: Any, device: torch.device) -> Any:
+            return model(batch_data[0]), batch_data[1], {}
+
+    loop = TrainLoop(ModelWrap(nn.Linear(8, 8), Feed()), None, progress_bar=False, accelerator="cpu")
+    few, many = (loop.evaluate_model_loss(DataLoader(make_data(100), batch_size=size)) for size in (5, 50))
+    assert few == pytest.approx(many)
+    with pytest.raises(ConfigurationError, match=r"VAE.loss_reduction='Sum': must be 'mean', 'sum' or None"):
+        TrainLoop(declaring("Sum"), None)

@@ -1,0 +1,339 @@
+"""Changes made by ranks come back into the caller's own objects: optimizers of every kind, modules anywhere.
+
+The rank is this process: what it gets is a copy by the same way as in ``fit``, and its end state goes back likewise.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop._transfer import pack
+from trainloop.train_loop.execution.handover import CallerSide, RankSide
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class Lookahead(optim.Optimizer):
+    """As timm and others write it: shares the groups of the one inside, and calls no ``__init__`` of torch's."""
+
+    def __init__(self, inner: optim.Optimizer, alpha: float = 0.5, k: int = 2) -> None:
+        self._base_optimizer = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        self.alpha, self.k, self.calls = alpha, k, 0
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        self.on_sync: Callable[[], Any] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self._base_optimizer.step()
+        self.calls += 1
+        if self.calls % self.k == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p, self.alpha)
+                p.copy_(slow)
+
+
+class Keeps(AbstractCallback):
+    """Holds what callbacks hold."""
+
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        super().__init__("keeps")
+        self.average = AveragedModel(model, use_buffers=True)
+        self.deep = {"others": [AveragedModel(nn.LSTM(4, 4)), nn.BatchNorm1d(4)]}
+        self.scheduler = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        self.numbers: list[float] = []
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.Lock()
+
+
+def lookahead(model: nn.Module) -> optim.Optimizer:
+    return Lookahead(optim.Adam(model.parameters(), lr=0.1))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "LBFGS": lambda model: optim.LBFGS(model.parameters(), lr=0.1, max_iter=2),
+    "Lookahead": lookahead,
+    "SGD with momentum": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.1, amsgrad=True),
+}
+
+
+def loop_of(make: Callable[[nn.Module], optim.Optimizer], criterion: Any = F.mse_loss) -> TrainLoop:
+    torch.manual_seed(0)
+    model = Net()
+    loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 2)), 4)
+    loop = TrainLoop(model, loader, optimizer=make(model), criterion=criterion, accelerator="cpu", progress_bar=False)
+    loop.note(callbacks=[Keeps(model, loop.optimizer)])
+    return loop
+
+
+def train(loop: TrainLoop, steps: int = 3) -> None:
+    """The work of a rank, by hand."""
+    keeps: Any = loop.callbacks[0] if loop.callbacks else None
+    x, y = loop.train_loader.dataset.tensors
+
+    def closure() -> Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.criterion(loop.model(x), y)
+        loss.backward()
+        return loss
+
+    for step in range(steps):
+        if not isinstance(loop.optimizer, optim.LBFGS):
+            closure()
+        loop.optimizer.step(closure)
+        loop.model.seen += 1
+        if keeps is not None:
+            keeps.average.update_parameters(loop.model)
+            keeps.deep["others"][0].module(torch.ones(1, 4))
+            keeps.deep["others"][1](torch.full((2, 4), float(step)))
+            keeps.numbers.append(step)
+            keeps.scheduler.step()
+
+
+def through_a_rank(loop: TrainLoop, work: Callable[[TrainLoop], Any]) -> None:
+    caller_side = CallerSide(loop)
+    with pack(loop) as payload:
+        there = payload.handle.open()
+        rank_side = RankSide(there, caller_side.paths)
+        work(there)
+        data = rank_side.end_state(None)
+    caller_side.receive(data)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_never_left(name: str) -> None:
+    here, away = loop_of(OPTIMIZERS[name]), loop_of(OPTIMIZERS[name])
+    keeps: Any = away.callbacks[0]
+    kept = (away.optimizer, keeps.average, keeps.deep, keeps.deep["others"][0], keeps.scheduler)
+    lists, groups = keeps.numbers, away.optimizer.param_groups
+    for _ in range(2):  # a second fit goes on from the first
+        train(here)
+        through_a_rank(away, train)
+    assert kept == (away.optimizer, keeps.average, keeps.deep, keeps.deep["others"][0], keeps.scheduler)
+    assert keeps.numbers is lists and lists == [0, 1, 2, 0, 1, 2]  # noqa: PT018
+    assert away.optimizer.param_groups is groups
+    there: Any = here.callbacks[0]
+    for mine, theirs in (
+        (keeps.average, there.average),
+        (keeps.deep["others"][0], there.deep["others"][0]),
+        (keeps.deep["others"][1], there.deep["others"][1]),
+        (away.model, here.model),
+    ):
+        for key, value in theirs.state_dict().items():
+            assert torch.equal(mine.state_dict()[key], value), key
+    assert torch.equal(keeps.average.module.seen, there.average.module.seen)  # in no state dict
+    assert keeps.scheduler.get_last_lr() == there.scheduler.get_last_lr() == [groups[0]["lr"]]
+    assert keeps.scheduler.optimizer is away.optimizer
+    # And here it still is an optimizer of this very model.
+    train(here)
+    train(away)
+    for mine, theirs in zip(away.model.parameters(), here.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_optimizers_share_stays_shared() -> None:
+    loop = loop_of(lookahead)
+    optimizer: Any = loop.optimizer
+    inner, slow = optimizer._base_optimizer, optimizer.slow
+    through_a_rank(loop, train)
+    assert optimizer._base_optimizer is inner
+    assert (optimizer.param_groups is inner.param_groups, optimizer.state is inner.state) == (True, True)
+    assert optimizer.slow is slow
+    assert set(slow) == set(loop.model.parameters())
+    assert optimizer.calls == 3
+
+
+def test_hooks_of_an_optimizer_go_along_and_schedulers_marks_do_not() -> None:
+    loop = loop_of(OPTIMIZERS["AdamW"])
+    calls: list[int] = []
+    loop.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.calls.append(1))
+    loop.optimizer.calls = calls
+    through_a_rank(loop, train)
+    assert calls == [1, 1, 1]
+    loop.optimizer.step()
+    assert len(calls) == 4
+
+
+def test_a_group_added_there_is_there_afterwards() -> None:
+    def unfreeze(loop: TrainLoop) -> None:
+        loop.optimizer.add_param_group({"params": [loop.model.fc.bias], "lr": 0.01})
+        train(loop)
+
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.Adam([model.fc.weight], lr=0.1)  # type: ignore[list-item, union-attr]
+
+    here, away = loop_of(make), loop_of(make)
+    unfreeze(here)
+    through_a_rank(away, unfreeze)
+    groups = away.optimizer.param_groups
+    assert [group["lr"] for group in groups] == [group["lr"] for group in here.optimizer.param_groups]
+    assert groups[1]["params"][0] is away.model.fc.bias
+    train(here)
+    train(away)
+    assert torch.equal(away.model.fc.bias, here.model.fc.bias)
+
+
+def test_a_criterion_that_is_no_module_may_hold_one() -> None:
+    centers = nn.Parameter(torch.zeros(2))
+    weight = nn.Linear(2, 2)
+
+    def criterion(y_pred: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(weight(y_pred) + centers, y)
+
+    def make(model: nn.Module) -> optim.Optimizer:
+        return optim.SGD([*model.parameters(), centers, *weight.parameters()], lr=0.1)
+
+    loop = loop_of(make, criterion)
+    loop.note(callbacks=[])
+    before = copy.deepcopy((loop.model.state_dict(), weight.state_dict()))
+    through_a_rank(loop, train)
+    moved = (centers.detach().clone(), copy.deepcopy(weight.state_dict()))
+    loop.model.load_state_dict(before[0])
+    weight.load_state_dict(before[1])
+    with torch.no_grad():
+        centers.zero_()
+    train(loop)
+    assert torch.equal(centers, moved[0])
+    assert torch.equal(weight.weight, moved[1]["weight"])
+    assert moved[0].any()
+
+
+class Config:
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.itself = self
+
+
+def test_objects_that_a_model_shares_with_its_caller_stay_shared() -> None:
+    loop = loop_of(OPTIMIZERS["AdamW"])
+    config = Config()
+    loop.model.config = config  # type: ignore[assignment]
+    sizes = config.sizes
+
+    def work(loop: TrainLoop) -> None:
+        loop.model.config.sizes.append(3)  # type: ignore[union-attr, operator]
+        loop.model.config.best = {"model": loop.model, "rate": 0.5}  # type: ignore[union-attr]
+
+    through_a_rank(loop, work)
+    assert loop.model.config is config
+    assert config.sizes is sizes
+    assert sizes == [3]
+    assert config.best == {"model": loop.model, "rate": 0.5}  # type: ignore[attr-defined]
+
+
+class Pair:
+    """Its state is not a dictionary."""
+
+    def __init__(self) -> None:
+        self.one = self.two = 0
+
+    def __getstate__(self) -> tuple[int, int]:
+        return self.one, self.two
+
+    def __setstate__(self, state: tuple[int, int]) -> None:
+        self.one, self.two = state
+
+
+class Slots:
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items = 0
+
+
+class SlotsAndMore(Slots):
+    pass
+
+
+def draw_all(generator: Any) -> Any:
+    return torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+
+def set_in(name: str) -> Callable[[Any], None]:
+    return lambda obj: setattr(obj, name, 5)
+
+
+def state_of(obj: Any) -> Any:
+    """An object's state as bytes; a pickled ``torch.Generator`` contains an address of its state's storage."""
+    return obj.get_state().tolist() if isinstance(obj, torch.Generator) else pickle.dumps(obj)
+
+
+@pytest.mark.parametrize(
+    "make, change",
+    [
+        (lambda: Counter("aab"), lambda counts: counts.update("ab")),
+        (lambda: OrderedDict(a=1, b=2), lambda order: order.move_to_end("a")),
+        (lambda: {1, 2}, lambda numbers: numbers.add(3)),
+        (lambda: bytearray(b"a"), lambda text: text.extend(b"b")),
+        (lambda: np.arange(6.0), lambda array: array.__iadd__(1)),
+        (lambda: np.arange(6000.0)[::2], lambda array: array.__iadd__(1)),
+        (lambda: np.array(["a", None]), lambda array: array.__setitem__(1, "b")),
+        (lambda: torch.Generator().manual_seed(1), draw_all),
+        (lambda: random.Random(1), draw_all),
+        (lambda: np.random.default_rng(1), draw_all),
+        (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
+        (Pair, set_in("two")),
+        (Slots, set_in("items")),
+        (SlotsAndMore, set_in("items")),
+    ],
+    ids="counter order set bytes array strided objects torch python numpy legacy pair slots slots-and-more".split(),
+)
+def test_an_object_that_model_and_callback_share_stays_the_callers_own(make: Any, change: Any) -> None:
+    loop = loop_of(OPTIMIZERS["AdamW"])
+    shared, expected = make(), make()
+    loop.model.shared = loop.callbacks[0].shared = shared  # type: ignore[attr-defined]
+    change(expected)
+    through_a_rank(loop, lambda loop: change(loop.model.shared))
+    assert loop.model.shared is shared
+    assert loop.callbacks[0].shared is shared  # type: ignore[attr-defined]
+    assert state_of(shared) == state_of(expected)
+
+
+def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
+    loop = loop_of(OPTIMIZERS["AdamW"])
+    config = Config()
+    loop.model.config = config  # type: ignore[assignment]
+
+    def work(loop: TrainLoop) -> None:
+        loop.model.config.sizes = (1, 2)  # type: ignore[union-attr]
+        loop.model.config.lock = threading.Lock()  # type: ignore[union-attr]
+        loop.callbacks[0].open = threading.Lock()  # type: ignore[attr-defined]
+        loop.callbacks[0].count = 3  # type: ignore[attr-defined]
+
+    with pytest.warns(UserWarning, match="can no longer be pickled") as told:
+        through_a_rank(loop, work)
+    assert config.sizes == (1, 2)  # type: ignore[comparison-overlap]
+    assert loop.callbacks[0].count == 3  # type: ignore[attr-defined]
+    assert {"lock", "open"} == {word for w in told for word in ("lock", "open") if f"{word} can no" in str(w.message)}

@@ -1,0 +1,443 @@
+"""Start ranks on this node and run one function in them; return local rank 0's result, or raise the first failure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from trainloop._launch.failures import RestartPolicy, with_note
+from trainloop._launch.forwarding import Outlets, Targets, targets_here
+from trainloop._launch.hosts import Hosts, meet_hosts
+from trainloop._launch.kept_ranks import KeptRanks, kept_here
+from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
+from trainloop._launch.module_state import LoadedCode, dumped_modules
+from trainloop._launch.rank_process import RankSpec, started_by_launch
+from trainloop._launch.settings import dumped_settings
+from trainloop._launch.spawning import Ranks, server_modules
+from trainloop._processes.fork_server import NoServerError, begin_server, chosen_method, fixed_state, limits
+from trainloop._support.platform import blocked_signals, loopback_interface, resource
+from trainloop._support.scratch import scratch_folder
+from trainloop._support.signals import signals, uninterrupted
+from trainloop._support.stopping import SharedStop, StopAgreement
+from trainloop._transfer import PayloadHandle, pack
+from trainloop._transfer.pages import anonymous_file, close_file
+from trainloop.devices import usable_cores
+from trainloop.distributed.key import key_from_environment, new_key
+from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.resources.enforce import threads_in
+
+__all__ = ["launch"]
+
+logger = logging.getLogger("trainloop")
+
+T = TypeVar("T")
+
+_PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)  # before each start that follows a start with an untrusted connection
+
+
+def launch(
+    function: Callable[[StopAgreement], T],
+    *,
+    ranks_per_node: int,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    devices: Sequence[torch.device] | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout_s: float = 1800.0,
+    child_env: dict[str, str] | None = None,
+    start_method: str = "auto",
+    roots: dict[str, object] | None = None,
+    restart_policy: RestartPolicy | None = None,
+    take_rescued: Callable[[Any], str] | None = None,
+) -> T:
+    """Run ``function`` in ``ranks_per_node`` new processes of this node, joined in a process group.
+
+    Parameters
+    ----------
+    function : callable
+        Takes one argument, the run's :class:`~trainloop._support.stopping.StopAgreement`. May be defined
+        anywhere (notebook, closure, lambda) and refer to anything that can be pickled, directly or by cloudpickle.
+        Large arrays and tensors are mapped by all ranks, not copied.
+    ranks_per_node : int
+        Processes to start here.
+    num_nodes, node_rank : int
+        Number of hosts of the run, and index of this one. Each calls ``launch`` and starts its own ranks only.
+    devices : sequence of torch.device, optional
+        Device of each local rank; the CPU by default.
+    backend : str, optional
+        Backend of the process group; by default Gloo, with NCCL for CUDA tensors if each rank has its own GPU.
+    init_method : str, optional
+        Rendezvous point of several nodes: ``tcp://host:port``, or a ``file://`` URL that all nodes can access;
+        ``MASTER_ADDR`` and ``MASTER_PORT`` by default. A single node does not need one: its ranks use an unnamed file.
+    timeout_s : float
+        Seconds that a rank waits for another in a collective or at a step boundary, before the run fails.
+    child_env : dict of str to str, optional
+        Environment variables of the ranks, set before their interpreters start.
+    start_method : {'auto', 'forkserver', 'spawn'}
+        Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
+        ``'auto'``: the value of ``TRAINLOOP_START_METHOD``; if it is not set, a fork server if possible.
+    roots : dict of str to object, optional
+        Objects by name. Paths in an ``UnpicklableError`` start with these names.
+    restart_policy : RestartPolicy, optional
+        Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
+        run.
+    take_rescued : callable, optional
+        Called before a failure is raised, with the result that local rank 0 has passed to
+        :func:`~trainloop._launch.rank_process.rescue_result`, if it has. Returns a sentence for the error's message.
+
+    Returns
+    -------
+    object
+        The result of local rank 0's function, with its tensors on the CPU.
+
+    Raises
+    ------
+    ConfigurationError, UnpicklableError
+        Before any rank starts, if the script has no ``__main__`` guard, a host does not connect, an object can't be
+        sent, or a requested fork server can't be used.
+    WorkerFailedError
+        If a rank raised, exited, was killed or hung, or a host was lost. All ranks have ended by then.
+    KeyboardInterrupt
+        At the second Ctrl-C. The first Ctrl-C, SIGTERM and SIGUSR1 ask the ranks to stop at a step boundary. No rank
+        is started if the surrounding :func:`trainloop._support.signals.signals` context has already received a signal.
+        If that context is ``at_once``, any signal ends the ranks, including a signal that only one rank receives.
+
+    Notes
+    -----
+    The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
+    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.settings` and
+    :mod:`trainloop._launch.module_state`.
+    """
+    _check_caller()
+    check_main_guard()
+    method = chosen_method(start_method)
+    served = _begin_server(method)  # the server imports its modules while the payload is packed
+    chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
+    backend = backend or _backend_for(chosen)
+    environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
+    kept = kept_here() if num_nodes == 1 and restart_policy is None else None
+    terms = None
+    if kept is not None:
+        terms = [
+            chosen,
+            backend,
+            timeout_s,
+            environment,
+            num_threads,
+            start_method,
+            LoadedCode(),
+            *_inherited_at_start(),
+        ]
+    settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
+    meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    with (
+        _descriptors_explained(),
+        pack(function, roots=roots) as payload,
+        meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
+    ):
+        spec_with = partial(
+            RankSpec,
+            first_rank=node_rank * ranks_per_node,
+            world_size=num_nodes * ranks_per_node,
+            local_world_size=ranks_per_node,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+            devices=tuple(str(device) for device in chosen),
+            backend=backend,
+            timeout_s=timeout_s,
+            num_threads=num_threads,
+            handle=payload.handle,
+            payload_fds=tuple(payload.descriptors),
+            interface=loopback_interface() if num_nodes == 1 else None,
+            init_method=init_method if num_nodes > 1 and hosts is None else None,
+            key=new_key() if num_nodes == 1 else key_from_environment(),
+            settings=settings,
+            modules=modules,
+            targets=targets,
+            main=main_place(),
+            outlives_work=kept is not None,
+        )
+        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, targets, environment)
+        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy, take_rescued)
+        result: T = starts.run()
+        return result
+
+
+class _GivenWork(NamedTuple):
+    """The parts of a call that may differ from the previous call; they are sent to ranks that are still running."""
+
+    handle: PayloadHandle
+    payload_fds: Sequence[int]
+    settings: bytes
+    modules: bytes
+    targets: Targets
+    environment: dict[str, str]
+
+
+class _Starts:
+    """All starts of one call's ranks: the first start, and restarts after failures."""
+
+    def __init__(
+        self,
+        spec_with: partial[RankSpec],
+        work: _GivenWork,
+        method: str,
+        served: bool,
+        hosts: Hosts | None,
+        kept: KeptRanks | None,
+        terms: list[Any] | None,
+        policy: RestartPolicy | None,
+        take_rescued: Callable[[Any], str] | None,
+    ) -> None:
+        self._spec_with, self._work = spec_with, work
+        self._method, self._served = method, served
+        self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
+        self._take_rescued = take_rescued
+        self._first = True
+        self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
+        self._failed: WorkerFailedError | None = None
+        """Failure after which the ranks restart; None before the first failure."""
+
+    def run(self) -> Any:
+        """Start ranks until their work is done; return the result of local rank 0's function."""
+        while True:
+            with contextlib.ExitStack() as undo:
+                self._agree_on_start()
+                up = self._kept.resume(self._terms, undo) if self._kept is not None else None
+                ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
+                if self._run_once(ranks, are_up=up is not None):
+                    result = ranks.result()
+                    if self._kept is not None:
+                        self._kept.keep(ranks, self._terms, undo)
+                    return result
+
+    def _agree_on_start(self) -> None:
+        """After a failure, wait for all hosts; before each start, let the policy prepare this host."""
+        order = self._policy.next_order() if self._policy is not None else None
+        if self._hosts is not None and not self._first:
+            try:
+                order = self._hosts.start_again(order)
+            except ConfigurationError as problem:
+                if self._failed is None:
+                    raise
+                raise with_note(self._failed, f"The ranks could not be restarted: {problem}") from None
+        if self._policy is not None:
+            self._policy.before_start(order)
+
+    def _run_once(self, ranks: Ranks, *, are_up: bool) -> bool:
+        """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
+        with signals(ranks.stop) as received:
+            if self._first:
+                received.raise_if_any()  # no work has begun yet, so end at once
+            try:
+                with _terminate_ranks_on_error(ranks):
+                    if not are_up:
+                        self._served = _start(ranks, self._work.environment, self._method, self._served)
+                        if self._first:
+                            received.raise_if_any()  # check again: the server's imports may have taken a long time
+                    self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
+                    if are_up:
+                        ranks.give(*self._work)
+                    else:
+                        ranks.give_first()
+                    ranks.watch(at_once=received.at_once)
+                    ranks.wait_for_other_hosts()
+            except WorkerFailedError as error:
+                self._raise_unless_restarting(ranks, error)
+                return False
+            received.note(ranks.stop.requested)  # include a signal that a rank received after its last step
+        return True
+
+    def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
+        """Raise the error if it ends the run; otherwise print or record why ranks restart."""
+        # Not with several hosts: every host would have to restart its ranks.
+        again = self._disturbed < len(_PAUSES_S) and self._spec_with.keywords["num_nodes"] == 1
+        if ranks.disturbance and again:
+            pause_s = _PAUSES_S[self._disturbed]
+            self._disturbed += 1
+            attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
+            logger.warning(f"Restarting the ranks ({attempt}): {ranks.disturbance}")
+            time.sleep(pause_s)  # a scan of ports may be over by then
+            return
+        if self._policy is None or ranks.cause is None:
+            raise self._with_rescued(ranks, error) from None
+        final = self._policy.error_that_ends_run(ranks.cause, error)
+        if final is not None:
+            raise self._with_rescued(ranks, final) from None
+        self._failed = error
+
+    def _with_rescued(self, ranks: Ranks, error: WorkerFailedError) -> WorkerFailedError:
+        rescued = ranks.rescued() if self._take_rescued is not None else None
+        if rescued is None or self._take_rescued is None:
+            return error
+        return with_note(error, self._take_rescued(rescued))
+
+
+def _check_caller() -> None:
+    if started_by_launch():
+        check_not_importing()
+        raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
+    if multiprocessing.current_process().daemon:
+        raise ConfigurationError(
+            "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
+            "fit() with gpu_mode='single', or from the main process."
+        )
+    if kept_here() is None:
+        _check_folder()
+
+
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the current folder of this process can't be read ({error.strerror}): it was probably deleted, and ranks "
+            "would start in it. Call os.chdir with an existing folder before fit."
+        ) from error
+
+
+@contextlib.contextmanager
+def _descriptors_explained() -> Iterator[None]:
+    """Explain the system's error about the limit of open files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        limit = "" if resource is None else f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        raise ConfigurationError(
+            f"ranks can't be started: the limit{limit} open files of this process is too low ({error.strerror}). Raise "
+            "it in the shell (ulimit -n 1024), or close files that are no longer used."
+        ) from error
+
+
+def _backend_for(devices: Sequence[torch.device]) -> str:
+    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
+
+
+def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int]:
+    """Return the ranks' environment and each rank's number of threads; the environment contains this number, too.
+
+    By default, each rank would start a thread for every core, and the ranks would compete for cores.
+    """
+    environment = dict(child_env)
+    if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
+        return environment, own  # the rank sets it too: MKL's variable takes precedence when torch is loaded
+    threads = torch.get_num_threads()  # the caller may have set fewer threads than the variable
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = min(threads, max(1, usable_cores() // ranks_per_node))
+        environment["OMP_NUM_THREADS"] = str(threads)  # some libraries read the variable when they are imported
+    return environment, threads
+
+
+def _new_ranks(
+    spec_with: partial[RankSpec],
+    hosts: Hosts | None,
+    undo: contextlib.ExitStack,
+) -> Ranks:
+    """Return ranks that are not started yet, and create the files of one start; ``undo`` removes both."""
+    ranks_per_node = spec_with.keywords["local_world_size"]
+    token = f"{os.getpid()}-{time.monotonic_ns()}"
+    file = partial(_file, undo)
+    outlets = Outlets()
+    undo.callback(outlets.close)
+    spec = spec_with(
+        slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
+        store_fd=file("store"),
+        result_fd=file("result"),
+        output_fd=outlets.sending_fd,
+        record_fds=tuple(file("record") for _ in range(ranks_per_node)),
+        stack_fds=tuple(file("stacks") for _ in range(ranks_per_node)),
+        scratch=undo.enter_context(scratch_folder(token)),
+        caller_fd=_this_process(undo),
+    )
+    if hosts is not None:
+        store = (*hosts.store_address, f"start {hosts.start}")
+        spec = replace(spec, store=store, interface=hosts.interface)
+    ranks = Ranks(spec, token, outlets, hosts)
+    undo.callback(ranks.close)
+    return ranks
+
+
+@contextlib.contextmanager
+def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
+    try:
+        yield
+    except WorkerFailedError:  # all ranks have ended already
+        raise
+    except BaseException:
+        with uninterrupted():  # a second Ctrl-C must not leave processes behind
+            ranks.end()
+        raise
+
+
+def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
+    """Return a descriptor of an unnamed file; ``undo`` closes it."""
+    fd = anonymous_file(name)
+    undo.callback(close_file, fd)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def _this_process(undo: contextlib.ExitStack) -> int | None:
+    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has no pidfds."""
+    if sys.platform != "linux":
+        return None
+    try:
+        fd = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return None
+    undo.callback(os.close, fd)
+    return fd
+
+
+def _inherited_at_start() -> list[Any]:
+    """Return the state that ranks inherit at their start and keep. If it changes, new ranks must be started."""
+    return [fixed_state(), limits(), list(sys.path), blocked_signals()]
+
+
+def _begin_server(method: str) -> bool:
+    """Start the fork server, which imports its modules in the background; return False if ranks must be spawned."""
+    if method == "spawn":
+        return False
+    try:
+        begin_server(server_modules())
+    except NoServerError as error:
+        _explain(error, method)
+        return False
+    return True
+
+
+def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool) -> bool:
+    """Start the ranks' processes; return True if they were forked from the server, False if they were spawned."""
+    if served:
+        try:
+            ranks.start(environment, served=True)
+            return True
+        except NoServerError as error:
+            _explain(error, method)
+    ranks.start(environment, served=False)
+    return False
+
+
+def _explain(error: NoServerError, method: str) -> None:
+    if method == "forkserver":
+        raise ConfigurationError(
+            f"start_method='forkserver': a fork server can't be used here, because {error}. Use 'spawn', or 'auto', "
+            "which then chooses 'spawn'."
+        ) from error
+    logger.info("ranks are spawned: a fork server can't be used, because %s", error)

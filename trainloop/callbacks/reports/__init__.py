@@ -1,0 +1,1 @@
+"""Callbacks that report: trackers, TensorBoard, metrics of whole datasets, an experiment's folder."""

@@ -1,0 +1,604 @@
+"""Write scalars, learning rates, histograms, hyperparameters, figures and the graph for TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import platform
+import re
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainloop import __version__
+from trainloop._support.distribution import pip_install
+from trainloop._support.user_line import warn
+from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.reports.trackers import Tracker
+from trainloop.callbacks.weights.train_schedule import groups_with_rates
+from trainloop.checkpoint.storage import why_not_writable
+from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard(Tracker):
+    """Write logged values for TensorBoard. Rank 0 writes each value once, against the global step.
+
+    Values are written under their names. If a metric has step values, its epoch values are written as
+    ``epoch/<name>``. Learning rates are written as ``lr`` (see
+    :class:`~trainloop.callbacks.weights.train_schedule.LearningRateMonitor`).
+
+    The page *Custom scalars* has a chart for each quantity, with its training, validation and test values together. The
+    page *Text* describes the run, and the page *HParams* compares runs by their settings.
+
+    Parameters
+    ----------
+    log_dir : str or path, optional
+        Folder to write to. Default: a new folder, ``runs/<date and time>_<class of the model>``. If the folder already
+        has the curves of another run, the run writes to a new folder in it: ``run-2``, ``run-3``, ...
+    log_every_n_steps : int, optional
+        Write the values of every n-th step. ``None`` writes only epoch values.
+    learning_rate : bool
+        Write learning rates with the step values.
+    histograms_every_n_epochs : int, optional
+        Epochs between two histograms of all parameters. Default: no histograms.
+    hyperparameters : mapping, optional
+        Entries for TensorBoard's table of runs, in addition to the epoch values and the loop's settings (mode,
+        effective batch size, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other
+        values are written as text. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or
+        similar.
+    graph_input : Tensor or tuple, optional
+        Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
+
+    Attributes
+    ----------
+    log_dir : str or None
+        Folder that the callback writes to. If you did not pass one, it is None until ``fit``. A new folder in the one
+        that you passed is chosen by ``fit``.
+
+    Raises
+    ------
+    ConfigurationError
+        If a number is below 1; at ``fit``, if the folder is not writable.
+
+    Warns
+    -----
+    RuntimeWarning
+        If writing fails later (for example, on a full disk). Training then continues without TensorBoard.
+
+    Notes
+    -----
+    A second ``fit`` of a loop and a resumed run write a new file into the same folder. Values of repeated steps replace
+    the earlier ones: TensorBoard shows each step once. Values are written to disk about every hundred steps, when logs
+    are flushed. Ten scalars per step cost about 40 microseconds per step.
+
+    Examples
+    --------
+    >>> board = TensorBoard(log_every_n_steps=10)
+    >>> tl.fit(num_epochs=10, callbacks=[board])
+    >>> board.log_dir
+    'runs/2026-11-21_09-00-00_Net'
+
+    .. code-block:: console
+
+       $ tensorboard --logdir runs
+    """
+
+    shared = (*Tracker.shared, "log_dir")
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        log_every_n_steps: int | None = 50,
+        *,
+        learning_rate: bool = True,
+        histograms_every_n_epochs: int | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        graph_input: Any = None,
+    ) -> None:
+        super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), hyperparameters)
+        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        self.learning_rate = learning_rate
+        self.histograms_every_n_epochs = count_of(
+            "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
+        )
+        self.graph_input = graph_input
+        self._given = self.log_dir
+        self._last_step: int | None = None  # newest step in the folder; None if others may have written there
+        self._first_step: int | None = None  # first step of this run
+        self._failed = False
+        self._rates: dict[int, dict[str, Any]] = {}
+        self._once_written = False
+        self._settings: dict[str, Any] = {}
+        self._charted: set[str] = set()  # quantities that have a chart
+        self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written last
+
+    # -- the folder --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        self._last_step, self._newest = None, (0, {})
+        self.log_dir = self._given  # another training has another folder
+
+    def on_train_loop_registration(self) -> None:
+        loop = self.train_loop_obj
+        if self.histograms_every_n_epochs is not None and loop.gpu_mode == "fsdp":
+            raise ConfigurationError(
+                f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': rank 0 "
+                "writes the histograms, but has only a shard of each parameter. Leave histograms out, or use "
+                "GradientStats."
+            )
+        if self.log_dir is None:
+            self.log_dir = _new_folder(type(loop.model).__name__)
+            self._once_written = False
+        elif loop.global_step == 0 and self.log_dir == self._given:  # a run that resumes replaces it later
+            self.log_dir = _folder_in(self.log_dir)
+        if loop.is_global_zero:
+            assert self.log_dir is not None
+            why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
+            if why:
+                raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
+        super().on_train_loop_registration()
+
+    def on_train_begin(self) -> None:
+        super().on_train_begin()
+        loop = self.train_loop_obj
+        self._rates, self._first_step, self._failed = {}, None, False
+        self._settings, self._charted = settings_of(loop), set()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Return a context in which an OSError ends all further writing, because the file may end in half a record.
+
+        Training continues.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            warn(
+                f"TensorBoard: writing to {self.log_dir} failed ({error}). Training continues, but nothing more is "
+                "written there. Before the next run, free space, or choose another log_dir.",
+                RuntimeWarning,
+            )
+
+    @property
+    def _events(self) -> EventFile:
+        """Event file, created at the first write."""
+        if self._run is None:
+            assert self.log_dir is not None, "on_train_loop_registration comes first"
+            first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
+            if first <= 1 and self._given not in (None, self.log_dir):
+                text = f"{self._given} has the curves of another run, so this run writes to {self.log_dir}"
+                self.train_loop_obj.report(f"TensorBoard: {text}.")
+            self._run = EventFile(self.log_dir)
+            if self._run.continues and (self._last_step is None or first <= self._last_step):
+                from tensorboard.compat.proto.event_pb2 import SessionLog
+
+                # As in SummaryWriter(purge_step=first), readers discard values of earlier files from this step on.
+                self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
+                if self._newest[0] == first:  # these steps were written before the checkpoint, and are now discarded
+                    self._run.write_scalars([self._newest])
+        return self._run
+
+    # -- the values --------------------------------------------------------------------------------------------------
+
+    def on_batch_begin(self) -> None:
+        # The rate is read before the optimizer and the schedulers step, so it is the step's rate. A hook for gradients
+        # would prevent compile='step' from compiling.
+        step = self.train_loop_obj.global_step + 1
+        if self._first_step is None:
+            self._first_step = step
+        every = self.log_every_n_steps
+        if every is None or not self.learning_rate:
+            return
+        if step % every == 0:
+            rates = {name: group["lr"] for name, group in groups_with_rates(self.train_loop_obj.optimizer)}
+            self._rates[step] = {
+                name: rate.clone() if isinstance(rate, Tensor) else rate for name, rate in rates.items()
+            }
+
+    def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        if self.log_every_n_steps is not None and not self._failed and rows:
+            with self._writing():
+                super().on_log(rows)
+            self._last_step = rows[-1][0]
+
+    def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        # If LearningRateMonitor has logged the same names, its values are used.
+        rows = [(step, {**_floats(self._rates.pop(step, {})), **scalars}) for step, scalars in rows]
+        self._events.write_scalars(rows)
+        for step, scalars in rows:
+            newest, before = self._newest
+            if step >= newest:
+                self._newest = step, {**(before if step == newest else {}), **scalars}
+
+    def _send_epochs(self) -> None:
+        if not self._failed:
+            with self._writing():
+                super()._send_epochs()
+
+    def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        super()._send_epoch(epoch, step, values)
+        self._last_step = max(step, self._last_step or 0)
+
+    @logs_nothing
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        if not self._failed:
+            with self._writing():
+                self._write_run()
+
+    def _write_run(self) -> None:
+        every = self.histograms_every_n_epochs
+        if every is not None and (self.train_loop_obj.epoch + 1) % every == 0:
+            self._write_histograms()
+        self._write_layout()
+        if not self._once_written:
+            self._once_written = True
+            self._write_settings()
+            self._write_graph()
+
+    def _write_histograms(self) -> None:
+        from torch.utils.tensorboard.summary import histogram
+
+        loop = self.train_loop_obj
+        for name, parameter in loop.model.named_parameters():
+            values = parameter.detach().float().cpu()
+            values = values[values.isfinite()]  # numpy's histogram needs finite values
+            if values.numel():
+                summary = histogram(f"parameters/{name}", values.numpy(), bins=64)
+                self._events.write(step=loop.global_step, summary=summary)
+
+    def _write_layout(self) -> None:
+        """Write the layout again if there is a new quantity. TensorBoard uses the newest layout."""
+        names = [*self.train_loop_obj.history, *sorted(self._step_names)]
+        if self.learning_rate and self.log_every_n_steps is not None:
+            names += [name for name, _ in groups_with_rates(self.train_loop_obj.optimizer)]
+        quantities = set(map(quantity_of, names))
+        if not quantities <= self._charted:
+            self._charted |= quantities
+            self._events.write(step=self.train_loop_obj.global_step, summary=chart_layout(names))
+
+    def _write_settings(self) -> None:
+        from torch.utils.tensorboard.summary import hparams, text
+
+        given = {**self._settings, **(self.hyperparams or {})}
+        self._events.write(summary=text("run", description_of(self.train_loop_obj, given)))
+        plain = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
+        }
+        metrics = {self._epoch_name(name): 0.0 for name in self.train_loop_obj.history}
+        for summary in hparams(plain, metrics):
+            self._events.write(summary=summary)
+
+    def write_figure(self, tag: str, figure: Any, close: bool = True) -> None:
+        """Write a ``matplotlib.figure.Figure`` as an image at this step, on rank 0 only.
+
+        Parameters
+        ----------
+        tag : str
+        figure : matplotlib.figure.Figure
+        close : bool
+            Close the figure, on all ranks, as torch's ``add_figure`` does. Otherwise pyplot keeps it in memory.
+        """
+        try:
+            self._write_figure(tag, figure)
+        finally:
+            if close and "matplotlib.pyplot" in sys.modules:
+                sys.modules["matplotlib.pyplot"].close(figure)
+
+    def _write_figure(self, tag: str, figure: Any) -> None:
+        if not self._writes:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=100)
+        width, height = (round(100 * inches) for inches in figure.get_size_inches())
+        image = Summary.Image(encoded_image_string=png.getvalue(), width=width, height=height, colorspace=4)
+        self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
+
+    def write_images(self, tag: str, images: Tensor) -> None:
+        """Write a batch of images as one image at this step, on rank 0 only.
+
+        Parameters
+        ----------
+        tag : str
+        images : Tensor, shape (n, channels, height, width)
+            Images with one or three channels, on any device: floats from 0 to 1, or ``uint8``.
+        """
+        shape = tuple(images.shape)
+        if len(shape) != 4 or shape[1] not in (1, 3) or not images.numel():
+            raise ConfigurationError(
+                f"TensorBoard.write_images({tag!r}): images has shape {shape}, but must be (n, 1 or 3 channels, "
+                "height, width). For a single image, pass images[None]. Without channels, pass images[:, None]."
+            )
+        if not self._writes:
+            return
+        from torch.utils.tensorboard.summary import image
+
+        try:
+            summary = image(tag, images.detach().cpu(), dataformats="NCHW")
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(
+                f"TensorBoard.write_images needs Pillow: {pip_install('plot')}, or leave the images out."
+            ) from error
+        self.write_summary(summary)
+
+    def write_summary(self, summary: Any) -> None:
+        """Write a result of ``torch.utils.tensorboard.summary`` (text, audio, ...), on rank 0 only."""
+        if self._writes:
+            with self._writing():
+                self._events.write(step=self.train_loop_obj.global_step, summary=summary)
+
+    @property
+    def _writes(self) -> bool:
+        return not self._failed and self.train_loop_obj.is_global_zero
+
+    def _write_graph(self) -> None:
+        if self.graph_input is None:
+            return
+        from torch.utils.tensorboard._pytorch_graph import graph
+
+        model = self.train_loop_obj.model
+        inputs = self.graph_input if isinstance(self.graph_input, tuple) else (self.graph_input,)
+        inputs = tuple(x.to(model.device) if isinstance(x, Tensor) else x for x in inputs)
+        modes = [(module, module.training) for module in model.modules()]
+        # Drawing the graph runs the model once. Random numbers, running statistics and logs must stay unchanged.
+        sink = model.__dict__.pop("_log_sink", None)
+        cuda = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tracing warns about code that it can't follow, which the graph may omit
+            try:
+                model.eval()
+                graph_def, _ = graph(model, inputs)
+            finally:
+                for module, training in modes:
+                    module.training = training
+                if sink is not None:
+                    model.__dict__["_log_sink"] = sink
+        self._events.write(graph_def=graph_def.SerializeToString())
+
+    # -- end of training, and restart ----------------------------------------------------------------------------------
+
+    def _finish(self, exception: BaseException | None) -> None:
+        if self._run is not None:
+            # close() flushes. After a failed write, an error in close() is ignored, and the buffered values are lost.
+            with suppress(OSError) if self._failed else self._writing():
+                self._run.close()
+            self._run = None
+        self._rates = {}
+
+    def on_restart(self, failure: Any) -> None:
+        """Make TensorBoard ignore the values that the failed process wrote after this step.
+
+        ``load_state_dict`` does the same, but is not called if there was no checkpoint.
+        """
+        self._last_step = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rates": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "log_dir": self.log_dir,
+            "folder_of_run": self._folder_of_run(),
+            "once_written": self._once_written,
+            "newest": list(self._newest),
+            "step_names": sorted(self._step_names),
+        }
+
+    def _folder_of_run(self) -> str:
+        """Return the name of the folder in the given one that this run writes to; '' if it writes to the given one."""
+        if self.log_dir is None or self._given is None or self.log_dir == self._given:
+            return ""
+        return os.path.relpath(self.log_dir, self._given)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._given is None:
+            self.log_dir = state["log_dir"]
+        else:  # older checkpoints lack the entry
+            own = state.get("folder_of_run", "")
+            self.log_dir = os.path.join(self._given, own) if own else self._given
+        self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
+        self._last_step = None  # the run that wrote the checkpoint may have written later values
+        self._step_names |= set(state.get("step_names", ()))
+        step, scalars = state.get("newest", (0, {}))
+        self._newest = step, dict(scalars)
+        self._finish(None)
+
+
+SUFFIX = ".trainloop"
+"""Suffix of event files from trainloop. It distinguishes them from files of other writers."""
+
+
+class EventFile:
+    """An event file with tensorboard's records.
+
+    It replaces tensorboard's ``EventFileWriter``, which opens the file again for each record and writes in a thread.
+    If the disk is full, that thread prints a traceback. The names of files created in the same second may also be in
+    the wrong order.
+
+    Parameters
+    ----------
+    log_dir : str
+        Folder of the file, created if it is missing. If it is a URL, such as ``s3://...``, tensorboard's own file
+        system layer writes the file.
+
+    Attributes
+    ----------
+    path : str
+        Path of the file. TensorBoard reads a folder's files in the order of their names, so names are in the order of
+        creation, even within one second.
+    continues : bool
+        True if the folder already had files of this class. Always False for URLs.
+    """
+
+    def __init__(self, log_dir: str) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        remote = "://" in log_dir
+        earlier = [] if remote else sorted(Path(log_dir).glob(f"events.out.tfevents.*{SUFFIX}"))
+        self.continues = bool(earlier)
+        begun = int(time.time())
+        if earlier:
+            begun = max(begun, int(earlier[-1].name.split(".")[3]) + 1)
+        owner = f"{socket.gethostname()}.{os.getpid()}.{next(_files)}"
+        self.path = os.path.join(log_dir, f"events.out.tfevents.{begun:010d}.{owner}{SUFFIX}")
+        if remote:
+            from tensorboard.compat import tf
+
+            tf.io.gfile.makedirs(log_dir)
+            self._file: Any = tf.io.gfile.GFile(self.path, "wb")
+        else:
+            os.makedirs(log_dir, exist_ok=True)
+            self._file = open(self.path, "xb")  # noqa: SIM115  # stays open until close()
+        self._records = RecordWriter(self._file)
+        self._last_wall_time = time.time()
+        self.write(file_version="brain.Event:2")
+
+    def write(self, **fields: Any) -> None:
+        """Write an ``Event`` with these fields, such as a step and a summary."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.flush()
+
+    def write_scalars(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
+        """Write one event for each row (a step and its scalars), and flush.
+
+        The time of each step is not known. Wall times are spread evenly over the time since the previous call.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        rows = [row for row in rows if row[1]]
+        begun, self._last_wall_time = self._last_wall_time, time.time()
+        for i, (step, scalars) in enumerate(rows, 1):
+            event = Event(wall_time=begun + (self._last_wall_time - begun) * i / len(rows), step=step)
+            for name, value in scalars.items():
+                event.summary.value.add(tag=name, simple_value=value)
+            self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        self._file.close()
+
+
+def _floats(rates: dict[str, Any]) -> dict[str, float]:
+    return {name: float(rate) for name, rate in rates.items()}
+
+
+_files = itertools.count()  # counts the files of this process, so that names are unique
+
+
+def _new_folder(name: str) -> str:
+    stem = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}")
+    folder, number = stem, 1
+    while os.path.exists(folder):
+        number += 1
+        folder = f"{stem}_{number}"
+    return folder
+
+
+def _folder_in(given: str) -> str:
+    """Return the folder for a new run: ``given``, or a new folder in it if it has the curves of another run."""
+    if "://" in given or not any(Path(given).glob(f"events.out.tfevents.*{SUFFIX}")):
+        return given
+    return next(path for n in itertools.count(2) if not os.path.exists(path := os.path.join(given, f"run-{n}")))
+
+
+_DATASETS = "train|val|test"
+# Words in a quantity's name, and the sections for them, which are shown first. The other sections are named by the part
+# of a name before a slash.
+_SECTIONS = {"loss": "loss", "acc": "accuracy"}
+
+
+def quantity_of(name: str) -> str:
+    """Return the metric's name without the prefix of its dataset."""
+    return re.sub(f"^({_DATASETS})_", "", name)
+
+
+def chart_layout(names: Iterable[str]) -> Any:
+    """Return a ``Summary`` with the layout of TensorBoard's page of custom scalars.
+
+    The layout has one chart for each quantity, with its step values and epoch values of all datasets. The sections are
+    ``loss``, ``accuracy``, one for each name before a slash (``lr`` for ``lr/group0``), and ``metrics``.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Names of metrics in the history, without ``epoch/``.
+    """
+    from torch.utils.tensorboard.summary import custom_scalars
+
+    sections: dict[str, dict[str, list[Any]]] = {section: {} for section in _SECTIONS.values()}
+    for quantity in dict.fromkeys(map(quantity_of, names)):
+        tags = f"^(epoch/)?(({_DATASETS})_)?{re.escape(quantity)}$"
+        sections.setdefault(_section(quantity), {})[quantity] = ["Multiline", [tags]]
+    sections["lr"] = sections.pop("lr", {})  # moves it to the end
+    return custom_scalars({section: charts for section, charts in sections.items() if charts})
+
+
+def _section(quantity: str) -> str:
+    for word, section in _SECTIONS.items():
+        if word in quantity.lower():
+            return section
+    first, slash, _ = quantity.partition("/")
+    return first if slash or first == "lr" else "metrics"
+
+
+def settings_of(loop: Any) -> dict[str, Any]:
+    """Return the known settings for tables that compare runs: mode, batch size, optimizer, rates."""
+    optimizers = optimizers_of(loop.optimizer)
+    device = loop.run_config.devices[0]
+    settings = {
+        "gpu_mode": loop.gpu_mode,
+        "devices": f"{len(loop.run_config.devices) * loop.num_nodes} x {device.type}",
+        "effective_batch_size": loop.effective_batch_size,
+        "grad_accumulation": loop.grad_accumulation,
+        "amp": loop.options.amp.described(device).removeprefix(", AMP ") or "off",
+        "seed": loop.seed,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers),
+    }
+    for name, group in groups_with_rates(loop.optimizer):
+        settings[name] = float(group.get("initial_lr", group["lr"]))
+    first = optimizers[0].param_groups[0]
+    if "weight_decay" in first:
+        settings["weight_decay"] = float(first["weight_decay"])
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
+    """Return a Markdown table that describes the run: devices, settings, versions."""
+    devices = [str(device) for device in loop.run_config.devices]
+    if loop.device.type == "cuda":
+        devices.append(torch.cuda.get_device_name(loop.device))
+    rows = {
+        "loop": repr(loop),
+        "devices": ", ".join(devices),
+        "host": platform.node(),
+        "versions": f"trainloop {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "script": os.path.basename(sys.argv[0]),  # without arguments, since they may contain a token
+        **settings,
+    }
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,1 @@
+"""Callbacks that work on weights: gradients, averages, schedules of the learning rate."""

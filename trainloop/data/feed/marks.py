@@ -1,0 +1,89 @@
+"""Detect changes of a loader between passes: another dataset, sampler or batch size, or other lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from trainloop.data.loader.loaders import is_stream, plain_batches
+from trainloop.data.order.columns import SplitBatches
+from trainloop.data.order.orders import length_of
+
+__all__ = ["LoaderMarks"]
+
+# Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
+# attribute of the user's may change with every sample.
+_TORCHS = (
+    *(BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
+    *(ConcatDataset, Subset, TensorDataset),
+)
+_PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
+# Set in each epoch, and read in each epoch.
+_OWN = frozenset({"epoch", "worker_init_fn"})
+_PLAIN = (int, float, bool, str)
+
+
+class LoaderMarks:
+    """What a loader was when its feed was made, to detect what callbacks and users have changed since.
+
+    The marks refer to the objects that they compare, so that a new object is never mistaken for an old one.
+
+    Parameters
+    ----------
+    loader
+        A ``DataLoader`` of any kind, or any iterable of batches.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        self._lengths: list[tuple[Any, int | None]] = []
+        if isinstance(loader, SplitBatches):
+            self._note(loader)
+            loader = loader.loader
+        if isinstance(loader, DataLoader):
+            self._note(loader, "_DataLoader__multiprocessing_context")
+            self._note_parts(loader)
+
+    def _note(self, part: Any, *further: str) -> None:
+        attributes = vars(part)
+        kept = [(name, v) for name, v in attributes.items() if (name[0] != "_" and name not in _OWN) or name in further]
+        self._attributes.append((attributes, len(attributes), kept))
+
+    def _note_parts(self, loader: DataLoader[Any]) -> None:
+        batches = plain_batches(loader)
+        sized: list[Any] = [] if batches is None else [batches.sampler]
+        sized += [] if is_stream(loader) else [loader.dataset]
+        self._lengths = [(part, length_of(part)) for part in sized]
+        seen: set[int] = set()
+        parts: list[Any] = [loader.batch_sampler, loader.sampler, loader.dataset]
+        while parts:
+            part = parts.pop()
+            if type(part) in _TORCHS and id(part) not in seen:
+                seen.add(id(part))
+                self._note(part)
+                parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
+                parts += getattr(part, "datasets", ())
+
+    def changed(self) -> bool:
+        """Return True if the loader would be read in another way now. Values of data are not compared."""
+        for attributes, count, kept in self._attributes:
+            if len(attributes) != count:
+                return True
+            for name, before in kept:
+                now = attributes.get(name)
+                if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
+                    return True
+        return any(length_of(part) != length for part, length in self._lengths)

@@ -1,0 +1,100 @@
+"""Group micro-batches into optimizer steps, and weight them over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from trainloop._support.sharding import weigh_step
+from trainloop.data.order.samplers import RankSizes
+
+ExchangeInts = Callable[[list[int]], list[list[int]]]
+"""A collective that takes this rank's integers and returns the integers of every rank."""
+
+_NONE = -1  # means "no batch" in an exchange
+
+
+class StepBatches(NamedTuple):
+    """One rank's micro-batches of an optimizer step. Don't change the lists: several steps share them."""
+
+    batches: list[Any]
+    """This rank's micro-batches; empty if only other ranks have samples in this step (``counts`` has a 0 for it)."""
+
+    sizes: list[int]
+    """Samples in each of ``batches``."""
+
+    scales: list[float] | None
+    """Factor of each micro-batch's loss, such that the mean over ranks of ``sum(scale * loss)`` is the mean over all
+    samples of the step. None if all micro-batches of all ranks have one size: divide each loss by ``len(batches)``."""
+
+    total: int
+    """Samples of all ranks in this step."""
+
+    counts: list[int] | None
+    """Number of micro-batches of each rank, if these differ, so that gradients can't be reduced in backward."""
+
+
+def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
+    """Yield steps from items with the sizes of all ranks; no exchange.
+
+    Parameters
+    ----------
+    items : iterator of (sizes, batch)
+        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples).
+    grad_accumulation : int
+        Micro-batches of a step.
+    rank : int
+        This rank's index in ``sizes``.
+    """
+    if grad_accumulation == 1:
+        # One micro-batch per step, nearly always with the same sizes as the previous one.
+        known: RankSizes | None = None
+        for rank_sizes, batch in items:
+            if rank_sizes != known:
+                known = rank_sizes
+                sizes, scales, total, counts = _weigh([rank_sizes], rank)
+            yield StepBatches([batch] if sizes else [], sizes, scales, total, counts)
+        return
+    known_group: tuple[RankSizes, ...] | None = None
+    while group := list(islice(items, grad_accumulation)):
+        # Nearly all steps have the same weights, so compare the sizes before computing anything.
+        of_group = tuple(rank_sizes for rank_sizes, _ in group)
+        if of_group != known_group:
+            known_group = of_group
+            sizes, scales, total, counts = _weigh(list(known_group), rank)
+        yield StepBatches([batch for rank_sizes, batch in group if rank_sizes[rank]], sizes, scales, total, counts)
+
+
+def steps_of_exchanged(
+    items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
+) -> Iterator[StepBatches]:
+    """Yield steps from items with this rank's sizes only; ranks exchange their sizes once per step.
+
+    Collective: every rank iterates until no rank has a batch left. A rank whose data ended earlier takes part without
+    batches.
+
+    Parameters
+    ----------
+    items : iterator of (size, batch)
+        This rank's micro-batches with their numbers of samples; a negative size means that this rank has no part in a
+        batch.
+    grad_accumulation, rank
+        As in :func:`steps_of_known`.
+    exchange_ints : callable
+        The exchange function.
+    """
+    while True:
+        group = list(islice(items, grad_accumulation))
+        # Always exchange grad_accumulation numbers, so that ranks whose data has ended exchange as many as the others.
+        mine = [size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
+        sizes = [[size for size in of_rank if size >= 0] for of_rank in exchange_ints(mine)]
+        if not any(sizes):
+            return
+        weights = weigh_step(sizes, rank)
+        yield StepBatches([batch for size, batch in group if size >= 0], sizes[rank], *weights)
+
+
+def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:
+    sizes = [[in_batch[of_rank] for in_batch in group if in_batch[of_rank]] for of_rank in range(len(group[0]))]
+    return (sizes[rank], *weigh_step(sizes, rank))

@@ -1,0 +1,1 @@
+"""Loaders as users pass them, and the copies that ranks read."""

@@ -1,0 +1,277 @@
+"""Recognise the kind of a user's loader, and check that it can be split over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from trainloop._launch.rank_process import started_by_launch
+from trainloop._launch.settings import SettingsInit
+from trainloop._support.platform import process_config
+from trainloop._support.rng import derive_seed
+from trainloop._support.scratch import scratch_folder
+from trainloop._support.signals import WorkerInit
+from trainloop.data.loader.libraries import cuts_batches, is_split
+from trainloop.data.loader.loader_copies import end_workers_of
+from trainloop.data.order.orders import length_of, parts_of_loader
+from trainloop.errors import ConfigurationError
+
+
+def is_stream(loader: Any) -> bool:
+    """Return True if a loader's dataset can only be read from its beginning."""
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Return True if a loader's class defines ``__iter__``, which may change what the dataset yields."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def is_indexed(loader: Any, given: bool) -> bool:
+    """Return True if a loader reads the indices that its sampler yields, so that another sampler can split it.
+
+    Parameters
+    ----------
+    given : bool
+        True if the loader is already split over ranks. The loader's own ``__iter__`` may split it.
+    """
+    return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    """Return the sampler that already splits a loader's samples over ranks, if any."""
+    return next((part for part in parts_of_loader(loader).values() if isinstance(part, DistributedSampler)), None)
+
+
+def is_distributed(loader: Any) -> bool:
+    """Return True if a loader already gives each rank a shard."""
+    if distributed_sampler(loader) is not None:
+        return True
+    return bool(is_split(loader) or is_split(getattr(loader, "dataset", None)))
+
+
+def plain_batches(loader: Any) -> BatchSampler | None:
+    """Return the loader's batch sampler if it only cuts a sampler's order into batches."""
+    if not isinstance(loader, DataLoader) or is_stream(loader):
+        return None
+    index_sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    return index_sampler if type(index_sampler) is BatchSampler or cuts_batches(index_sampler) else None
+
+
+def epoch_holders(loader: Any) -> Iterator[Any]:
+    """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
+    dataset = getattr(loader, "dataset", None)
+    parts = (*parts_of_loader(loader).values(), dataset, getattr(dataset, "dataset", None))
+    yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
+
+
+def tells_dataset(loader: Any) -> bool:
+    """Return True if the loader's dataset has ``set_epoch``, so that each epoch may have other data."""
+    dataset = getattr(loader, "dataset", None)
+    return any(callable(getattr(part, "set_epoch", None)) for part in (dataset, getattr(dataset, "dataset", None)))
+
+
+def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
+    """Set this rank in the sampler (if any) of an already distributed loader, and return the loader.
+
+    Raises
+    ------
+    ConfigurationError
+        If the sampler was created for another number of ranks.
+    """
+    sampler = distributed_sampler(loader)
+    if sampler is None:
+        return loader
+    if sampler.num_replicas != world_size:
+        raise ConfigurationError(
+            f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
+            f"Create the sampler for {world_size} ranks, or pass a loader without a DistributedSampler, which "
+            "trainloop then splits over ranks."
+        )
+    # A loader created before the ranks started has the same rank on all of them.
+    sampler.rank = rank
+    return loader
+
+
+@contextlib.contextmanager
+def workers_outlive_signals(loader: Any) -> Iterator[None]:
+    """Let workers started in this context outlive a signal to the whole process group; see signals.py.
+
+    Temporary files of killed workers are removed, too.
+    """
+    if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
+        yield
+        return
+    users = loader.worker_init_fn
+    with contextlib.ExitStack() as undo:
+        temporary = None
+        # A rank uses its launch's folder; workers that outlive this context keep Python's own folder.
+        if "tempdir" not in process_config() and not loader.persistent_workers:
+            temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
+        # Set on the user's loader, since a copy would not share its persistent workers; restored below.
+        loader.worker_init_fn = init = WorkerInit(_with_settings(loader), temporary)
+        try:
+            yield
+        finally:
+            if loader.worker_init_fn is init:  # otherwise, the user has assigned another function meanwhile
+                loader.worker_init_fn = users
+            # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
+            for iterator in () if loader.persistent_workers else tuple(init.iterators or ()):
+                end_workers_of(iterator)
+
+
+def _with_settings(loader: DataLoader[Any]) -> Any:
+    """Return the loader's ``worker_init_fn``.
+
+    If a rank spawns the workers, the function first applies the rank's settings.
+    """
+    context = loader.multiprocessing_context or multiprocessing
+    # Forked workers inherit the settings.
+    if context.get_start_method() != "fork" and started_by_launch():
+        return SettingsInit(loader.worker_init_fn)
+    return loader.worker_init_fn
+
+
+def check_requested(log: Sized, loader: Any, name: str) -> None:
+    """Raise an error if a loader yields a batch without having asked for indices.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``log``, the batches requested but not yet yielded, is empty.
+    """
+    if not log:
+        raise ConfigurationError(
+            f"{name}: {type(loader).__name__}.__iter__ yielded a batch without asking the sampler for its indices, so "
+            "batches can't be split over ranks. Make this __iter__ iterate over super().__iter__(), or pass a loader "
+            "that is already distributed (with a DistributedSampler)."
+        )
+
+
+def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
+    """Raise an error if ranks read different orders: their shards would repeat some samples and miss others.
+
+    Raises
+    ------
+    ConfigurationError
+        If the ranks' digests of their order differ.
+    """
+    if all(digest == digests[0] for digest in digests):
+        return
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    raise ConfigurationError(
+        f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
+        "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, or from "
+        "a generator that has the same seed on every rank. Its data and weights must also be the same on every rank."
+    )
+
+
+class Shared(NamedTuple):
+    """Properties of a loader that ranks must have in common, as integers; -1 for a property that may differ."""
+
+    rule: int = -1
+    """Checksum of the kind of loader and of the way in which its order is determined."""
+    seed: int = -1
+    """Checksum of the seed of orders and augmentation."""
+    samples: int = -1
+    batches: int = -1
+    batch_size: int = -1
+
+
+NO_LOADER = Shared(rule=-2)
+"""Value of a rank without a loader."""
+
+
+def check_shared(everyone: Sequence[Shared], name: str) -> None:
+    """Raise an error if ranks would do different steps, and so wait for each other forever.
+
+    Raises
+    ------
+    ConfigurationError
+        If the ranks' properties differ; the message names the first difference, and the first rank that has it.
+    """
+    first = everyone[0]
+    rank, other = next(((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != first), (0, first))
+    if other == first:
+        return
+    if NO_LOADER in (first, other):
+        without, with_one = (0, rank) if first == NO_LOADER else (rank, 0)
+        raise ConfigurationError(
+            f"{name} is None on rank {without}, but not on rank {with_one}. Its batches are split over ranks, so pass "
+            "it on every rank, or on no rank."
+        )
+    if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
+        raise ConfigurationError(
+            f"{name} has {_counted(first)} on rank 0, but {_counted(other)} on rank {rank}. Every rank must have the "
+            "whole dataset, from which trainloop takes the rank's shard. Pass the same dataset, sampler and batch_size "
+            "on every rank. If each rank has its own data, pass a loader that is already distributed (with a "
+            "DistributedSampler, or an IterableDataset split by rank)."
+        )
+    if other.rule != first.rule:
+        raise ConfigurationError(
+            f"{name} is a different kind of loader, or has a different kind of sampler, on rank {rank} than on rank 0, "
+            "so its samples can't be split over ranks. Create it in the same way on every rank."
+        )
+    raise ConfigurationError(
+        f"rank {rank} has a different seed than rank 0, so these ranks would read {name} in different orders. Pass the "
+        "same TrainLoop(seed=...) on every rank. Random numbers for augmentation still differ between ranks."
+    )
+
+
+def seed_in_common(seed: int | None) -> int:
+    """Return a seed in the form that :class:`Shared` uses."""
+    return -1 if seed is None else derive_seed(seed)
+
+
+def _counted(shared: Shared) -> str:
+    known = (("sample", "samples", shared.samples), ("global batch", "global batches", shared.batches))
+    parts = [f"{n} {one if n == 1 else more}" for one, more, n in known if n >= 0] or ["no known length"]
+    return " in ".join(parts) + (f" of {shared.batch_size}" if shared.batch_size >= 0 else "")
+
+
+def check_iterable(loader: Any, name: str) -> None:
+    """Raise an error if an object is not a loader.
+
+    Raises
+    ------
+    ConfigurationError
+        If the object can't be iterated.
+    """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"{name}={loader!r} can't be iterated. Pass a torch DataLoader, or any iterable of batches."
+        )
+
+
+def check_trains(loader: Any, world_size: int, name: str) -> None:
+    """Raise an error if a loader can't yield any training step.
+
+    Raises
+    ------
+    ConfigurationError
+        If the loader can't be iterated, has no samples, or drops all samples.
+    """
+    check_iterable(loader, name)
+    batches = plain_batches(loader)
+    samples = length_of(batches.sampler) if batches is not None else length_of(loader)
+    if samples == 0 and batches is not None:
+        raise ConfigurationError(
+            f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one sample."
+        )
+    if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
+        raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs at least one batch.")
+    if batches is not None and batches.drop_last and samples is not None:
+        needed = batches.batch_size * (1 if is_distributed(loader) else world_size)
+        if samples < needed:
+            raise ConfigurationError(
+                f"{name} has {samples} samples and drop_last=True, but one global batch takes {needed} (batch_size "
+                f"{batches.batch_size} on {world_size} rank{'s' * (world_size > 1)}), so no batch would be left. Use "
+                f"drop_last=False, or a smaller batch_size."
+            )

@@ -1,0 +1,1 @@
+"""The order of samples: which rank gets which indices."""

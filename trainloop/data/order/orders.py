@@ -1,0 +1,128 @@
+"""Determine a sampler's order of indices: its length, how it is drawn, and a checksum to compare it between ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from trainloop._support.rng import derive_seed
+from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
+from trainloop.data.batch.randomness import IsolatedRandomState
+
+T = TypeVar("T")
+
+
+def length_of(sized: Any) -> int | None:
+    """Return ``len(sized)``; None if that raises an error."""
+    try:
+        return len(sized)
+    except Exception:  # an error of the user's code
+        return None
+
+
+def order_by_position(sampler: Any, key: int | None) -> Order | None:
+    """Return the sampler's order if it can be computed at any position; None if the sampler must be iterated.
+
+    Parameters
+    ----------
+    sampler
+        Any iterable of indices.
+    key : int or None
+        Key of a shuffled order that replaces the sampler's order; None if only the sampler's own order is acceptable.
+    """
+    if type(sampler) is SequentialSampler:
+        return IdentityOrder(len(sampler))
+    if type(sampler) is range and sampler.step == 1 and sampler.start == 0:
+        return IdentityOrder(len(sampler))
+    # With a generator, the user controls the order. If the sampler yields several permutations, or a part of one, it
+    # must be iterated.
+    if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None or key is None:
+        return None
+    return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
+
+
+def digest_of(indices: list[Any]) -> int:
+    """Return a checksum of indices, or of lists of them; equal on ranks that read the same order."""
+    return derive_seed(repr(_plain(indices)))
+
+
+def _plain(index: Any) -> Any:
+    if isinstance(index, (list, tuple)):
+        return [_plain(part) for part in index]
+    try:
+        return operator.index(index)
+    except TypeError:
+        # The repr of other objects may contain addresses, which differ.
+        return index if isinstance(index, str) else type(index).__name__
+
+
+def rest_of(iterator: Iterator[T]) -> Iterator[T]:
+    """Yield the rest of an iterator by ``next`` only: at ``iter``, some iterators start again and return themselves.
+
+    (Speech samplers such as lhotse's do this, and so do litdata's streams.) ``for`` and ``itertools`` call ``iter``.
+    """
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield item
+
+
+def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
+    """Yield lists of ``at_once`` items, drawn under an isolated random state that depends only on the seed.
+
+    Without a seed, the items are drawn from the global generators, like in plain iteration.
+    """
+    isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
+    with isolated:
+        iterator = rest_of(iter(iterable))
+    while True:
+        with isolated:
+            chunk = list(islice(iterator, at_once))
+        if not chunk:
+            return
+        yield chunk
+
+
+def parts_of_loader(loader: Any) -> dict[str, Any]:
+    """Return a loader, its samplers, and the samplers inside these, by attribute; None for a missing sampler."""
+    parts = {"loader": loader}
+    for name in ("sampler", "batch_sampler"):
+        parts[name] = getattr(loader, name, None)
+        parts[f"{name}.sampler"] = getattr(parts[name], "sampler", None)
+    return parts
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once."""
+    found: dict[str, torch.Generator] = {}
+    for name, holder in parts_of_loader(loader).items():
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
+            found[name] = generator
+    return found
+
+
+def generator_states(loaders: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
+    """Return the states of each loader's generators, for :func:`set_generator_states`."""
+    return [{name: own.get_state() for name, own in generators_of(loader).items()} for loader in loaders]
+
+
+def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Set the states of loaders' generators. A generator without a saved state is not changed."""
+    for loader, saved in zip(loaders, states, strict=True):
+        set_states(generators_of(loader), saved)
+
+
+def set_states(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
+    """Set the states of generators by name. A generator without a saved state is not changed."""
+    for name, generator in generators.items():
+        if name in states:
+            generator.set_state(states[name])

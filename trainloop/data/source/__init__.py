@@ -1,0 +1,1 @@
+"""Sources of a rank's batches: one class for each kind of loader."""

@@ -1,0 +1,164 @@
+"""Read batches of an in-memory ``TensorDataset`` by one indexing call per batch instead of one per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data.dataloader import default_collate
+
+from trainloop.data.order.orders import rest_of
+
+_BATCHES_AT_ONCE = 256
+
+
+class TensorRows:
+    """Rows of a ``TensorDataset``, or of (nested) ``Subset`` of one, collated as ``default_collate`` would.
+
+    Parameters
+    ----------
+    tensors : tuple of Tensor
+        Tensors of the dataset: contiguous, on the CPU, without gradients.
+    rows : Tensor or None
+        For a subset, the row of each of its indices; None for the full dataset.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None) -> None:
+        self._tensors = tensors
+        self._rows = rows
+
+    @classmethod
+    def of(cls, loader: Any) -> TensorRows | None:
+        """Return the rows of a loader's dataset; None if the loader does not just index these rows."""
+        if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
+            return None
+        dataset, rows = loader.dataset, None
+        while type(dataset) is Subset:
+            indices = dataset.indices
+            if not isinstance(indices, (list, range, tuple)) and not hasattr(indices, "__array__"):
+                return None
+            try:
+                inner = torch.as_tensor(list(indices) if isinstance(indices, range) else indices, device="cpu")
+            except (TypeError, ValueError, RuntimeError):
+                return None
+            if inner.dtype != torch.int64 or inner.dim() != 1:
+                return None
+            # Negative indices count from the end. For indices out of range, the dataset raises its own error.
+            length = len(dataset.dataset)  # type: ignore[arg-type]  # an indexed dataset has a length
+            if inner.numel() and not -length <= int(inner.min()) <= int(inner.max()) < length:
+                return None
+            inner = torch.where(inner < 0, inner + length, inner)
+            rows = inner if rows is None else inner.index_select(0, rows)
+            dataset = dataset.dataset
+        if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+            return None
+        return cls(dataset.tensors, rows)
+
+    def slice(self, start: int, stop: int) -> list[Tensor]:
+        """Return a copy of the rows ``start`` to ``stop`` as a batch."""
+        if self._rows is not None:
+            return [tensor.index_select(0, self._rows[start:stop]) for tensor in self._tensors]
+        return [tensor[start:stop].clone() for tensor in self._tensors]
+
+    def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
+        """Yield the indexed rows (int64 indices, not negative) in batches; the last batch may be shorter."""
+        tensors, rows = self._tensors, self._rows
+        at_once = batch_size * _BATCHES_AT_ONCE
+        # In blocks: split() of a whole epoch would create a view for each batch at once.
+        for start in range(0, len(indices), at_once):
+            chunk = indices[start : start + at_once]
+            for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
+                yield [tensor.index_select(0, index) for tensor in tensors]
+
+    def take_list(self, indices: list[Any]) -> list[Tensor]:
+        """Return the batch for a list of indices, as yielded by a sampler."""
+        index = torch.as_tensor(indices, device="cpu")
+        if self._rows is not None:
+            index = self._rows[index]
+        # Not index_select: negative indices count from the end, like in the dataset.
+        return [tensor[index] for tensor in self._tensors]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # For other tensors, index_select could differ from stacked rows in values, strides or autograd.
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def loads_batches_here(loader: Any) -> bool:
+    """Return True if this process itself collates each batch from the indices that ``batch_sampler`` yields."""
+    return (
+        type(loader) is DataLoader
+        and not loader.num_workers
+        and not loader.pin_memory
+        and not loader.timeout
+        and loader.batch_sampler is not None
+    )
+
+
+def draw_base_seed(loader: DataLoader[Any]) -> None:
+    """Draw the workers' base seed as ``iter(loader)`` does: before other draws, and even without workers."""
+    generator = loader.generator
+    # Without a generator, torch draws on its default device.
+    device = None if generator is None else generator.device
+    torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
+
+
+def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
+    """Return one epoch of a loader: the same batches and the same random draws as ``iter(loader)``.
+
+    Parameters
+    ----------
+    rows : TensorRows
+        ``TensorRows.of(loader)``.
+    loader : DataLoader
+        A loader with any batch sampler.
+    """
+    batch_sampler: Any = loader.batch_sampler
+    batches_of_indices = iter(batch_sampler)  # first, like torch: a user's sampler may draw here
+    draw_base_seed(loader)
+    if type(batch_sampler) is BatchSampler:
+        sampler: Any = batch_sampler.sampler
+        size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+        if type(sampler) is SequentialSampler:
+            length = len(sampler)
+            stop = length - length % size if drop_last else length
+            for start in range(0, stop, size):
+                yield rows.slice(start, min(start + size, stop))
+            return
+        # Several permutations, or a part of one, are left to the sampler.
+        one = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
+        if one and not sampler.replacement:
+            yield from _shuffled(rows, sampler, size, drop_last)
+            return
+    for indices in rest_of(batches_of_indices):
+        yield rows.take_list(indices)
+
+
+def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[list[Tensor]]:
+    generator = sampler.generator
+    if generator is None:
+        # device=None: on the default device, as torch's sampler draws it
+        seed = int(torch.empty((), dtype=torch.int64, device=None).random_().item())
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    length = sampler.num_samples
+    order = torch.randperm(length, generator=generator, device=generator.device).cpu()
+    stop = length - length % size
+    yield from rows.take(order[:stop], size)
+    # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.
+    if sampler.generator is not None:
+        torch.randperm(length, generator=generator, device=generator.device)
+    if stop < length and not drop_last:
+        yield from rows.take(order[stop:], size)

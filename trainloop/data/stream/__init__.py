@@ -1,0 +1,1 @@
+"""Loaders of iterable datasets, and their positions."""

@@ -1,0 +1,1 @@
+"""Where a run is executed: in this process or in ranks, and what comes back from there."""

@@ -1,0 +1,405 @@
+"""Send a loop to the ranks, and write its state back into the caller's objects."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from trainloop._support.carried import names_of
+from trainloop._support.user_line import warn
+from trainloop._transfer import PackedState, pack_state, unpack_state
+from trainloop._transfer.pages import trim
+from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
+from trainloop._transfer.torch_objects import kept_attributes
+from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.order.orders import generator_states, set_generator_states
+from trainloop.optim import optimizers_of, trained_modules
+from trainloop.parallel.shards import is_mark_of_sharding
+from trainloop.train_loop.progress.loop_state import LoopState
+
+__all__ = ["CallerSide", "RankSide", "loaders_of"]
+
+COUNTERS = (
+    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss", "own_optimizer_states"),
+    *("cut", "early_stop", "ends"),  # in this order: setting early_stop changes ends
+)
+# Attributes of the loop that callbacks may assign in ranks, and that come back if they have.
+_SETTINGS = (
+    *("optimizer", "criterion", "gradient_clip_norm", "grad_accumulation", "end_auto_eval"),
+    *("num_epochs", "num_iterations", "collate_batch_pred_fn", "pred_transform_fn"),
+)
+_LOADERS = ("train_loader", "validation_loader", "test_loader")
+_MISSING = object()
+# A module's hooks, in dicts by the IDs that handles remember.
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+# Attributes of every nn.Module that torch maintains.
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
+
+
+def known_objects(loop: LoopState) -> list[object]:
+    """Return the objects of a loop that both sides have, in the same order.
+
+    They are sent as references. So a callback that is sent back still refers to the caller's model.
+    """
+    found: dict[int, object] = {}
+
+    def add(objects: Iterable[object]) -> None:
+        for item in objects:
+            if item is not None:
+                found.setdefault(id(item), item)
+
+    add([loop, loop.history])
+    for module in _root_modules(loop):
+        add(module.modules())
+        add(module.parameters())
+        add(module.buffers())
+    add([loop.optimizer, *optimizers_of(loop.optimizer), loop.criterion])
+    for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
+        add([loader, getattr(loader, "dataset", None)])
+    add(loop.callbacks)
+    for module in _modules(loop).values():
+        for name in _HOOKS:
+            add(vars(module).get(name, {}).values())
+    return list(found.values())
+
+
+def loaders_of(loop: LoopState) -> tuple[Any, Any, Any]:
+    """Return the loop's three loaders; ``None`` for a missing one."""
+    return loop.train_loader, loop.validation_loader, loop.test_loader
+
+
+def _parts(loop: LoopState) -> dict[str, Any]:
+    """Return a dict from path to object for all objects in optimizers, criterion, callbacks and modules' attributes."""
+    roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
+    for i, callback in enumerate(loop.callbacks):
+        roots.update((f"callbacks.{i}.{name}", value) for name, value in kept_attributes(callback).items())
+    roots.update(
+        (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in _plain_attributes(loop).items()
+    )
+    optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
+    own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
+    apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
+    return shared_parts(roots, apart)
+
+
+class CallerSide:
+    """The caller's side of a run in ranks: the parts of the loop that receive the ranks' state."""
+
+    def __init__(self, loop: LoopState) -> None:
+        self._loop = loop
+        self._known = known_objects(loop)
+        self._parts = _parts(loop)
+        self._callbacks = list(loop.callbacks)
+        self.paths = tuple(self._parts)
+        """Paths of the parts, for :class:`RankSide`. Both sides number the parts in the same way."""
+
+    def receive(self, data: PackedState) -> Any:
+        """Write a rank's end state into the caller's objects; return the ``result`` that was sent with it."""
+        state = unpack_state(data, [*self._known, *self._parts.values()])
+        _receive(self._loop, state, self._callbacks)
+        # Tensors that share a parameter's memory already have the parameter's values. (A rank with shards sends initial
+        # values.)
+        own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
+        views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
+        put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
+        for text in state["warnings"]:
+            warn(text)
+        result = state["result"]
+        del state  # free the model's memory now
+        trim()
+        return result
+
+
+class RankSide:
+    """The rank's side of a run: remembers the loop's state on arrival, so that only changes are sent back.
+
+    One rank of each host ``sends`` its state. The other ranks only call the callbacks' ``__getstate__``, since it may
+    be an exchange between all ranks.
+    """
+
+    def __init__(self, loop: LoopState, paths: Iterable[str] = (), *, sends: bool = True) -> None:
+        self._loop, self._sends = loop, sends
+        self.callbacks = list(loop.callbacks)
+        """Callbacks that the caller sent; hooks may later change the loop's list."""
+        # A pickled optimizer loses a mark set by torch's schedulers, which would then print a warning.
+        warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
+        if not sends:
+            return
+        found = _parts(loop)
+        self.parts = {path: found[path] for path in paths if path in found}
+        """Objects that exist on both sides, by path."""
+        # A part that is missing here is replaced by an object, so that the other parts keep their numbers.
+        self.known = [*known_objects(loop), *(found.get(path, object()) for path in paths)]
+        """Objects that both sides have, in the same order."""
+        self._loaders = loaders_of(loop)  # a hook may replace them
+        self._marks = [LoaderMarks(loader) for loader in self._loaders]
+        self._settings = {name: getattr(loop, name) for name in _SETTINGS}
+        self._modules = _modules(loop)
+        self._structures = {key: _structure(module) for key, module in self._modules.items()}
+        self._attributes = {
+            key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
+        }
+        self._arrived = fingerprints(self.parts, self.known)
+
+    def end_state(self, result: Any) -> PackedState | None:
+        """Return the loop's current state (its tensors are not copied) and ``result``, for :class:`CallerSide`."""
+        loop = self._loop
+        callbacks = [_callback_state(callback) for callback in self.callbacks]
+        if not self._sends:
+            return None
+        modules = _modules(loop)
+        # Send only the outermost modules that a callback has added. References to the caller's objects are kept.
+        added = {key for key, module in modules.items() if self._modules.get(key) is not module}
+        added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
+        structures = {
+            key: _sent_structure(module)
+            for key, module in modules.items()
+            if self._modules.get(key) is module
+            and _structure(module) != self._structures[key]
+            and self._can_send(_sent_structure(module), f"module {key[1]!r}, changed in training, can't be pickled")
+        }
+        changed: dict[Any, Any] = {}
+        for key, value in _plain_attributes(loop).items():
+            if any(key[0] == root and f"{key[1]}.".startswith(f"{path}.") for root, path in added):
+                continue
+            mark = fingerprint(value, self.known)
+            if mark is None:
+                if self._attributes.get(key) is not None:
+                    warn(f"model attribute {key[2]!r} can no longer be pickled, so your process keeps the old value.")
+            elif mark != self._attributes.get(key):
+                changed[key] = value
+        state = {
+            "modules": {
+                key: modules[key]
+                for key in added
+                if self._can_send(modules[key], f"module {key[1]!r}, added in training, can't be pickled")
+            },
+            "structures": structures,
+            "settings": self._changed_settings(),
+            "warnings": self._about_loaders(),
+            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
+            "attributes": changed,
+            "parts": changed_parts(self.parts, self._arrived, self.known),
+            "generators": generator_states(self._loaders),
+            "history": loop.history.state_dict(),
+            "scaler": loop.scaler_state,
+            "counters": {name: getattr(loop, name) for name in COUNTERS},
+            "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
+            "list of callbacks": self._changed_list(),
+            "result": result,
+        }
+        return pack_state(state, self.known)
+
+    def _changed_settings(self) -> dict[str, Any]:
+        """Return what hooks have assigned to the loop, except for loaders."""
+        now = {name: getattr(self._loop, name) for name in _SETTINGS}
+        return {
+            name: value
+            for name, value in now.items()
+            if value is not self._settings[name]
+            and self._can_send(value, f"tl.{name}, assigned in training, can't be pickled")
+        }
+
+    def _about_loaders(self) -> list[str]:
+        """Return a warning for each loader that hooks have replaced or changed, since data do not come back."""
+        found = []
+        for name, before, marks in zip(_LOADERS, self._loaders, self._marks):
+            if before is None:
+                continue
+            if getattr(self._loop, name) is not before:
+                found.append(
+                    f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
+                    "you passed. To use another one after fit, assign it there."
+                )
+            elif marks.changed():
+                found.append(
+                    f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
+                    "process, they are unchanged. To use the change after fit, make it there, too."
+                )
+        return found
+
+    def _can_send(self, value: Any, problem: str) -> bool:
+        """Return True if a value can be pickled; otherwise warn."""
+        can = fingerprint(value, self.known) is not None
+        if not can:
+            warn(f"{problem}, so your process does not get it.")
+        return can
+
+    def _changed_list(self) -> list[Any] | None:
+        """Return the loop's callbacks if a hook has added or removed some; ``None`` if the list is unchanged.
+
+        The caller gets copies of new callbacks.
+        """
+        now = self._loop.callbacks
+        if len(now) == len(self.callbacks) and all(map(operator.is_, now, self.callbacks)):
+            return None
+        added = "added in training, can't be pickled"
+        return [one for one in now if self._can_send(one, f"callback {one.callback_name!r}, {added}")]
+
+    def _that_can_be_sent(self, state: Any, callback: Any) -> Any:
+        if not isinstance(state, dict):
+            return state
+        return {k: v for k, v in state.items() if self._can_send(v, f"{callback!r}: its {k} can no longer be pickled")}
+
+
+def _plain_attributes(loop: LoopState) -> dict[tuple[int, str, str], Any]:
+    """Return the attributes of all modules, by root module, the module's name in it, and the attribute's name."""
+    return {
+        (root, path, name): value
+        for (root, path), module in _modules(loop).items()
+        for name, value in kept_attributes(module).items()
+        # Attributes that __getstate__ omits or replaces are local to one process.
+        if name not in _TORCH_OWN
+        and not is_mark_of_sharding(name)
+        and module.__dict__.get(name, _MISSING) is value
+        and name not in names_of(module)  # rank 0's columns are not the columns of the caller
+    }
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+
+
+def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> None:
+    _put_modules(loop, state["modules"])
+    _put_structures(loop, state["structures"])
+    _put_tensors(loop, state["tensors"])
+    _put_plain_attributes(loop, state["attributes"])
+    set_generator_states(loaders_of(loop), state["generators"])
+    loop.history.load_state_dict(state["history"])
+    loop.scaler_state = state["scaler"]
+    loop.note(**state["settings"])
+    for name, value in state["counters"].items():
+        setattr(loop, name, value)
+    for callback, saved in zip(callbacks, state["callbacks"], strict=True):
+        _put_callback_state(callback, saved)
+    if state["list of callbacks"] is not None:
+        loop.note(callbacks=state["list of callbacks"])
+
+
+def _put_tensors(loop: LoopState, values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
+    """Write values and ``requires_grad`` into a loop's parameters and buffers."""
+    tensors = dict(_tensors(loop))
+    with torch.no_grad():
+        for key, (value, requires_grad) in values.items():
+            own = tensors.get(key)
+            if own is not None and own.shape == value.shape and own.dtype == value.dtype:
+                own.copy_(value)
+                if own.requires_grad != requires_grad:
+                    own.requires_grad_(requires_grad)
+            elif isinstance(own, nn.Parameter) and not nn.parameter.is_lazy(own):  # ``p.data = ...`` during the run
+                own.data = value.to(own.device)
+                own.grad = None
+                own.requires_grad_(requires_grad)
+            elif not requires_grad:  # a buffer that was created or reshaped during the run
+                root, path = key
+                owner, _, name = path.rpartition(".")
+                _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
+
+
+def _put_plain_attributes(loop: LoopState, values: Mapping[tuple[int, str, str], Any]) -> None:
+    """Write the other side's :func:`_plain_attributes` into this side's modules; skip missing modules."""
+    modules = _modules(loop)
+    for (root, path, name), value in values.items():
+        if (root, path) in modules:
+            object.__setattr__(modules[root, path], name, value)
+
+
+def _put_modules(loop: LoopState, added: Mapping[tuple[int, str], nn.Module]) -> None:
+    """Add or replace the modules that a callback has added or replaced on the other side."""
+    for (root, path), module in added.items():
+        owner, _, name = path.rpartition(".")
+        _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """Return what a module consists of, apart from the values of its tensors, to compare it with a later state."""
+    buffers = [(name, None if b is None else (b.shape, b.dtype)) for name, b in module._buffers.items()]
+    persistent = sorted(module._non_persistent_buffers_set)
+    hooks = [[(key, _Same(hook)) for key, hook in vars(module).get(name, {}).items()] for name in _HOOKS]
+    parameters = [(name, _Same(p)) for name, p in module._parameters.items()]
+    return [type(module), parameters, buffers, persistent, list(module._modules.keys()), hooks]
+
+
+class _Same:
+    """An object that is compared by identity, and kept alive, so that no other object gets its address."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.obj is other.obj
+
+    __hash__ = None  # type: ignore[assignment]  # only compared
+
+
+def _sent_structure(module: nn.Module) -> dict[str, Any]:
+    # The very dicts of hooks, since handles that callbacks keep refer to these.
+    slots = {name: vars(module)[name] for name in (*_HOOKS, "_is_full_backward_hook") if name in vars(module)}
+    slots["_parameters"] = dict(module._parameters)
+    slots["_buffers"] = {name: None if b is None else b.detach().cpu() for name, b in module._buffers.items()}
+    slots["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+    return {"class": type(module), "slots": slots, "modules": list(module._modules)}
+
+
+def _put_structures(loop: LoopState, changed: Mapping[tuple[int, str], dict[str, Any]]) -> None:
+    """Change modules as callbacks have changed them on the other side: parameters, buffers, children, hooks, class."""
+    modules = _modules(loop)
+    for key, saved in changed.items():
+        module = modules[key]
+        module.__class__ = saved["class"]
+        before = dict(module._buffers)
+        for name, value in saved["slots"].items():
+            vars(module)[name] = value
+            if name in _HOOKS:  # a hook that is registered later must get another ID
+                RemovableHandle.next_id = max([RemovableHandle.next_id, *(one + 1 for one in value)])
+        for name, buffer in module._buffers.items():
+            own = before.get(name)
+            if own is not None and buffer is not None and (own.shape, own.dtype) == (buffer.shape, buffer.dtype):
+                module._buffers[name] = own  # its values are written into it
+        children = {name: module._modules[name] for name in saved["modules"] if name in module._modules}
+        module._modules.clear()
+        module._modules.update(children)
+
+
+def _put_callback_state(callback: Any, saved: Any) -> None:
+    """Load the other side's :func:`_callback_state` into a callback."""
+    if hasattr(callback, "__setstate__"):
+        callback.__setstate__(saved)
+    else:
+        callback.__dict__.update(saved)
+
+
+def _modules(loop: LoopState) -> dict[tuple[int, str], nn.Module]:
+    """Return all modules, by root and name in it; list positions would shift when a callback adds a module."""
+    roots = enumerate(_root_modules(loop))
+    return {(root, path): module for root, top in roots for path, module in top.named_modules()}
+
+
+def _root_modules(loop: LoopState) -> list[nn.Module]:
+    return trained_modules(loop.model, loop.criterion)
+
+
+def _tensors(loop: LoopState) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+    """Yield parameters and buffers (including non-persistent ones) by root module and name; tied ones only once."""
+    for root, module in enumerate(_root_modules(loop)):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield (root, name), tensor
+
+
+def _callback_state(callback: Any) -> Any:
+    """Return the part of a callback that its ``__getstate__`` sends to another process."""
+    get_state = getattr(type(callback), "__getstate__", None)
+    if get_state is not None and get_state is not getattr(object, "__getstate__", None):
+        return callback.__getstate__()
+    return dict(callback.__dict__)

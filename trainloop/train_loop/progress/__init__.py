@@ -1,0 +1,1 @@
+"""What a loop remembers and shows: its attributes, how far it has trained, and how long that took."""

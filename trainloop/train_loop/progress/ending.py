@@ -1,0 +1,62 @@
+"""Find out why training ended early, and whether any work is left after a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainloop.callbacks.base import Saver, overrides
+from trainloop.train_loop.arguments.options import End
+from trainloop.train_loop.progress.loop_state import LoopState
+
+__all__ = ["described_ends", "end_that_holds", "has_work_at_end", "nothing_left"]
+
+
+def described_ends(ends: Sequence[End], epoch: int) -> str:
+    """Return a line that gives the reason why training ended after ``epoch``, which is counted from 1."""
+    names = " and ".join(dict.fromkeys(end.name for end in ends))
+    reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
+    return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
+
+
+def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
+    """Return the ends of a checkpoint's run that hold for this ``fit``.
+
+    A callback's end holds if the callback is still present and would end the run again; an assignment to ``early_stop``
+    holds in any case. Empty if this ``fit`` asks for more epochs or iterations than that run did.
+    """
+    place = state["place"]
+    if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
+        return []
+    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked.
+    states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
+    present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
+    ends = [End(*saved) for saved in place.get("ends", ())]
+    return [
+        end
+        for end in ends
+        if not end.kind or ((key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {})))
+    ]
+
+
+def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:
+    """Return the reason why no work is left after a checkpoint; an empty string if work is left."""
+    place = state["place"]
+    if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
+        return ""
+    ends = end_that_holds(loop, state)
+    if ends:
+        return (
+            f"{described_ends(ends, place['epoch']).rstrip('.')}. To continue, ask for more epochs or change callbacks."
+        )
+    begun, what = (place["start_epoch"], "epoch") if loop.num_epochs else (place["start_iteration"], "iteration")
+    done = (place["epoch"] if loop.num_epochs else place["total_iteration_idx"]) - begun
+    asked = loop.num_epochs or loop.num_iterations
+    return f"{done} of {asked} {what}s are done. To continue, ask fit for more." if done >= asked else ""
+
+
+def has_work_at_end(loop: LoopState) -> bool:
+    """Return True if work follows the last epoch: a test, or hooks of callbacks."""
+    if loop.end_auto_eval and loop.test_loader is not None:
+        return True
+    return any(overrides(callback, "on_train_end") and not isinstance(callback, Saver) for callback in loop.callbacks)

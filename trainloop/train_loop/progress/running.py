@@ -1,0 +1,68 @@
+"""Describe a training run as the modules see it that save, resume and compare it; ``training.py`` implements it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from trainloop.train_loop.progress.loop_state import LoopState
+
+if TYPE_CHECKING:
+    from trainloop._metrics import Recorder, StepValues
+    from trainloop.callbacks.base import HookTable
+
+__all__ = ["Stage", "TrainingRun"]
+
+Stage = Literal["data", "forward", "backward", "complete", "hooks", "step", "done"]
+"""What a run is doing: waiting for the next batches; in a step, a micro-batch's first hooks and forward, its backward,
+the end of the gradients' computation, hooks and clipping, the optimizers' steps; or what follows a step."""
+
+
+class TrainingRun(Protocol):
+    """A training run at work in this process."""
+
+    loop: LoopState
+    stage: Stage
+    place: Any
+    """Placed model, a :class:`~trainloop.train_loop.run.placement.Placement`."""
+    hooks: HookTable
+    parallel: bool
+    """True if there are other ranks."""
+    seed: int | None
+    exchange: Any
+    """Exchange of logs."""
+    recorder: Recorder
+    feed: Any
+    gradients: Any
+    history_epoch: int
+    start_epoch: int
+    start_iteration: int
+    epoch_steps: int
+    """Steps since the epoch began."""
+    epoch_batches: int
+    """Batches since the epoch began."""
+    epoch_finished: bool
+    skip_steps: int
+    """Steps of the next epoch that were done before the loaded checkpoint."""
+    skip_batches: int | None
+    """Batches of these steps, if the last of them was cut short; else ``None``."""
+    before_cut: dict[str, Any] | None
+    """States before the hooks at the end of an epoch that the end of this run has cut short."""
+    ended: bool
+    """True if this run resumes after a callback had ended the training."""
+    finished: bool
+    """True if all work at the end is done, except for the last checkpoint."""
+
+    def publish(self, steps: StepValues) -> None:
+        """Add step values to the history and, on rank 0, pass them to ``on_log``."""
+
+    def shared_of(self, loader: Any, name: str) -> Any:
+        """Return the properties of an evaluation loader that must be equal on all ranks."""
+
+    def is_done(self) -> bool:
+        """Return True if neither a step nor the end of a resumed epoch is left."""
+
+    def watch_losses(self) -> None:
+        """Watch the criteria of class indices in the model and the criterion, as they are now."""
+
+    def take_data(self) -> None:
+        """Read the loop's loaders from now on. Collective if ranks exchange sizes."""

@@ -1,0 +1,125 @@
+"""Reject models and options that ``fsdp`` can't train, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim import optimizers_of
+from trainloop.parallel.shards import stays_whole
+from trainloop.parallel.undoing import can_undo
+from trainloop.parallel.units import check_dtypes, units_of
+from trainloop.train_loop.progress.loop_state import LoopState
+
+__all__ = ["check_shardable"]
+
+# These optimizers need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
+_NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
+_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+_FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
+
+
+def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, Any]) -> None:
+    """Before any process starts, raise an error if ``fsdp`` can't train this loop.
+
+    Raises
+    ------
+    ConfigurationError
+        If ``fsdp`` can't train this loop; the message names an alternative.
+    """
+    model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
+    if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):
+        raise ConfigurationError(
+            "fit(gather=False) keeps trained weights only in checkpoints, but callbacks has no ModelCheckpoint. "
+            "Add one, or leave gather out."
+        )
+    can_undo()
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if gather and meta is not None:
+        raise ConfigurationError(
+            f"{meta} is on the meta device, which has no memory for the trained weights. Use fit(gather=False) with a "
+            "ModelCheckpoint, or build the model on the CPU."
+        )
+    if options.compile_args is not None or options.compiles_step:
+        given = "'step'" if options.compiles_step else "True"
+        raise ConfigurationError(
+            f"compile={given} with gpu_mode='fsdp': a graph of the whole model can't gather the sharded blocks one by "
+            "one. Compile the blocks yourself, `for block in model.blocks: block.compile()`, and leave compile out."
+        )
+    _check_modules(model, wrapper_args.get("shard"))
+    units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
+    if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
+        raise ConfigurationError(
+            f"use_amp runs operations in {options.amp.dtype}, but mp_policy in fsdp_model_args runs the sharded blocks "
+            f"in {units_in}. Use only one (mp_policy also makes exchanges smaller), or the same dtype in both."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
+                "gpu_mode='ddp', or an element-wise optimizer such as AdamW."
+            )
+        kernel = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ not in _FUSED
+        if kernel and any(group.get("fused") for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}(fused=True) with gpu_mode='fsdp': torch has no fused kernel for "
+                "sharded parameters. Leave fused out, or use AdamW."
+            )
+        if any(loop.own_optimizer_states):  # each rank has its own, from the last fit
+            continue
+        for p, own in optimizer.state.items():
+            for key, value in own.items() if isinstance(own, dict) and isinstance(p, Tensor) else ():
+                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
+                        f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
+                        "Start with a new optimizer, or use gpu_mode='ddp'."
+                    )
+
+
+def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return the names of the parameters with a hook for their gradient, each with the method that adds the hook."""
+    return [
+        (name, made_by) for name, p in named for kind, made_by in _HOOKS.items() if p.requires_grad and getattr(p, kind)
+    ]
+
+
+def _check_modules(model: nn.Module, shard: Any) -> None:
+    """Raise an error for features of a model that ``fully_shard`` would silently ignore."""
+    done: set[int] = set()
+    for name, unit in [*units_of(model, shard), (type(model).__name__, model)]:
+        own = {n: p for n, p in unit.named_parameters() if id(p) not in done and not stays_whole(p)}
+        check_dtypes(name, own)
+        done.update(map(id, own.values()))
+    for name, p in model.named_parameters():
+        for _, made_by in hooked_parameters([(name, p)]):
+            if not stays_whole(p):
+                raise ConfigurationError(
+                    f"gpu_mode='fsdp': {name} has a hook for its gradient ({made_by}), which would not be called, "
+                    "because shards replace the parameter. Change gradients in a callback's on_after_gradient_update, "
+                    "where p.grad is sharded, or in a module's register_full_backward_hook."
+                )
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name} is an {type(part).__name__} with max_norm={part.max_norm}, which changes its "
+                "weight in forward. In fsdp, forward has a gathered copy of the weight, so the change would be lost. "
+                "Leave max_norm out and scale rows in a callback's on_after_optimizer_step, or use gpu_mode='single'."
+            )
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name} is an {type(part).__name__} with sparse=True, but sparse gradients can't be "
+                "reduced over shards. Use sparse=False, or gpu_mode='ddp'."
+            )
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name or type(model).__name__} is a TorchScript module, which can't be sharded. Use "
+                "the module that it was made from, or gpu_mode='ddp'."
+            )

@@ -1,0 +1,409 @@
+"""Run the model on one rank of ``fsdp``: sharded during the run, and gathered at the end if that is requested."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trainloop import distributed
+from trainloop._launch import place_here
+from trainloop._launch.rank_process import result_file
+from trainloop._transfer.pages import evict_clean_pages, trim
+from trainloop.errors import ConfigurationError
+from trainloop.optim import inner_optimizers, parameters_of
+from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.shards import (
+    free,
+    full_tensor,
+    gathered,
+    is_sharded,
+    local_shard,
+    map_tensors,
+    shard_like,
+    stays_whole,
+    write_shard,
+)
+from trainloop.train_loop.run.placement import Placement, move_state
+
+if TYPE_CHECKING:
+    from trainloop._transfer.result import ResultFile
+
+__all__ = ["ShardedPlacement", "sharded"]
+
+_TRIMMED_AFTER = 32 << 20  # bytes freed by this process that the allocator may still keep
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's scaler for sharded and unsharded gradients. It skips a step on all ranks or on none.
+
+    torch's kernel does not accept sharded and unsharded gradients in one call. With sharded gradients only, it missed
+    another rank's overflow (torch 2.13, Gloo).
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        for p in parameters_of(optimizer):
+            if p.grad is None:
+                continue
+            if p.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's text
+            part = local_shard(p.grad)
+            if part.numel():
+                infinite = part.isfinite().logical_not_().any()
+                found_inf.copy_(torch.maximum(found_inf, infinite.to(found_inf)))
+                part.mul_(inv_scale.to(part.device))  # offloaded gradients are on another device
+        torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
+class _RefusesIgnored(TorchFunctionMode):
+    """Raise an error for changes of sharded parameters that FSDP ignores; it keeps its own references to the shards."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _IGNORED and args and is_sharded(args[0]):
+            raise ConfigurationError(
+                f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
+                "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_IGNORED = {
+    Tensor.data.__set__: "p.data = ...",  # type: ignore[attr-defined]
+    Tensor.register_hook: "p.register_hook(...)",
+    Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
+}
+
+
+class ShardedPlacement(Placement):
+    """Placement of a model whose forward is an exchange between all ranks."""
+
+    collective = True
+    scaler_type = _Scaler
+
+    def wrap_again(self) -> None:
+        """Do nothing: a unit reads its parameters' ``requires_grad`` at each forward."""
+
+    def steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Write the state of optimizers that a callback has assigned into the caller's shapes at the end, too."""
+        for optimizer in optimizers:
+            for one in (optimizer, *inner_optimizers(optimizer).values()):
+                if all(one is not known for known in self.stepped):
+                    self.stepped.append(one)
+
+    def check_parameters(self) -> None:
+        """Raise an error if a sharded parameter was removed from its module, or replaced by another one."""
+        if self._owned is None:
+            self._owned = [
+                (module, name, path)
+                for path, module in self.model.named_modules()
+                for name, p in module._parameters.items()
+                if p is not None and is_sharded(p)
+            ]
+        for module, name, path in self._owned:
+            now = module._parameters.get(name)
+            # A parameter that is not sharded may be one that FSDP has gathered, as after a penalty on gradients.
+            if now is None or ((module, name) in self.registered and not is_sharded(now)):
+                raise ConfigurationError(
+                    f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback. "
+                    "In fsdp, units of parameters are sharded when the run begins, and can't change later. Make the "
+                    "change before fit, replace the whole module, or use gpu_mode='ddp'."
+                )
+
+    def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the hook, with an error for what FSDP ignores or can't do with a shard."""
+
+        @functools.wraps(hook)
+        def guard(*args: Any) -> Any:
+            try:
+                with _RefusesIgnored():
+                    return hook(*args)
+            except RuntimeError as error:
+                if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{getattr(hook, '__qualname__', 'a hook')} uses a parameter of which this rank has a shard only, "
+                    "a DTensor, outside of get_loss, get_loss_eval and get_predictions. To call the model, call "
+                    "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change "
+                    "values, use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), "
+                    "or p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch "
+                    f"says: {error}"
+                ) from error
+
+        return guard
+
+    _owned: list[tuple[nn.Module, str, str]] | None = None
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""
+        return nullcontext()
+
+    def share_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks."""
+        self.wrapper.share_buffers()
+
+    def make_whole(self, callbacks: Iterable[Any]) -> None:
+        """On ranks that send state back, gather sharded tensors that callbacks keep, even in dicts and lists."""
+        callbacks = list(callbacks)
+        found: dict[int, Any] = {}
+        _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
+        shards = [tensor for tensor in found.values() if is_sharded(tensor)]
+        file = result_file()
+        whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
+        made = dict(zip(map(id, shards), whole_ones, strict=True))
+        _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
+
+    @property
+    def evaluated(self) -> Any:
+        """Model for evaluation: the wrapper, since only the wrapper can gather parameters."""
+        return self.wrapper
+
+
+def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
+    """Replace each tensor that callbacks keep by ``function(tensor)``."""
+    for callback in callbacks:
+        for name, value in list(vars(callback).items()):
+            if isinstance(value, dict):
+                for key, item in list(value.items()):  # Counter.update would add
+                    value[key] = _map_shards(item, function)
+            elif type(value) is list:
+                value[:] = [_map_shards(item, function) for item in value]
+            elif is_sharded(value):
+                setattr(callback, name, function(value))
+
+
+def _map_shards(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Map the tensors in a value; return the same object if none of them is sharded."""
+    tensors: list[Tensor] = []
+    map_tensors(value, tensors.append)
+    return map_tensors(value, function) if any(map(is_sharded, tensors)) else value
+
+
+@contextmanager
+def sharded(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], wrapper_args: dict[str, Any], *, values_to: str
+) -> Iterator[Any]:
+    """Shard and wrap the model, and let optimizers step the shards; afterwards restore everything except the values.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Model, equal on all ranks.
+    optimizers : list of torch.optim.Optimizer
+        Optimizers, whose state is sharded too.
+    wrapper_args : dict
+        Further arguments of the wrapper's constructor.
+    values_to : {'all', 'host', 'none'}
+        Ranks whose model and optimizers get the trained values at the end (collective): all ranks, or local rank 0 of
+        each host, in the file from which the launching process reads the result. With ``'none'``, or if an exception
+        ends the run, the model gets its initial values back.
+    """
+
+    originals = dict(model.named_parameters())
+    kept = {name: p.data for name, p in originals.items()}  # moving a unit to its GPU moves its parameters, too
+    buffers = {name: (buffer, buffer.data) for name, buffer in model.named_buffers()}
+    in_place = [p for p in originals.values() if stays_whole(p)] + [buffer for buffer, _ in buffers.values()]
+    for tensor in in_place if optimizers else ():  # copies: a failed run must not change the caller's tensors
+        tensor.data = tensor.data.clone()
+    returned = False
+    if "init_sync" not in wrapper_args:  # not if all ranks map the same weights, which the launching process has sent
+        wrapper_args = {**wrapper_args, "init_sync": not _all_here() or result_file() is None}
+    wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
+    for name, p in originals.items():
+        if not stays_whole(p):
+            p.data = kept[name]
+    shards = dict(model.named_parameters())
+    first = dict(shards)
+    before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
+    own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
+    _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
+    for optimizer in optimizers:  # scalars, and the step counters of fused kernels
+        move_state(optimizer)
+    read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
+    here = [t for t in read if isinstance(t, Tensor) and (t.device.type, t.layout) == ("cpu", torch.strided)]
+    evict_clean_pages((t.data_ptr(), t.nbytes) for t in here)  # shards are copies; the file has full tensors
+    try:
+        yield wrapper
+        own_state += [{} for _ in optimizers[len(own_state) :]]  # of optimizers that a callback has assigned
+        if values_to != "none":
+            wrapper.reshard_units()
+            names = {id(p): name for name, p in first.items()}  # of modules that callbacks have removed, too
+            names.update((id(p), name) for _, name, p in _found_again(model, shards))
+            file = result_file() if values_to == "host" else None
+            _write_back(
+                [*{id(p): p for p in (*model.parameters(), *first.values())}.values()],
+                names,
+                originals,
+                kept,
+                optimizers,
+                own_state,
+                file,
+            )
+            returned = True
+    finally:
+        for optimizer in optimizers[len(before) :]:
+            before.append((optimizer.state, list(optimizer.param_groups)))
+        again = _found_again(model, shards)
+        shards = {**first, **{name: p for _, name, p in again}}
+        wrapper.take_off({now: originals[name] for now, name, _ in again})
+        for name, p in originals.items():
+            if stays_whole(p):
+                p.data = kept[name]
+        _put_back_buffers(model, buffers, restore=bool(optimizers) and not returned)
+        for optimizer in optimizers if not returned else ():  # the state is useless without the trained values
+            for stepped in {*shards.values(), *originals.values()}:
+                optimizer.state.pop(stepped, None)
+        _move(optimizers, shards, originals, lambda value, _: value)
+        own = {id(shard): originals[name] for name, shard in shards.items()}
+        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
+            if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old dict
+                state.clear()
+            for group in groups:
+                group["params"] = [own.get(id(p), p) for p in group["params"]]
+
+
+def _is_first_of_host() -> bool:
+    return place_here().local_rank == 0
+
+
+def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tuple[str, str, nn.Parameter]]:
+    """Return the current name, the former name and the current value of each parameter that was sharded.
+
+    A callback may have replaced a module by another module, for example one with an adapter.
+    """
+    names = {id(p): name for name, p in shards.items()}
+    found = [(now, names.get(id(p), now), p) for now, p in model.named_parameters() if id(p) in names or is_sharded(p)]
+    return [(now, name, p) for now, name, p in found if name in shards]
+
+
+def _write_back(
+    parameters: Sequence[nn.Parameter],
+    names: dict[int, str],
+    originals: dict[str, nn.Parameter],
+    kept: dict[str, Tensor],
+    optimizers: list[torch.optim.Optimizer],
+    own_state: list[dict[Any, dict[Any, Any]]],
+    file: ResultFile | None,
+) -> None:
+    """Write the trained values into the model's parameters and its optimizers' state, one tensor at a time.
+
+    With a file, each rank writes its shard into it and frees the shard's memory, so the full model exists only once.
+    Without a file, every rank gathers each tensor and moves it off the device before the next one: a device with room
+    for its shards may have no room for the full model.
+    """
+    receives = file is None or _is_first_of_host()
+    shards: list[Any] = []
+    owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
+    for p in parameters:
+        if id(p) not in names:
+            continue
+        name = names[id(p)]
+        target = originals[name]
+        target.requires_grad_(p.requires_grad)
+        if is_sharded(p):
+            shards.append(p)
+            owners.append((None, None, target, kept[name].device))
+        elif receives:
+            (kept[name] if p is target else target).data.copy_(p.detach())
+    seen: set[int] = set()
+    for optimizer, initial in zip(optimizers, own_state, strict=True):
+        for stepped in parameters_of(optimizer):
+            if id(stepped) not in names or id(optimizer.state.get(stepped)) in seen:
+                continue
+            seen.add(id(optimizer.state.get(stepped)))  # an optimizer within another one may share its state
+            name = names[id(stepped)]
+            own, before = optimizer.state.get(stepped, {}), initial.get(originals[name], {})
+            for key, value in own.items():
+                if is_sharded(value):
+                    shards.append(value)
+                    owners.append((own, key, before.get(key), kept[name].device))
+                elif isinstance(value, Tensor) and value.device.type != "cpu" and receives:
+                    own[key] = value.to(kept[name].device)
+    in_file = None if file is None else _in_file(shards, file, frees=True)
+    for i, (state, key, home, device) in enumerate(owners):
+        full = full_tensor(shards[i]) if in_file is None else in_file[i]
+        fits = home is not None and home.shape == full.shape and home.dtype == full.dtype
+        if home is not None and fits and receives:
+            if in_file is None:
+                home.detach().copy_(full)
+            else:
+                home.data = full
+        if state is not None:
+            state[key] = home if fits else full.to(device) if in_file is None else full
+        del full
+
+
+def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
+    """Write sharded tensors into the file of this host's result; return the full tensors as views of the file.
+
+    Collective.
+    """
+    room = file.room_for((shard.shape, shard.dtype) for shard in shards)
+    all_here, kept = _all_here(), 0
+    for shard, target in zip(shards, room, strict=True):
+        if not (all_here and write_shard(shard, target)):
+            full = full_tensor(shard)
+            if _is_first_of_host():
+                target.copy_(full)
+            del full
+        if frees:
+            kept += local_shard(shard).nbytes
+            free(shard)
+            if kept > _TRIMMED_AFTER:
+                trim()
+                kept = 0
+    if frees:
+        trim()
+    distributed.barrier()
+    return room
+
+
+def _all_here() -> bool:
+    """Return True if all ranks are on this host."""
+    here = place_here()
+    return here.local_world_size == here.world_size
+
+
+def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], *, restore: bool) -> None:
+    """Copy buffers back into their original memory and device; with ``restore``, put back replaced buffers, too."""
+    now = dict(model.named_buffers())
+    for name, (buffer, original) in buffers.items():
+        if name not in now:
+            continue
+        if restore:
+            owner, _, own_name = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own_name] = buffer
+        elif now.get(name) is not buffer:
+            continue
+        elif buffer.shape == original.shape and buffer.dtype == original.dtype:
+            original.copy_(buffer.data)
+        else:
+            original = buffer.data.to(original.device)
+        buffer.data = original
+
+
+def _move(
+    optimizers: list[torch.optim.Optimizer],
+    before: dict[str, nn.Parameter],
+    after: dict[str, nn.Parameter],
+    convert: Callable[[Tensor, Any], Any],
+) -> None:
+    """In the optimizers' groups and state, replace each parameter by the one of the same name in ``after``."""
+    new = {id(p): after[name] for name, p in before.items() if name in after}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(id(p), p) for p in group["params"]]
+        state = list(optimizer.state.items())
+        optimizer.state.clear()
+        for p, own in state:
+            target = new.get(id(p), p)
+            if target is not p and isinstance(own, dict):  # the same dict, since users may refer to it
+                own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
+            optimizer.state[target] = own

@@ -1,0 +1,258 @@
+"""Check the results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
+
+This module separates a loss from its weight, and rejects it if it can't be differentiated.
+:mod:`trainloop.train_loop.training.gradients` computes the gradients.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainloop._support.reduction import divisor_of
+from trainloop.data.batch.batches import note_batch
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
+from trainloop.parallel.misuse import explain_sharded
+
+__all__ = [
+    "BatchLoss",
+    "Yielded",
+    "explain_batch_of_one",
+    "explain_backward",
+    "explain_no_criterion",
+    "explained_evaluation",
+    "joined_losses",
+    "loss_of",
+    "read_loss",
+    "split_loss",
+    "read_yielded",
+    "weights_of_parts",
+]
+
+
+class BatchLoss(NamedTuple):
+    """The loss of a batch, and what it weighs in a mean over batches."""
+
+    loss: Any
+    """The loss, or a :class:`MultiLoss`."""
+    units: Any = None
+    """Units over which the loss is a mean: what ``get_loss`` returned as its weight, or the divisor of the criterion
+    (:mod:`trainloop._support.reduction`); a dict for the parts of a ``MultiLoss``. ``None``: the batch's samples."""
+    explicit: bool = False
+    """True if ``get_loss`` returned the weight."""
+    is_sum: bool = False
+    """True if the loss is a sum over the batch's samples, rather than a mean."""
+
+    def shown(self, size: int) -> tuple[Any, Any]:
+        """Return the mean loss of a batch of ``size`` samples, and its weight, for the history."""
+        loss = self.loss.detach() / max(size, 1) if self.is_sum else self.loss
+        return loss, size if self.units is None else self.units
+
+
+def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+    """Return what ``get_loss`` returned for a batch of ``size`` samples.
+
+    Parameters
+    ----------
+    output : Tensor, MultiLoss or tuple
+        A loss, or ``(loss, weight)``.
+    size : int
+    sums : callable, optional
+        Decides whether a loss is a sum over samples; see :func:`trainloop._support.reduction.sum_rule`.
+    """
+    if isinstance(output, Tensor):
+        loss = output
+        if loss.numel() != 1:
+            _check_scalar(loss)
+    else:
+        loss, weight = split_loss(output)
+        if weight is not None:
+            return BatchLoss(loss, weight, True)
+    is_sum = sums is not None and sums(loss)
+    units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
+    return BatchLoss(loss, units, False, is_sum)
+
+
+def split_loss(output: Any) -> tuple[Any, Any]:
+    """Return a loss and its weight; the weight is ``None`` if ``get_loss`` returned no weight."""
+    if isinstance(output, tuple):
+        if len(output) != 2:
+            raise ConfigurationError(
+                f"get_loss returned a tuple of length {len(output)}. Return a loss, or (loss, weight), where weight "
+                "is, for example, the number of tokens."
+            )
+        loss, weight = output
+        plain = weight is None or isinstance(weight, (int, float, np.generic))
+        if not (plain or (isinstance(weight, Tensor) and weight.numel() == 1)):
+            given = f"tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise ConfigurationError(
+                f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
+                "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
+            )
+    else:
+        loss, weight = output, None
+    # A method that returns super().get_loss(...), which contains a yield.
+    if isinstance(loss, Generator):
+        raise ConfigurationError(
+            "get_loss returned a generator, but does not contain yield itself. Write it with yield, for example `yield "
+            "from super().get_loss(...)`."
+        )
+    if not isinstance(loss, (Tensor, MultiLoss)):
+        raise ConfigurationError(
+            f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}. "
+            "Return a 0-d tensor, (loss, weight) or a MultiLoss."
+        )
+    _check_scalar(loss)
+    return loss, weight
+
+
+def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
+    """Return the weight of each loss; ``None`` if all losses are means over their ``size`` samples."""
+    divisors = {name: divisor_of(loss) for name, loss in losses.items()}
+    if all(divisor is None for divisor in divisors.values()):
+        return None
+    return {name: size if divisor is None else divisor for name, divisor in divisors.items()}
+
+
+def _check_scalar(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ConfigurationError(
+            f"get_loss returned a tensor of shape {tuple(loss.shape)}. Return a 0-d loss, for example its .mean()."
+        )
+
+
+@contextmanager
+def explained_evaluation(batch: Any) -> Iterator[None]:
+    """Add to an error in an evaluation the batch's shapes, and to an error about the loss how to fix it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ConfigurationError) and str(error).startswith(("get_loss returned", "get_loss yielded")):
+            error.args = (f"{error} {_IN_EVALUATION}",)
+        elif isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            error.args = (f"{error}. {_NEEDS_GRADIENTS}",)
+        else:
+            note_batch(error, "In an evaluation", [batch])
+        raise
+
+
+_BEFORE = "tl.preflight() finds this in seconds, before an epoch of training."
+_IN_EVALUATION = (
+    "This was in an evaluation, where the model is in eval() mode and get_loss_eval is called (by default, get_loss). "
+    f"If the model returns something else in this mode, write a get_loss_eval that returns a loss. {_BEFORE}"
+)
+_NEEDS_GRADIENTS = (
+    "An evaluation runs under torch.no_grad(). If get_loss_eval or get_predictions needs gradients, compute them "
+    f"within `with torch.enable_grad():`. {_BEFORE}"
+)
+
+
+def explain_backward(loss: Any, error: RuntimeError) -> None:
+    """Called after an error of backward: raise an error about ``get_loss`` if its loss can't be differentiated."""
+    _check_scalar(loss)
+    explain_sharded(error)
+    if isinstance(loss, Tensor) and not loss.requires_grad:
+        raise ConfigurationError(
+            "get_loss returned a loss without a graph, so it can't be differentiated. Compute it from the model's "
+            "output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
+        )
+
+
+def explain_no_criterion(error: TypeError) -> None:
+    """If ``get_loss`` called None, add to the error's text that the loop has no criterion."""
+    text = str(error)
+    if "'NoneType' object is not callable" not in text:
+        return
+    # A thread of dp raises a new error, whose text has the original traceback.
+    called = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if called & {"get_loss", "get_loss_eval"} or "in get_loss" in text:
+        # Python 3.10 has no add_note.
+        error.args = (
+            f"{text}. get_loss was given criterion=None, since the loop has no criterion. If get_loss called it, "
+            "pass TrainLoop(criterion=nn.CrossEntropyLoss()).",
+        )
+
+
+def explain_batch_of_one(error: ValueError) -> None:
+    """Add a remedy to torch's error about a BatchNorm that got one sample."""
+    if "Expected more than 1 value per channel when training" in str(error):
+        error.args = (f"{error}. {_ONE_SAMPLE}",)
+
+
+_ONE_SAMPLE = (
+    "In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an epoch may be "
+    "this small, or the part of it that a rank or replica gets. Use DataLoader(drop_last=True) to leave that batch "
+    "out, or TrainLoop(sync_batchnorm=True) to compute the statistics over all ranks."
+)
+
+
+# -- a get_loss that yields its losses ---------------------------------------------------------------------------------
+
+
+class Yielded(NamedTuple):
+    """One loss of a ``get_loss`` that yields its losses."""
+
+    optimizer: int | str | None
+    """Name or index of the loss's optimizer; ``None`` if there is only one."""
+    read: BatchLoss
+
+
+def read_yielded(item: Any, size: int, sums: Callable[[Any], bool] | None = None) -> Yielded:
+    """Read an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizer's name."""
+    optimizer = None
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
+        optimizer, item = item
+    read = read_loss(item, size, sums)
+    if not isinstance(read.loss, Tensor):
+        raise ConfigurationError(
+            "get_loss yielded a MultiLoss. Yield the losses one by one, each after its optimizer's name, as in `yield "
+            "'generator', loss`, or return the MultiLoss."
+        )
+    return Yielded(optimizer, read)
+
+
+def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
+    """Return the losses that one batch of ``size`` samples yielded, averaged for each optimizer, with their units.
+
+    The units are ``None`` if no loss has any, and a dict if there are losses for several optimizers.
+    """
+    groups: dict[int | str | None, list[Tensor]] = {}
+    weights: dict[int | str | None, Any] = {}
+    for optimizer, read in losses:
+        groups.setdefault(optimizer, []).append(read.loss.reshape(()))
+        if read.units is not None:
+            weights.setdefault(optimizer, read.units)
+    if not groups:
+        raise ConfigurationError(
+            "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
+        )
+    # Use mean(): a division would look like the division of a sum over samples; see trainloop._support.reduction.
+    means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
+    if None not in means:
+        weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}
+        return BatchLoss(MultiLoss({str(key): mean for key, mean in means.items()}), weight_of if weights else None)
+    if len(means) > 1:
+        names = ", ".join(repr(name) for name in means if name is not None)
+        raise ConfigurationError(
+            f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
+            "name or index before each loss, as in `yield 'generator', loss`, or before none."
+        )
+    return BatchLoss(means[None], weights.get(None))
+
+
+def loss_of(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+    """Return the loss of a batch of ``size`` samples; run a ``get_loss`` that yields to its end.
+
+    The losses that it yields are means then; ``sums`` decides about their mean.
+    """
+    if not isinstance(output, Generator):
+        return read_loss(output, size, sums)
+    joined = joined_losses([read_yielded(item, size) for item in output], size)
+    return joined._replace(is_sum=joined.units is None and sums is not None and sums(joined.loss))

@@ -1,0 +1,435 @@
+"""Run a loop on one rank: evaluate, predict and record, with the placed model, hooks, recorders and feeds.
+
+A :class:`Run` exists only while its process works for a loop. Its subclass
+:class:`~trainloop.train_loop.training.training.Training` trains.
+
+A value that a hook logs is recorded for the hook's epoch. Hooks of steps log into the epoch that is being recorded. At
+the end of the epoch, all ranks exchange their logs. Then the epoch's last hooks are called, one callback after another.
+The logs of each callback are exchanged before the next callback is called, so the next callback finds them in the
+history.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainloop import distributed
+from trainloop._launch.rank_process import started_by_launch
+from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, named_losses, rows_of
+from trainloop._support import rng
+from trainloop._support.reduction import ClassLosses, sum_rule
+from trainloop._support.stopping import StopAgreement
+from trainloop.callbacks.base import HookTable, overrides
+from trainloop.data import EvalFeed
+from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.loader.loader_copies import end_workers, with_workers
+from trainloop.data.loader.loaders import Shared, check_shared, workers_outlive_signals
+from trainloop.devices import has_ranks
+from trainloop.distributed.ranks import whole_batch
+from trainloop.distributed.tensors import copy_from_first
+from trainloop.model import TTModel
+from trainloop.optim import criterion_modules, trained_modules
+from trainloop.resources.enforce import cap_workers
+from trainloop.train_loop.progress.display import Display
+from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.timings import StepClock
+from trainloop.train_loop.run.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
+from trainloop.train_loop.run.idle import Idle, padded_batches
+from trainloop.train_loop.run.losses import BatchLoss, explained_evaluation, loss_of
+from trainloop.train_loop.run.placement import Placement
+from trainloop.train_loop.run.rows import PredictionStream, RowFiles, rows_folder, write_rows
+
+__all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
+
+# Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
+STEPS_BETWEEN_FLUSHES = 128
+# Until step values are exchanged, they occupy memory twice.
+MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
+
+# Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
+_PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
+
+
+class Run:
+    """A loop at work in this process.
+
+    Parameters
+    ----------
+    loop : LoopState
+        The loop; in a started rank, the rank's copy.
+    place : Placement
+        The model as this rank runs it.
+    stop : StopAgreement
+        Agreement of all ranks on when to stop.
+    """
+
+    trains = False
+
+    def __init__(self, loop: LoopState, place: Placement, stop: StopAgreement) -> None:
+        self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
+        """True if there are other ranks; False for the only rank of a group, as under a launcher with one process."""
+        self.loop = loop
+        self.place = place
+        self.stop = stop
+        self.hooks = HookTable(loop.callbacks, loop.rank, loop.model, place.guarded)
+        # Ranks must agree on an order even if the user gave no seed. The caller's RNG is not changed.
+        self.seed = loop.seed if loop.seed is not None or not self.parallel else loop.drawn_seed
+        self.exchange = exchange_of(distributed, loop.world_size if self.parallel else 1)
+        """Exchange of logs for all recorders; it remembers the metrics that ranks share."""
+        # Only rank 0 has a bar: bars of several ranks would overwrite each other on one terminal.
+        self.display = Display(loop.progress_bar and loop.is_global_zero)
+        self.recorder = Recorder()
+        self.sink: Callable[..., None] | None = None
+        """Function that currently receives logs: a method of the training's or an evaluation's recorder."""
+        self.history_epoch = max(loop.epoch - 1, 0)
+        """Epoch for which values are currently logged; outside of training, the last epoch."""
+        self.records_evaluations = False
+        """True if values of evaluations are written to the history, as in training."""
+        self.epoch_steps = 0
+        """Steps since the epoch began."""
+        self.undo = ExitStack()
+        """Stack of contexts that is closed when the run ends."""
+        self.class_losses = ClassLosses()
+        self._watching = self.undo.enter_context(ExitStack())
+        self.watch_losses()
+        self.idle = Idle(self)
+        self._eval_feeds: dict[int, tuple[LoaderMarks, Any]] = {}
+        """Feeds of evaluations, by the id of the loader."""
+        self._same_callbacks = True
+
+    # -- what callbacks change ---------------------------------------------------------------------------------------
+
+    clock: StepClock | None = None
+    """Clock of a training run; ``None`` in other runs."""
+
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value; see :class:`.Loop` for the moments."""
+        if name == "criterion":
+            for module in criterion_modules(self.loop.criterion):
+                module.to(self.place.device)
+            self.watch_losses()
+
+    def watch_losses(self) -> None:
+        """Watch the criteria of class indices in the model and the criterion, as they are now."""
+        self._watching.close()
+        uneven = self.class_losses.uneven
+        self.class_losses = ClassLosses(self.loop.model, self.loop.criterion)
+        self.class_losses.uneven = uneven
+        self._watching.enter_context(self.class_losses.watched(with_graphs=True))
+
+    @property
+    def rank_zero_only_names(self) -> set[str]:
+        """Names of metrics that were logged with ``rank_zero_only``."""
+        return self.recorder.rank_zero_only_names
+
+    # -- data --------------------------------------------------------------------------------------------------------
+
+    def feed_of(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
+        """Return this rank's part of a loader, with no more workers than the quota allows."""
+        loop = self.loop
+        workers = getattr(loader, "num_workers", 0)
+        # A quota is for the whole run, so each rank gets its share of the workers.
+        allowed = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
+        if allowed != workers:
+            loader = with_workers(loader, allowed)
+        self.undo.enter_context(workers_outlive_signals(loader))
+        return make(
+            loader,
+            rank=loop.rank,
+            world_size=loop.world_size,
+            seed=self.seed,
+            name=name,
+            exchange_ints=distributed.exchange_ints if self.parallel else None,
+            device=self.place.device,
+        )
+
+    def _eval_feed(self, loader: Any, name: str) -> Any:
+        """Return the feed of an evaluation; it is kept, with its persistent workers, until its loader changes."""
+        kept = self._eval_feeds.get(id(loader))
+        if kept is None or kept[0].changed():
+            feed = self.feed_of(EvalFeed, loader, name)
+            self.undo.callback(feed.close)
+            if kept is not None:
+                kept[1].close()
+                end_workers(loader)
+            # The marks refer to the loader, so that no other object gets its id.
+            self._eval_feeds[id(loader)] = kept = LoaderMarks(loader), feed
+        feed = kept[1]
+        if self.parallel:  # in each pass: a loader may have changed on one rank only
+            check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
+        return feed
+
+    def shared_of(self, loader: Any, name: str) -> Shared:
+        """Return the properties of a loader that must be equal on all ranks; the caller must compare them."""
+        loop = self.loop
+        return EvalFeed(loader, rank=loop.rank, world_size=loop.world_size, seed=self.seed, name=name).shared
+
+    # -- evaluation and predictions ----------------------------------------------------------------------------------
+
+    def evaluate(self, loader: Any, name: str, kind: str, losses_into_history: bool = False) -> EpochEnd:
+        """Return the mean losses over a loader, and the logged values; see :meth:`trainloop.TrainLoop.evaluate`."""
+        criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
+        model = self.place.evaluated
+
+        def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+            with self.place.autocast, whole_batch(), explained_evaluation(batch):
+                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
+            if self.place.collective and torch.is_grad_enabled():
+                model.reshard_units()  # no backward follows that would free the parameters
+            return loss
+
+        with self._evaluation(prefix) as recorder:
+            feed = self._eval_feed(loader, name)
+            own = feed.batches(self._padded(get_loss))
+            batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
+            end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
+        # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
+        losses = named_losses(end.losses, prefix) if losses_into_history else {}
+        self._into_history(prefix, {**losses, **end.metrics})
+        return end
+
+    def predict(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
+    ) -> Predictions:
+        """Return predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
+        loop = self.loop
+        with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
+
+            def gather(mine: Any) -> list[Any] | None:
+                receivers = self._receivers(rows_to)
+                if len(receivers) == loop.world_size and self.exchange.carries_objects:
+                    return end(mine)  # the logs are exchanged with the rows
+                end()
+                return self._gathered_at(mine, receivers)
+
+            return predictions(
+                batches, get_predictions, gather, feed.row_order, loop.collate_batch_pred_fn, loop.pred_transform_fn
+            )
+
+    def predict_into(
+        self, folder: Path, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
+    ) -> Any:
+        """Write predictions over a loader to files, for :class:`RowFiles`; return the order of rows on every rank."""
+        with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
+            write_rows(folder, self.loop.rank, batches, get_predictions)
+            end()
+            distributed.barrier()  # all ranks have written their files
+            files = RowFiles(folder)
+            order = feed.row_order(files.sizes)
+            files.close()
+            return None if order is None else np.asarray(order, np.int64)
+
+    def predict_stream(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None
+    ) -> PredictionStream:
+        """Return an iterator over a loader's predictions, which is empty on ranks that get no rows."""
+        first = distributed.is_global_zero()
+        with rows_folder() if first else nullcontext() as own:
+            folder = Path(distributed.broadcast_object(str(own)))
+            order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
+            receives = self.loop.rank in self._receivers(rows_to)
+            files = RowFiles(folder) if receives else None
+            distributed.barrier()  # all ranks have opened the files, whose names are removed now
+        return PredictionStream(files, order if receives else None)
+
+    @contextmanager
+    def _predicting(
+        self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool
+    ) -> Iterator[tuple[Any, Iterator[Any], Callable[[Any, int], Any], Callable[..., list[Any]]]]:
+        """Yield this rank's feed, its batches, a function that predicts a batch, and a function that exchanges logs."""
+        model, device = self.place.evaluated, self.place.device
+        # The model's own hooks are always called.
+        hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
+        dataset_info = {**dataset_info, "pass": "predictions"}
+
+        def forward(batch: Any) -> Any:
+            with self.place.autocast, whole_batch(), explained_evaluation(batch):
+                return model.get_predictions(batch, device)
+
+        def get_predictions(batch: Any, size: int) -> Any:
+            recorder.batch_size = size
+            output = forward(batch)
+            output = check_rows(output, size)  # check here, where the batch is known
+            for hook in hooks.on_after_batch_prediction:
+                hook(*output, dataset_info)
+            return output
+
+        def end(mine: Any = None) -> list[Any]:
+            found = recorder.finish_epoch(mine)
+            self._into_history(prefix, found.metrics)
+            return found.attachments
+
+        kind = str(dataset_info.get("type", "other"))
+        prefix = _PREFIXES.get(kind, f"{kind}_")
+        with self._evaluation(prefix) as recorder:
+            feed = self._eval_feed(loader, name)
+            own = feed.batches(self._padded(forward))
+            batches = _between_hooks(own, hooks, recorder, dataset_info)
+            yield feed, batches, get_predictions, end
+
+    def _padded(self, forward: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Iterator[Any]] | None:
+        """If a forward is an exchange, return a function by which all ranks run the same number of forwards."""
+        if not self.place.collective or not self.parallel:
+            return None
+        return partial(padded_batches, forward=forward, idle=self.idle)
+
+    def _receivers(self, rows_to: str | None) -> Sequence[int]:
+        """Return the ranks that get all rows of predictions."""
+
+        ranks = range(self.loop.world_size)
+        if rows_to == "main":
+            return ranks[:1]
+        if rows_to == "all" or self.trains or not started_by_launch():
+            return ranks
+        return ranks[:: self.loop.process.local_world_size]  # each sends the result to its launching process
+
+    def _gathered_at(self, mine: Any, receivers: Sequence[int]) -> list[Any] | None:
+        if not self.parallel:
+            return [mine]
+        if len(receivers) == self.loop.world_size:
+            return distributed.gather_object(mine)
+        parts = [distributed.gather_to(mine, rank) for rank in receivers]
+        return next((part for part in parts if part is not None), None)
+
+    @contextmanager
+    def _evaluation(self, prefix: str) -> Iterator[Recorder]:
+        """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
+
+        The training around the evaluation is not affected: modules' modes and random states are restored.
+        """
+        # A criterion may have dropout, statistics or a memory, too.
+        modules = trained_modules(self.loop.model, self.loop.criterion)
+        # A separate recorder, since the training's recorder may be in the middle of an epoch.
+        recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
+        buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
+        watched = self.class_losses.watched(with_graphs=False)
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), watched:
+            yield recorder
+
+    def _into_history(self, prefix: str, values: dict[str, float]) -> None:
+        """Record the values of an evaluation, if it is part of training."""
+        if self.records_evaluations and prefix:
+            for name, value in values.items():
+                self.loop.history.record(name, value, self.history_epoch, replace=True)
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def listening(self, recorder: Recorder) -> Iterator[None]:
+        """Send all values that the model, the callbacks and the loop log to this recorder."""
+        model = self.loop.model
+        parts = [module for module in model.modules() if isinstance(module, TTModel)]
+        # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
+        before = [part.__dict__.get("_log_sink") for part in parts]
+        # Compiled code breaks its graph at a log: tracing the growing lists of logs would recompile it at each step.
+        # Don't import torch._dynamo here, which takes a second: before its import, nothing can be compiled.
+        sink = torch.compiler.disable(recorder.log) if "torch._dynamo" in sys.modules else recorder.log
+        own_before, self.sink = self.sink, sink
+        for part in parts:
+            part.__dict__["_log_sink"] = sink
+        try:
+            yield
+        finally:
+            self.sink = own_before
+            for part, sink in zip(parts, before, strict=True):
+                part.__dict__["_log_sink"] = sink
+
+    def flush_logs(self) -> None:
+        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+        # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
+        has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
+        if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+            self.publish(self.recorder.exchange_steps())
+        else:
+            self.recorder.compact()
+
+    def share_logs(self) -> None:
+        """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
+        self.publish(self.recorder.exchange_steps())
+        self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
+
+    def publish(self, steps: StepValues) -> None:
+        """Add step values to the history and, on rank 0, pass them to ``on_log``."""
+        self.loop.history.record_steps(steps)
+        if steps and self.loop.is_global_zero and self.hooks.on_log:
+            rows = rows_of(steps)
+            for hook in self.hooks.on_log:
+                hook(rows)
+
+    def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
+        """Put the logs since the beginning of the epoch (``late``: since the last call) into the history. Collective.
+
+        Return the losses among these logs.
+        """
+        history = self.loop.history
+        end = self.recorder.finish_epoch(history.take_own(), late=late)
+        self.publish(end.steps)
+        losses = named_losses(end.losses)
+        for name, value in {**losses, **end.metrics}.items():
+            history.record(name, value, self.history_epoch, replace=True)
+        history.put_agreed(end.attachments)
+        return losses
+
+    def _call_in_turn(self, name: str) -> None:
+        """Call a hook that runs after its epoch was recorded; each callback sees the logs of earlier callbacks."""
+        for hook, may_log in self.hooks.in_turn(name):
+            if hook is not None:
+                hook()
+            if may_log and self._same_callbacks:
+                self._record_late()
+        # Ranks with different callbacks can't exchange after each callback: do one exchange after all callbacks.
+        if not self._same_callbacks:
+            self._record_late()
+
+    def _record_late(self) -> None:
+        logged = self.recorder.has_logs or self.loop.history.has_own
+        if self.parallel:
+            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
+        if logged:
+            self._record_epoch(late=True)
+
+    @contextmanager
+    def _recording_alone(self) -> Iterator[None]:
+        """Record this rank's logs into its own history, without an exchange: the other ranks may have ended."""
+        recorder = Recorder(rank=self.loop.rank, on_step=False)
+        with self.listening(recorder):
+            yield
+        for name, value in recorder.finish_epoch().metrics.items():
+            self.loop.history.record(name, value, self.history_epoch, replace=True)
+
+
+def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
+    """Yield an evaluation's batches; call hooks before and after. Hooks' logs are exchanged with the batches' logs."""
+    recorder.batch_size = 1  # a hook's logs are not logs of a batch
+    for hook in hooks.on_evaluation_begin:
+        hook(info)
+    yield from batches
+    recorder.batch_size = 1
+    for hook in hooks.on_evaluation_end:
+        hook(info)
+
+
+@contextmanager
+def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside the block, all ranks use rank 0's buffers.
+
+    (Buffers differ between ranks if DDP doesn't broadcast them.)
+    """
+    buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
+    kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
+    copy_from_first(buffers)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, own in zip(buffers, kept):
+                buffer.copy_(own)

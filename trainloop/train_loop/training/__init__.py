@@ -1,0 +1,1 @@
+"""Training in one rank: steps, gradients, and the state that is saved."""

@@ -1,0 +1,483 @@
+"""Compute a step's gradients from the losses of its micro-batches, and take the optimizers' steps.
+
+A step's gradients are the gradients of one mean over all samples of the step (or units, if ``get_loss`` returns a
+weight), over all micro-batches and ranks. The backward of each micro-batch adds its part. Then
+:meth:`Gradients.complete` reduces and scales the sum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from trainloop import distributed
+from trainloop._support.reduction import sum_rule
+from trainloop.devices import has_ranks
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
+from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
+from trainloop.train_loop.progress.running import TrainingRun
+from trainloop.train_loop.run.losses import BatchLoss, read_loss
+from trainloop.train_loop.training.step_weight import TINY, StepWeight
+from trainloop.train_loop.training.trained import TrainedParameters
+
+__all__ = ["Gradients"]
+
+
+class _Part:
+    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""
+
+    def __init__(self) -> None:
+        self.weight: Any = 0.0
+        self.gradients: dict[Tensor, Tensor] = {}
+
+
+class Gradients:
+    """Compute gradients from losses, for the parameters that a rank trains, and step the optimizers.
+
+    Parameters
+    ----------
+    run : TrainingRun
+        The run that has the model, criterion and optimizers.
+
+    Attributes
+    ----------
+    weight : StepWeight
+        What the losses of the current step weigh.
+    sums : SumRule or None
+        Rule that decides which losses are sums over samples; ``None`` if no loss is a sum.
+    optimizers : list of Optimizer
+    parameters : list of Tensor
+        Parameters of the model.
+    learned : list of Tensor
+        Parameters of the model and the criterion.
+    trained : TrainedParameters or None
+        Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
+    ranks : int
+        Number of ranks whose gradients are averaged.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        loop = run.loop
+        self._run = run
+        self._place = place = run.place
+        self.outdated = False
+        """True if the optimizer, the criterion or a module has changed since the last step."""
+        self.ranks = loop.world_size if run.parallel else 1
+        self.scales = place.scaler.is_enabled()
+        """True if losses are multiplied by AMP's scale."""
+        self.weight = StepWeight(place, self.ranks)
+        self._parts: dict[str, _Part] = {}
+        self._joined: dict[str, _Part] = {}
+        self.take_rules()
+        self._take_optimizers()
+        self.trained = (
+            TrainedParameters(loop.model, lambda: loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
+        )
+        self._take_parameters()
+        if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
+            place.wrapper.watch_forwards(loop.grad_accumulation + 1)
+
+    def take_rules(self) -> None:
+        """Take the rule for sums from the criterion as it is now."""
+        loop = self._run.loop
+        self.sums = sum_rule(loop.model, loop.criterion)
+        self.reduction = getattr(loop.criterion, "reduction", None)
+
+    def _take_optimizers(self) -> None:
+        loop, place = self._run.loop, self._place
+        self._multi_optimizer = loop.optimizer
+        self.optimizers = optimizers_of(loop.optimizer)
+        # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
+        self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
+        place.steps(self.optimizers)
+        place.check_parameters()
+
+    def _take_parameters(self) -> None:
+        loop = self._run.loop
+        self.parameters: list[Tensor] = list(loop.model.parameters())
+        # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
+        self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion)
+        self._beside: set[int] = set()
+        has_buffers = next(loop.model.buffers(), None) is not None
+        self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers
+        if self._place.collective:  # parameters outside of the wrapper
+            known = {id(p) for p in self._place.wrapper.whole_parameters}
+            self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
+
+    # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
+
+    def follow_at_epoch_begin(self, settings: Mapping[str, Any]) -> bool:
+        """Take the parameters, the optimizers and the rule for sums as they are now. Collective.
+
+        Return True if all ranks have the same ``settings``.
+        """
+        outdated, self.outdated = self.outdated, False
+        if outdated:
+            self._run.watch_losses()
+        self.take_rules()
+        self._take_optimizers()
+        if self.trained is None:
+            if outdated:
+                self._take_parameters()
+            return True
+        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()))
+        if changed:
+            self._follow(self.trained)
+        return alike
+
+    def follow_at_step_begin(self) -> None:
+        """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
+        outdated, self.outdated = self.outdated, False
+        self._place.check_parameters()
+        if outdated:
+            self._run.watch_losses()
+            self._take_optimizers()
+        if self.trained is None:
+            self._take_parameters()
+        elif self.trained.changed(everything=outdated):
+            self.trained.meet()
+            self._follow(self.trained)
+
+    def _follow(self, trained: TrainedParameters) -> None:
+        trained.note()
+        self._take_parameters()
+        self._place.wrap_again()
+
+    def assigned(self, name: str) -> None:
+        """Follow an assignment of ``tl.criterion`` at the next batch, and of ``tl.optimizer`` at the next step."""
+        self.outdated = True
+        loop = self._run.loop
+        if name == "criterion":
+            self.take_rules()
+            self._run.watch_losses()
+            return
+        before, now = self.optimizers, optimizers_of(loop.optimizer)
+        self._place.steps(now)
+        if not now:
+            loop.note(optimizer=self._multi_optimizer)
+            raise ConfigurationError("tl.optimizer = None while training: each step needs an optimizer.")
+        kinds = [(needs_closure(one), getattr(one, "training_class", None)) for one in (before[0], now[0])]
+        if kinds[0] != kinds[1]:
+            loop.note(optimizer=self._multi_optimizer)
+            raise ConfigurationError(
+                f"tl.optimizer = {type(now[0]).__name__}(...): its steps are of another kind than those of "
+                f"{type(before[0]).__name__}, as one of them needs a closure. End training, and call fit again with it."
+            )
+
+    @contextmanager
+    def noting_registrations(self) -> Iterator[None]:
+        """Inside the block, note when a module registers a parameter or another module, by torch's public hooks."""
+
+        def note(module: nn.Module, name: str, value: Any) -> None:
+            self.outdated = True
+            if self._place.collective:
+                self._place.registered.add((module, name))
+
+        with ExitStack() as undo:
+            undo.callback(register_module_parameter_registration_hook(note).remove)
+            undo.callback(register_module_module_registration_hook(note).remove)
+            yield
+
+    def check_same_weights(self) -> None:
+        """Check that all ranks have the same weights. Collective in ``ddp``."""
+        if self.trained is not None:
+            self.trained.check_same_weights(self._place.wrapper)
+
+    def begin_step(self, ragged: bool) -> None:
+        """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
+        weight = self.weight
+        weight.ragged = ragged
+        weight.reduced_later = (ragged or self._always_later) and not self._place.collective
+        if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
+            self._place.share_buffers()
+
+    # -- for each micro-batch ----------------------------------------------------------------------------------------
+
+    def scaled(self, read: BatchLoss, scale: float | None, count: int, size: int) -> Any:
+        """Scale a micro-batch's loss so that the gradients, added up and averaged over ranks, are the step's gradients.
+
+        A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to the sum over
+        its units, divided by the step's samples and the usual number of units per sample. Once all units are known,
+        :meth:`complete` divides by the units per sample, relative to the usual number.
+
+        Parameters
+        ----------
+        read : BatchLoss
+        scale : float or None
+            Weight of the micro-batch by samples, if the step's micro-batches differ in size.
+        count : int
+            Number of micro-batches of the step.
+        size : int
+            Number of samples of the micro-batch.
+        """
+        loss, weight, step = read.loss, read.units, self.weight
+        step.given.append(read.explicit)
+        step.weighted = step.weighted or weight is not None
+        if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
+            return loss if self.ranks == 1 else loss * self.ranks
+        if self.ranks == 1 and count == 1:
+            return loss  # the loss is already the mean over the step's units: scaling would only add rounding errors
+        share = 1 / count if scale is None else scale
+        if isinstance(weight, dict):
+            return self._scaled_parts(loss, weight, share, count, size)
+        usual = 1.0 if weight is None else step.usual(None, weight, size)
+        # With as many units as samples, the bits are the same as without a weight.
+        if weight is None or (not isinstance(weight, Tensor) and weight == size):
+            step.add(share / usual, 0.0)
+            loss = loss * scale if scale is not None else loss / count if count > 1 else loss
+            return loss if usual == 1 else loss / usual
+        units = step.exact(weight) * (share / max(size, 1) / usual)
+        step.add(units, 1.0)
+        return loss * _like(loss, units)
+
+    def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
+        """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
+
+        In a step with only one micro-batch, ranks exchange the weights before backward. In a step of several
+        micro-batches, each loss gets separate gradients, which :meth:`complete` adds up.
+        """
+        step = self.weight
+        if count == 1 and not step.ragged:
+            step.add(share, 0.0)
+            own = torch.stack([step.zero() + weight for weight in weights.values()])
+            factors = own / distributed.all_reduce(own, "mean").clamp(min=TINY)
+            return _times(losses, dict(zip(weights, factors)))
+        if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
+            # DDP's reducer would reduce the sum of these gradients.
+            self._always_later = step.reduced_later = True
+        units = {
+            name: step.exact(weight) * (share / max(size, 1) / step.usual(name, weight, size))
+            for name, weight in weights.items()
+        }
+        for name, weight in units.items():
+            part = self._parts.setdefault(name, _Part())
+            part.weight = part.weight + weight
+        return _times(losses, units)
+
+    def backward(self, loss: Tensor | MultiLoss) -> None:
+        """Run backward of a scaled loss.
+
+        Each part of a ``MultiLoss`` reaches only the parameters of the part's optimizer.
+        """
+        scaler = self._place.scaler
+        if isinstance(loss, Tensor):
+            scaler.scale(loss).backward()
+        elif self._parts:
+            self._backward_of_parts(loss)
+        elif len(self.optimizers) == 1:
+            scaler.scale(loss.total()).backward()
+        else:
+            loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
+            for i, optimizer in enumerate(self.optimizers):
+                self.backward_into(partial(loss.backward, i), optimizer)
+
+    def _backward_of_parts(self, losses: MultiLoss) -> None:
+        """Run backward of each loss into separate gradients."""
+        several = len(self.optimizers) > 1
+        own = losses.assigned_to(self._multi_optimizer) if several else losses
+        # These are gradients of earlier micro-batches, whose losses were all means over samples.
+        added_up = [(parameter, parameter.grad) for parameter in self.learned]
+        for parameter in self.learned:
+            parameter.grad = None
+        for i, (name, loss) in enumerate(own.items()):
+            backward = partial(self._place.scaler.scale(loss).backward, retain_graph=i < len(own) - 1)
+            if several:
+                self.backward_into(backward, self.optimizers[own.loss_optimizer_map[name]])  # type: ignore[index]
+            else:
+                backward()
+            gradients = self._parts[name].gradients
+            for parameter in self.learned:
+                if parameter.grad is not None:
+                    before = gradients.get(parameter)
+                    gradients[parameter] = parameter.grad if before is None else before + parameter.grad
+                    parameter.grad = None
+        for parameter, gradient in added_up:
+            parameter.grad = gradient
+
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's gradient from the step's backward passes so far, including separate gradients."""
+        own = [part.gradients[parameter] for part in self._parts.values() if parameter in part.gradients]
+        if parameter.grad is not None:
+            own.insert(0, parameter.grad)
+        return sum(own[1:], own[0]) if own else None
+
+    def _join_parts(self) -> None:
+        """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
+        if self.weight.ragged and self.ranks > 1:  # a rank without a batch does not know the names
+            names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
+            self._parts = {name: self._parts.get(name) or _Part() for name in names}
+        weights = torch.stack([self.weight.zero() + part.weight for part in self._parts.values()])
+        if self.ranks > 1:
+            weights = distributed.all_reduce(weights, "mean")
+        for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):
+            part.weight = weight
+            like = _Converted(weight)
+            for parameter, gradient in part.gradients.items():
+                divided = gradient / like(gradient)
+                parameter.grad = divided if parameter.grad is None else parameter.grad + divided
+            part.gradients.clear()
+
+    def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+        """Call ``backward(inputs=...)`` for one optimizer's parameters; other parameters keep their gradients."""
+        own = [p for p in parameters_of(optimizer) if p.requires_grad]
+        if not self._place.collective:
+            backward(inputs=own)
+            return
+        # The graph contains a unit's full parameters, not the optimizer's shards, so shards can't be ``inputs`` of
+        # backward.
+        its = {id(p) for p in own}
+        others = [(p, p.grad) for p in self.learned if id(p) not in its]
+        for p, _ in others:
+            p.grad = None
+        backward()
+        for p, gradient in others:
+            p.grad = gradient
+
+    def zero_backward(self, batch: Any) -> None:
+        """Run forward and backward of another rank's batch, with zero gradients."""
+        place = self._place
+        with place.autocast:
+            output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
+        read = read_loss(output, 1)
+        if isinstance(read.units, dict):  # the other ranks run a backward for each loss
+            for name in read.loss:
+                self._parts.setdefault(name, _Part())
+        self.backward(read.loss * 0.0)
+
+    # -- for each step -----------------------------------------------------------------------------------------------
+
+    def complete(self, parameters: Sequence[Tensor]) -> Tensor | float | None:
+        """Reduce gradients that backward has not reduced, and divide all gradients by the step's weight if it is not 1.
+
+        Return the factor by which the gradients were multiplied; ``None`` if it is 1.
+        """
+        self._run.stage = "complete"
+        step, in_parts = self.weight, bool(self._parts)
+        if self.trained is None and len(step.given) <= 1 and not in_parts:  # one process, one micro-batch: see scaled
+            step.given.clear()
+            step.weighted, self._joined = False, {}
+            return None
+        try:
+            if len(step.given) > 1:
+                step.check()
+            weighted = step.weighted
+            if step.ragged and self.ranks > 1:  # a rank without a batch has no weight
+                flags = distributed.exchange_ints([int(weighted), int(in_parts)])
+                weighted, in_parts = (any(column) for column in zip(*flags))
+            if in_parts:
+                self._join_parts()
+            if self._place.collective:
+                reduce_gradients([p for p in parameters if id(p) in self._beside])
+            elif step.reduced_later:
+                reduce_gradients(parameters)
+            elif isinstance(self._place.wrapper, TTDistributedDataParallel):
+                self._place.wrapper.check_reduced()
+                if self.trained is not None:
+                    self.trained.reduce_beside()
+            self._joined, self._parts = self._parts, {}
+            if in_parts or (self.ranks == 1 and len(step.given) <= 1):  # see scaled
+                return None
+            factor = step.factor(weighted=weighted)
+        finally:
+            step.clear()
+        if not isinstance(factor, Tensor) and factor == 1:
+            return None
+        like = _Converted(factor)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
+                own.mul_(like(own))
+        return factor
+
+    def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
+        """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
+        if self._joined:
+            scaled_losses = [
+                _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
+            ]
+        parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
+        if self.ranks == 1 and factor is None:
+            return sum(parts[1:], parts[0])  # in the order in which a hand-written loop adds them up
+        value = self.weight.zero() + sum(part.reshape(()) for part in parts)
+        if self.ranks > 1:
+            torch.distributed.all_reduce(value)
+            value /= self.ranks
+        return value if factor is None else value * factor
+
+    def show_and_clip(
+        self, optimizers: Iterable[tuple[int, torch.optim.Optimizer]], parameters: Sequence[Tensor]
+    ) -> None:
+        """Unscale the complete gradients, call ``on_after_gradient_update``, and clip them."""
+        run = self._run
+        run.stage = "hooks"
+        for i, optimizer in optimizers:
+            self._place.scaler.unscale_(optimizer)  # before clipping, as torch's notes on AMP require
+            if run.hooks.on_after_gradient_update:
+                for hook in run.hooks.on_after_gradient_update:
+                    hook(i)
+        if run.loop.gradient_clip_norm is not None:
+            # torch's function can't stack the norms of sharded and unsharded gradients.
+            clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
+            try:
+                clip(parameters, run.loop.gradient_clip_norm)
+            except (RuntimeError, NotImplementedError):
+                explain_sparse(run.loop.model, run.loop.criterion, "gradient_clip_norm")
+                raise
+
+    def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Step each optimizer; with a scaler only if its gradients are finite."""
+        self._run.stage = "step"
+        scaler = self._place.scaler
+        if not self.scales:
+            for optimizer in optimizers:
+                optimizer.step()
+            return
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.
+        states = scaler._per_optimizer_states
+        self._run.loop.progress.found_inf = [
+            found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
+        ]
+        scaler.update()
+
+
+class _Converted:
+    """A number for operations with many tensors, converted once for each device and dtype: a conversion is a kernel."""
+
+    def __init__(self, number: Tensor | float) -> None:
+        self._number = number
+        self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor | float:
+        if not isinstance(self._number, Tensor):
+            return self._number
+        form = tensor.device, tensor.dtype
+        if form not in self._known:
+            self._known[form] = self._number.to(*form)
+        return self._known[form]
+
+
+def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
+    """Return the weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
+
+
+def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
+    """Multiply each loss by its own factor."""
+    scaled = {name: loss * _like(loss, factors[name]) for name, loss in losses.items()}
+    return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -1,0 +1,237 @@
+"""Define two other kinds of steps: for a ``get_loss`` that yields its losses, and for optimizers that need a closure.
+
+A ``get_loss`` that yields its losses steps one optimizer after another within a batch::
+
+    def get_loss(self, batch_data, criterion, device):
+        ...
+        yield "discriminator", detects       # backward, reduce and clip gradients, step the discriminator
+        ...                                  # here the discriminator has its new weights
+        yield "generator", fools
+
+With several micro-batches in a step, their generators run side by side: the first loss of every micro-batch, one
+optimizer step for all first losses, then the second losses. The result equals that of one batch with all these samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainloop import distributed
+from trainloop._metrics import Recorder
+from trainloop.data import StepBatches
+from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
+from trainloop.train_loop.run.losses import BatchLoss, Yielded, explain_backward, joined_losses, read_yielded
+from trainloop.train_loop.training.training import Training
+
+__all__ = [
+    "AlternatingTraining",
+    "ClosureTraining",
+]
+
+# Sent to other ranks instead of an optimizer's index if all generators have ended, if this rank has no generator, or if
+# its generators yielded losses for different optimizers.
+_ENDED, _NONE, _DIFFER = -1, -2, -3
+
+
+class AlternatingTraining(Training):
+    """Run backward and an optimizer's step for each loss that micro-batches yield; all of this counts as one step."""
+
+    _sizes: list[int]
+
+    def forward_backward(self, step: StepBatches, **_: Any) -> None:
+        """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
+        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        counts = step.counts
+        count = max(counts) if counts else len(step.batches)
+        recorder.step = loop.progress.global_step + 1
+        self.stage = "forward"
+        # If this rank has no batch, values that hooks log have weight 0.
+        self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
+        for recorder.batch_size in self._sizes:
+            loop.progress.total_iteration_idx += 1
+            self.epoch_batches += 1
+            for hook in hooks.on_batch_begin:
+                hook()
+        # In ddp, the wrapper is not used: DDP's reducer expects one backward per forward.
+        batches = step.batches
+        if counts and place.collective:  # every rank must run the same number of forwards
+            borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
+            batches = [*batches, *borrowed[len(batches) :]]
+        # Nothing runs yet: a generator starts at its first next().
+        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
+        shown: list[list[Yielded]] = [[] for _ in step.batches]
+        found_inf: list[torch.Tensor] = []
+        self.losses_stepped = 0
+        gradients.weight.reduced_later, gradients.weight.ragged = True, counts is not None
+        while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
+            optimizer = gradients.optimizers[index]
+            parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.learned
+            gradients.complete(parameters)
+            gradients.show_and_clip([(index, optimizer)], parameters)
+            gradients.take_steps([optimizer])
+            drop_gradients(optimizer)
+            self.losses_stepped += 1
+            found_inf += loop.progress.found_inf
+        loop.progress.found_inf = found_inf
+        for size, losses in zip(step.sizes, shown, strict=True):
+            loop.progress.last_loss = recorder.add_loss(*joined_losses(losses, size).shown(size))
+
+    def step(self) -> None:
+        """Finish the step; the optimizers have already stepped, each after its loss."""
+        self.count_step()
+        recorder = self.recorder
+        for recorder.batch_size in self._sizes:
+            for hook in self.hooks.on_batch_end:
+                hook()
+
+    def _backward_of_next(
+        self,
+        step: StepBatches,
+        generators: list[Generator[Any, None, None]],
+        counts: list[int] | None,
+        shown: list[list[Yielded]],
+    ) -> int | None:
+        """Run backward of each generator's next loss; return the optimizer's index, or None once all have ended."""
+        indices: set[int] = set()
+        for i, generator in enumerate(generators):
+            if i >= len(step.batches):
+                with self.place.batchnorm_ranks(counts, i), self.idle.without_side_effects():
+                    self._zero_backward(generator)
+                continue
+            self.recorder.batch_size = step.sizes[i]
+            self.stage = "forward"
+            with self.place.batchnorm_ranks(counts, i):
+                if self.watch is not None:
+                    self.watch.forward_begins(i == 0 and not self.losses_stepped)
+                with self.place.autocast:
+                    item = next(generator, _ENDED)
+                if item is _ENDED:
+                    indices.add(_ENDED)
+                    continue
+                size = step.sizes[i]
+                optimizer, read = read_yielded(item, size, self.gradients.sums)
+                index = _index_of(self.loop.optimizer, optimizer)
+                indices.add(index)
+                self._backward_of(step, i, index, read)
+                if self.watch is not None:
+                    self.watch.backward_ended(read.loss)
+            mean = read._replace(loss=read.shown(size)[0].detach(), is_sum=False)
+            shown[i].append(Yielded(optimizer, mean))
+        self.recorder.batch_size = self._sizes[-1]  # for hooks: the last micro-batch, which this rank may not have
+        # Exchange all errors at once: if one rank raised alone, the other ranks would wait for it in the next
+        # collective.
+        mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
+        everyone = {mine}
+        if self.parallel:
+            everyone = {index for (index,) in distributed.exchange_ints([mine])}
+        everyone.discard(_NONE)
+        if len(everyone) > 1 or everyone == {_DIFFER}:
+            raise ConfigurationError(
+                "for the batches of one step (micro-batches, or batches of several ranks), get_loss yielded losses for "
+                "different optimizers at the same position, or different numbers of losses. Make the sequence of "
+                "losses depend only on values that are the same for all batches, such as the step's number."
+            )
+        (index,) = everyone
+        return None if index == _ENDED else index
+
+    def _backward_of(self, step: StepBatches, i: int, index: int, read: BatchLoss) -> None:
+        scale = None if step.scales is None else step.scales[i]
+        scaled = self.gradients.scaled(read, scale, len(step.batches), step.sizes[i])
+        self.stage = "backward"
+        try:
+            self._differentiate(index, scaled)
+        except RuntimeError as error:
+            explain_backward(read.loss, error)
+            if "a second time" in str(error) or "modified by an inplace operation" in str(error):
+                raise ConfigurationError(
+                    "get_loss yielded a loss whose graph begins before an earlier yield. That graph has been freed, "
+                    "and an optimizer has changed weights in it. After each yield, compute everything that the next "
+                    f"loss needs, or detach() the tensors that you computed before it. torch says: {error}"
+                ) from error
+            raise
+
+    def _differentiate(self, index: int, loss: torch.Tensor) -> None:
+        """Compute a loss's gradients for the parameters of the loss's optimizer only."""
+        optimizers = self.gradients.optimizers
+        backward = self.place.scaler.scale(loss).backward
+        if len(optimizers) == 1:
+            backward()
+        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch rejects an empty list of inputs
+            self.gradients.backward_into(backward, optimizers[index])
+
+    def _zero_backward(self, generator: Generator[Any, None, None]) -> None:
+        """Run the next loss of another rank's batch, with zero gradients."""
+        with self.place.autocast:
+            item = next(generator, None)
+        if item is not None:
+            optimizer, read = read_yielded(item, 1)
+            self._differentiate(_index_of(self.loop.optimizer, optimizer), read.loss * 0.0)
+
+
+_BY_YIELD = (
+    "Yield one of these before the loss, as in `yield 0, loss`, or name the optimizers, for example "
+    "MultiOptimizer({'d': ..., 'g': ...}) for `yield 'd', loss`."
+)
+
+
+def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
+    if isinstance(multi_optimizer, MultiOptimizer):
+        if optimizer is not None:
+            return multi_optimizer.index(optimizer, "a loss that get_loss yielded", _BY_YIELD)
+        if len(multi_optimizer) > 1:
+            raise ConfigurationError(
+                f"get_loss yielded a loss without saying which of {len(multi_optimizer)} optimizers it is for. Yield "
+                "the optimizer's name or index before the loss, as in `yield 'generator', loss`."
+            )
+    return 0
+
+
+# -- optimizers that evaluate the loss several times -------------------------------------------------------------------
+
+
+class ClosureTraining(Training):
+    """Pass the optimizer a closure that runs the step's micro-batches each time; only the first run is logged.
+
+    Each run is a whole :meth:`Training.forward_backward`: as in a hand-written loop, dropout draws new masks. All ranks
+    get the same gradients and the same loss, so a line search takes the same decisions on all of them.
+    """
+
+    _batches: StepBatches
+
+    def forward_backward(self, step: StepBatches, **_: Any) -> None:
+        """Store the batches; the optimizer's step runs them."""
+        self._batches = step
+
+    def step(self) -> None:
+        """Step the optimizer, which evaluates the closure as often as it needs to."""
+        gradients = self.gradients
+        (optimizer,) = gradients.optimizers
+        forward_backward = super().forward_backward
+        first = True
+
+        def closure() -> Tensor:
+            nonlocal first
+            drop_gradients(optimizer)
+            # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
+            with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
+                value = forward_backward(self._batches, first=first, wants_loss=True)
+                # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
+                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
+            first = False
+            self.stage = "step"
+            assert value is not None  # because of wants_loss
+            return value
+
+        if getattr(optimizer, "needs_closure", False):
+            closure()  # this optimizer's step needs gradients at the start, and then calls the closure again
+        optimizer.step(closure)  # type: ignore[arg-type]  # annotated as float; torch calls float() on it
+        drop_gradients(optimizer)
+        self.count_step()
+        for hook in self.hooks.on_batch_end:
+            hook()

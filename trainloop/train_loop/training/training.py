@@ -1,0 +1,700 @@
+"""Train a model, epoch by epoch and step by step. The code is in the order of execution.
+
+::
+
+    train                        loop over epochs
+        _begin_epoch             hooks, modules' modes; returns the epoch's steps
+        forward_backward         forward and backward of a step's micro-batches, gradients complete
+        step                     the optimizers' step
+        _finish_epoch            logs, history, validation
+
+:mod:`~trainloop.train_loop.training.special_steps` has two other kinds of steps: for an optimizer that evaluates the
+loss several times, and for a ``get_loss`` that yields its losses.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from trainloop import distributed
+from trainloop._launch.failures import described
+from trainloop._metrics import LateRead, Recorder
+from trainloop._support.reduction import divisor_of
+from trainloop._support.signals import status_of
+from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.user_line import warn
+from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
+from trainloop.callbacks.loop import Loop
+from trainloop.callbacks.monitor import Monitor
+from trainloop.data import StepBatches, TrainFeed
+from trainloop.data.batch.batches import note_batch
+from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.loader.loader_copies import end_workers
+from trainloop.devices import has_ranks
+from trainloop.errors import CheckpointError
+from trainloop.optim import drop_gradients, named_trained_parameters
+from trainloop.parallel.misuse import explain_outside
+from trainloop.train_loop.arguments.checks import check_loader
+from trainloop.train_loop.arguments.options import End, FitJob
+from trainloop.train_loop.progress.ending import described_ends, has_work_at_end
+from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.running import Stage
+from trainloop.train_loop.progress.timings import StepClock, Timings
+from trainloop.train_loop.run.fsdp_checks import hooked_parameters
+from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss
+from trainloop.train_loop.run.placement import Placement
+from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
+from trainloop.train_loop.training import state as run_state
+from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
+from trainloop.train_loop.training.gradients import Gradients
+from trainloop.train_loop.training.trained import (
+    about_eval_mode,
+    begin_training,
+    described_names,
+    not_optimized,
+)
+
+if TYPE_CHECKING:
+    from trainloop.train_loop.training.restart_checkpoints import RestartCheckpoints
+
+__all__ = ["Training", "Watch"]
+
+_ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
+
+
+class Watch(Protocol):
+    """Observer of each forward and backward: a ``FailureRecorder``, or a replay."""
+
+    def forward_begins(self, first: bool) -> None:
+        """Called before ``get_loss`` (or its next loss); ``first`` is True at the start of a pass over the step."""
+
+    def backward_ended(self, loss: Any) -> None:
+        """Called after the backward of the loss that ``get_loss`` returned; gradients may not be complete yet."""
+
+
+class Training(Run):
+    """A run that trains.
+
+    Parameters
+    ----------
+    loop, place, stop
+        As in :class:`~trainloop.train_loop.run.run.Run`.
+    job : FitJob
+        Work of this ``fit``.
+    """
+
+    trains = True
+    stage: Stage = "done"
+    """What the run is doing."""
+    feed: Any
+    gradients: Gradients
+    step_taken = False
+    """True if the optimizer has already stepped when ``backward_ended`` is called, as with a compiled step."""
+    losses_stepped = 0
+    """Number of losses in the current step for which the optimizer has already stepped."""
+
+    def __init__(self, loop: LoopState, place: Placement, stop: StopAgreement, job: FitJob) -> None:
+        super().__init__(loop, place, stop)
+        self.recorder = Recorder(rank=loop.rank, exchange=self.exchange, reserved=("val_loss", "test_loss"))
+        self.history_epoch = loop.epoch
+        self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        self.epoch_batches = 0
+        self.epoch_finished = False
+        self.ended = False
+        """True if this run resumes from a checkpoint that was written after a callback had ended the training."""
+        self.finished = False
+        """True if all work at the end is done, except for the last checkpoint."""
+        self.skip_steps = 0
+        """Steps of the next epoch that were done before the loaded checkpoint."""
+        self.skip_batches: int | None = None
+        self.before_cut: dict[str, Any] | None = None
+        self.restarts: RestartCheckpoints | None = None
+        """Checkpoints of a run that restarts after failures; ``None`` for other runs."""
+        self.savers: list[Saver] = []
+        """The callbacks that write checkpoints between steps, on all ranks."""
+        self.watch: Watch | None = None
+        self.step_in_work: StepBatches | None = None
+        """The step's batches, from their arrival until its last hook has run."""
+        self.clock: StepClock = StepClock()
+        self._late_read = LateRead()
+        self._job = job
+        self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
+        self._marks: LoaderMarks | None = None
+        self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
+        self._nan_warned = False
+        self._warned_of_averages = False
+        self._monitors_checked = False
+        self._kept_in_eval: list[torch.nn.Module] | None = None
+        self.between_epochs = False
+        """True from an epoch's last step until the next epoch begins: failures then lose no step."""
+        self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
+        self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
+        self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
+
+    def train(self) -> int:
+        """Train epoch by epoch; return the reasons why training ended early, or 0 if it ended as planned."""
+        loop, display, stop, clock = self.loop, self.display, self.stop, self.clock
+        try:
+            with self.listening(self.recorder):
+                self._prepare()
+            with self.listening(self.recorder):  # in each epoch, since hooks may have changed the model
+                ended_by = 0
+                while not (ended_by or self.ended or self.is_done()):
+                    steps = self._begin_epoch()
+                    clock.begin_epoch()
+                    self.stage = "data"
+                    asked = perf_counter()
+                    for batches in steps:
+                        clock.data += perf_counter() - asked
+                        self.step_in_work = batches
+                        self.forward_backward(batches)
+                        self.step()
+                        self.step_in_work = None
+                        if not self._monitors_checked:
+                            self._check_monitors()
+                        for saver in self.savers:
+                            saver.save_due()
+                        clock.steps += 1
+                        clock.samples += batches.total
+                        if self.epoch_steps % STEPS_BETWEEN_FLUSHES == 0:
+                            self.flush_logs()
+                        if perf_counter() >= display.next_look:
+                            display.look(self.epoch_batches, self._bar_values, clock.read)
+                        if loop.end_requested:
+                            stop.request(EARLY_STOP)
+                        if loop.progress.epoch_ends:
+                            stop.request(END_EPOCH)
+                        ended_by = self._reached_boundary()
+                        # Read a complete epoch to its end, where samplers may draw numbers for the next epoch.
+                        done = loop.progress.total_iteration_idx >= self._last_iteration
+                        if ended_by or (done and self.epoch_batches != self.feed.num_batches):
+                            break
+                        self.stage = "data"
+                        asked = perf_counter()
+                    else:
+                        clock.data += perf_counter() - asked
+                    self._note_cut(ended_by)
+                    if not ended_by & ~(EARLY_STOP | END_EPOCH):
+                        self._hold()
+                        self._finish_epoch()
+                        ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
+                self._finish(ended_by)
+            self.place.check_parameters()
+            if self.place.collective:  # the caller's optimizer has no place for it
+                own = run_state.own_optimizer_states(loop)
+                loop.note(own_optimizer_states=distributed.gather_object(own))
+            self.place.make_whole(loop.callbacks)
+            self.place.share_buffers()  # under torchrun each rank returns a model
+        except BaseException as exception:
+            display.end_epoch()
+            if self.step_in_work is not None:
+                where = f"In step {loop.global_step + 1} (epoch {loop.epoch + 1})"
+                note_batch(exception, where, self.step_in_work.batches)
+            if self.between_epochs and isinstance(exception, Exception):
+                self._rescue(exception)
+            self._notify_exception(exception)
+            if self.place.collective:
+                explain_outside(exception)
+            raise
+        finally:
+            display.end_epoch()
+            self._close()
+        return ended_by
+
+    # -- before and after --------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        loop, resume, restarts = self.loop, self._job.resume, self.restarts
+        if restarts is not None:
+            resume = restarts.resume_state(resume)
+        restart = None if restarts is None else restarts.restart
+        self.recorder.between_steps(loop.global_step + 1)
+        for hook in self.hooks.on_multiprocess_start:
+            hook()
+        resume = resume and run_state.continued(loop, resume)
+        self._cut = loop.cut if resume is None else None
+        begun = resume or self._cut
+        if begun is not None and begun["place"]["seed"] is not None:
+            self.seed = begun["place"]["seed"]  # continue the interrupted epoch's order
+        if self._cut is not None:
+            loop.progress.epoch = self._cut["place"]["epoch"]
+        with share_refusals(enabled=self.parallel):
+            self.take_data()
+            mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
+        if self.parallel:
+            self._same_callbacks = check_same_on_all_ranks(mine)
+        self.records_evaluations = True
+        run_state.put_own_optimizer_states(loop, loop.own_optimizer_states)
+        self.gradients = Gradients(self)
+        self.undo.enter_context(self.gradients.noting_registrations())
+        self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
+        self._last_iteration = self._end_in_iterations()
+        # Keep the scale that an earlier fit has found; with the initial scale, the first steps would be skipped again.
+        if self.place.scaler.is_enabled() and loop.scaler_state:
+            self.place.scaler.load_state_dict(loop.scaler_state)
+        if restart is None:
+            self.display.write(repr(loop))
+        loop.note(resumed=resume is not None)
+        before = replace(loop.progress)
+        if resume is not None:  # hooks that rebuild the model ask where the run resumes
+            for name in run_state.COUNTERS:
+                setattr(loop.progress, name, resume["place"][name])
+        for hook in self.hooks.on_train_begin:
+            hook()
+        self._follow_callbacks()
+        if resume is not None:
+            try:
+                run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
+            except CheckpointError:
+                loop.note(progress=before)
+                raise
+            self._last_iteration = self._end_in_iterations()
+        loop.note(cut=None)
+        if restarts is not None:
+            restarts.begin()
+        if resume is not None and restart is None:
+            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+
+    def _report_begin(self, line: str) -> None:
+        """Report that the run begins in the middle of an epoch, and what this costs."""
+        if self.skip_steps and self.feed.reads_again:
+            line += (
+                f" (train_loader's stream has no state_dict(), so the {self.skip_steps} steps of this epoch that "
+                "are done are read again and discarded)"
+            )
+        if self.loop.is_global_zero:
+            self.display.event(line)
+
+    def _end_in_iterations(self) -> float:
+        """Return the iteration after which the training ends; infinity if the length is given in epochs."""
+        return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
+
+    # -- what callbacks change ---------------------------------------------------------------------------------------
+
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value."""
+        super().assigned(name)
+        if name in ("optimizer", "criterion"):
+            self.gradients.assigned(name)
+        elif name == "num_iterations":
+            self._last_iteration = self._end_in_iterations()
+
+    def observe(self, observer: Watch) -> None:
+        """Call an observer around each forward and backward, and record the indices that are read."""
+        self.watch = observer
+        self.feed.note_indices()
+
+    def take_data(self) -> None:
+        """Read the loop's training loader from now on, if it or a part of it has changed since the last call."""
+        loader = self.loop.train_loader
+        if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
+            return
+        check_loader(loader, "train_loader", optional=False)
+        if self._marks is not None:
+            self.feed.close()
+            if self._marks.loader is loader:
+                end_workers(loader)  # they have copies of what has changed
+        self.feed = self.feed_of(TrainFeed, loader, "train_loader")
+        if self.watch is not None:
+            self.feed.note_indices()
+        self._marks = LoaderMarks(loader)
+
+    def _follow_callbacks(self) -> None:
+        """Call the hooks of the loop's callbacks from now on, as the list is now; begin with those that are new."""
+        loop, known = self.loop, self._known_callbacks
+        while len(loop.callbacks) != len(known) or not all(map(operator.is_, loop.callbacks, known)):
+            new = [callback for callback in loop.callbacks if all(callback is not other for other in known)]
+            self._known_callbacks = known = list(loop.callbacks)
+            for callback in new:
+                callback.register_train_loop_object(cast(Loop, loop))
+            self.hooks = HookTable(known, loop.rank, loop.model, self.place.guarded)
+            for hook in HookTable(new, loop.rank).on_train_begin:
+                hook()
+        self.savers = [callback for callback in known if isinstance(callback, Saver)]
+
+    def _agreed_settings(self) -> dict[str, Any]:
+        return requested_settings(self, gather=self._job.gather, resume=None)
+
+    def is_done(self) -> bool:
+        """Return True if neither a step nor the end of a resumed epoch is left."""
+        if self.loop.num_epochs:
+            return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
+        # A state after the last iteration may still need the end of its epoch.
+        return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
+
+    def _finish(self, ended_by: int) -> None:
+        """End the training: test, and call the last hooks. After a signal, write a checkpoint instead if one is due."""
+        loop = self.loop
+        if not ended_by & ~EARLY_STOP:
+            if ended_by:
+                self._print_end()
+            if self.between_epochs:
+                self._hold()
+            self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
+            if loop.end_auto_eval and loop.test_loader is not None:
+                self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
+            self._call_in_turn("on_train_end")
+            self.finished = True
+            for saver in self.savers if has_work_at_end(loop) else ():
+                saver.save_finished()
+            self._share_attributes()
+            return
+        if self.clock.steps:  # in the middle of an epoch
+            self.clock.end_epoch()
+        if ended_by & (TERMINATE | CHECKPOINT):
+            for saver in self.savers:
+                saver.save_now("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
+        self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
+
+    def _print_end(self) -> None:
+        """Print the reason why training ended early, which only one rank may know (a time limit, for example)."""
+        loop = self.loop
+        everyone = distributed.gather_object(loop.ends) if self.parallel else [loop.ends]
+        loop.note(ends=list(dict.fromkeys(End(*end) for theirs in everyone for end in theirs)))
+        if loop.is_global_zero:
+            self.display.event(described_ends(loop.ends, loop.epoch))
+
+    def _share_attributes(self) -> None:
+        """Send the attributes that callbacks share from rank 0's copies to all ranks' copies."""
+        sharing = [callback for callback in self.loop.callbacks if callback.shared]
+        if not self.parallel or not sharing:
+            return
+        values = {cb.callback_name: {name: getattr(cb, name) for name in cb.shared} for cb in sharing}
+        first = distributed.broadcast_object(values)
+        for callback in sharing:
+            for name, value in first.get(callback.callback_name, {}).items():
+                setattr(callback, name, value)
+
+    def _notify_exception(self, exception: BaseException) -> None:
+        if not self.parallel:  # the other ranks' values can't be gathered
+            with suppress(Exception):
+                self.flush_logs()
+        with self._recording_alone():
+            for hook in self.hooks.on_exception:
+                try:
+                    hook(exception)
+                except Exception as error:  # this error must not hide the first one
+                    name = getattr(hook, "__qualname__", "on_exception")
+                    _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
+
+    def _close(self) -> None:
+        """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
+        if "feed" in self.__dict__:
+            self.feed.close()
+        scaler_state = self.place.scaler.state_dict()
+        self.loop.note(timings_of_last_fit=Timings.over(self.clock.epochs), scaler_state=scaler_state)
+
+    # -- an epoch ----------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> Iterator[StepBatches]:
+        """Begin an epoch; return an iterator over its steps, or over the remaining steps of a resumed epoch."""
+        loop = self.loop
+        self.between_epochs, self._held = False, None
+        self.epoch_finished, self.history_epoch = False, loop.epoch
+        resumed_at_end = self._epoch_ended = self.skip_steps > 0 and loop.progress.epoch_ends
+        loop.progress.epoch_ends = False
+        self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
+        self._follow_callbacks()
+        if self.skip_steps == 0:
+            self.epoch_steps = self.epoch_batches = 0
+            self.recorder.between_steps(loop.global_step + 1)
+            for hook in self.hooks.on_epoch_begin:
+                hook()
+        # This is after the hook, in which callbacks may change everything, and before the first forward.
+        self.take_data()
+        settings = self._agreed_settings() if self.parallel else {}
+        if not self.gradients.follow_at_epoch_begin(settings):
+            self._same_callbacks = check_same_on_all_ranks(settings)
+        if self._kept_in_eval is None and loop.is_global_zero:
+            self._check_optimized()
+        if self._cut is not None:
+            cut, self._cut = self._cut, None
+            if run_state.load_cut(self, cut):
+                self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
+        # A resumed epoch continues the count after the steps that it skips.
+        skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
+        skip_batches, self.skip_batches = self.skip_batches, None
+        first = self._kept_in_eval is None
+        self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
+        if first and self._kept_in_eval:
+            self.display.write(about_eval_mode(loop.model, self._kept_in_eval))
+        self.feed.set_epoch(loop.epoch)
+        total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
+        self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
+        if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
+            return iter(())
+        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip, skip_batches=skip_batches)
+        return self._until_last_iteration(steps) if loop.num_iterations else steps
+
+    def _check_optimized(self) -> None:
+        """Warn about parameters that require gradients but are in no optimizer. (Hooks may have frozen some before.)"""
+        names = not_optimized(self.loop.model, self.gradients.optimizers)
+        if names:
+            _warn(
+                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
+                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
+                "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
+            )
+
+        hooked = hooked_parameters(named_trained_parameters(self.loop.model, self.loop.criterion))
+        if hooked and self.parallel and not self.place.collective:
+            _warn(
+                f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
+                "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
+                "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
+                "on_after_gradient_update instead, which gets the average."
+            )
+
+    def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
+        """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
+        if self.loop.progress.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
+            return
+        for step in steps:
+            left = int(self._last_iteration) - self.loop.total_iteration_idx
+            if left < len(step.batches) and step.scales is None:
+                total = step.total * left // len(step.batches)
+                step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
+            yield step
+
+    def _check_monitors(self) -> None:
+        """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""
+        self._monitors_checked = True
+        parts = [part for callback in self.loop.callbacks for part in vars(callback).values()]
+        if self.loop.is_global_zero:
+            for monitor in (part for part in parts if isinstance(part, Monitor)):
+                text = monitor.about_name(self.loop, self.recorder.names)
+                if text:
+                    _warn(text)
+
+    def _hold(self) -> None:
+        """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
+
+        After a failure, ranks can't exchange anything.
+        """
+        self.between_epochs = not self.place.collective  # the shards of fsdp can't be joined after a failure
+        if self.savers and self.between_epochs:
+            self._held = run_state.held_before_end(self)
+
+    def _rescue(self, exception: Exception) -> None:
+        """Write a checkpoint of the last finished step, after a failure at the end of an epoch."""
+        held, self._held = self._held, None
+        if held is None or not self.loop.is_global_zero:
+            return
+        try:
+            state = run_state.held_state(self, held)
+            paths = [saver.save_held(state) for saver in self.savers] if state is not None else []
+        except Exception as error:  # this error must not hide the first one
+            _warn(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
+            return
+        for path in filter(None, paths):
+            text = f"The checkpoint {path} has the weights of the last finished step. fit(resume_from='last') continues"
+            if hasattr(exception, "add_note"):  # Python 3.11
+                exception.add_note(f"{text} with the end of its epoch.")
+
+    def _note_cut(self, ended_by: int) -> None:
+        """If the run ends in the middle of the epoch, note the position, from which the next ``fit`` continues.
+
+        An epoch that a callback ends is not continued, nor one whose loader has been replaced.
+        """
+        loop, marks = self.loop, self._marks
+        if ended_by & ~(EARLY_STOP | END_EPOCH):  # a signal
+            cut = self.epoch_steps > 0
+        else:
+            cut = not (ended_by or self._epoch_ended) and loop.total_iteration_idx >= self._last_iteration
+        whole = self.epoch_batches == self.feed.num_batches
+        if cut and not whole and marks is not None and marks.loader is loop.train_loader and not marks.changed():
+            if self.savers and not ended_by:
+                self.before_cut = run_state.states_before_cut(self)
+            loop.note(cut=run_state.noted_cut(self))
+
+    def _finish_epoch(self) -> None:
+        loop = self.loop
+        self.stage = "done"
+        self.display.end_epoch()  # before other output is printed
+        self.feed.end_epoch()
+        # Check this before spending time on an evaluation and another epoch with different weights on ranks.
+        self.gradients.check_same_weights()
+        self.recorder.between_steps(loop.global_step)
+        losses = self._record_epoch()
+        self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
+        self._warn_nan(losses)
+        if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
+            self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
+        self.epoch_finished = True
+        self._call_in_turn("on_epoch_end")
+        if self.display.enabled:
+            self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
+        # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
+        loop.progress.epoch += 1
+        self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
+
+    def _warn_nan(self, losses: dict[str, float]) -> None:
+        """Warn, once per fit, about a training loss that is NaN, unless a callback handles it."""
+        names = ", ".join(name for name, value in losses.items() if value != value)
+        if not names or self._nan_warned or not self.loop.is_global_zero:
+            return
+        self._nan_warned = True
+        if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
+            _warn(
+                f"NaN in the training loss of epoch {self.loop.epoch + 1} ({names}). Use "
+                "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter."
+            )
+
+    def _agree_at_epoch_end(self) -> int:
+        """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
+        if self.parallel:
+            mine = [int(self.loop.end_requested)]
+            self.loop.note(end_requested=any(theirs for (theirs,) in distributed.exchange_ints(mine)))
+        # Include signals, since evaluation may have taken long.
+        return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
+
+    def _reached_boundary(self) -> int:
+        """Return the reasons for which all ranks stop here; without one, write a restart checkpoint if it is due."""
+        reasons = self.stop.reached()
+        if self.restarts is not None:
+            self.restarts.at_boundary(reasons)
+        return reasons
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, step: StepBatches, *, first: bool = True, begun: int = 0, wants_loss: bool = False
+    ) -> Tensor | None:
+        """Run forward and backward for each micro-batch, then reduce gradients; :meth:`step` calls the last
+        ``on_batch_end``.
+
+        Parameters
+        ----------
+        step : StepBatches
+            This rank's micro-batches.
+        first : bool
+            False for a repetition, which calls no hooks, counts no batches and records no losses.
+        begun : int
+            Number of micro-batches whose :meth:`begin_batch` has been called.
+        wants_loss : bool
+            Return the step's loss over all micro-batches and ranks, the same on every rank.
+        """
+        loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
+        batches, sizes, scales, _, counts = step
+        gradients.begin_step(counts is not None)
+        # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
+        count = max(counts) if counts else len(batches)
+        scaled_losses: list[Any] = []
+        recorder.step = loop.progress.global_step + 1
+        for i in range(count):
+            self.stage = "forward"
+            if first and i >= begun:
+                self.begin_batch(i, sizes[i] if i < len(batches) else 0)
+            later = gradients.weight.reduced_later
+            model = place.model if later else place.wrapper
+            around: AbstractContextManager[Any] = _ALONE
+            if self._in_ranks:
+                around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
+            borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
+            with around:
+                if borrowed is not None:
+                    with self.idle.without_side_effects():
+                        gradients.zero_backward(borrowed)
+                elif i < len(batches):
+                    if watch is not None:
+                        watch.forward_begins(i == 0)
+                    with place.autocast:
+                        output = model.get_loss(batches[i], loop.criterion, place.device)
+                    read = read_loss(output, sizes[i], gradients.sums)
+                    if self.class_losses.uneven:
+                        self._check_averages(read, count)
+                    scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
+                    self.stage = "backward"
+                    try:
+                        gradients.backward(scaled)
+                    except RuntimeError as error:
+                        explain_backward(read.loss, error)
+                        raise
+                    if watch is not None:
+                        watch.backward_ended(read.loss)
+                    if first:
+                        loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
+                    if wants_loss:
+                        scaled_losses.append(scaled.detach())
+        factor = gradients.complete(gradients.learned)
+        return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    def _check_averages(self, read: BatchLoss, count: int) -> None:
+        """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
+        loop, calls = self.loop, self.class_losses.calls
+        self.class_losses.uneven, self.class_losses.calls = False, 0
+        averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
+        # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
+        known = read.units is not None
+        if isinstance(read.units, dict):
+            known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
+        if known or not averaged or self._warned_of_averages or not loop.is_global_zero:
+            return
+        self._warned_of_averages = True
+        _warn(
+            "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
+            "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
+            "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
+            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
+        )
+
+    def begin_batch(self, i: int, size: int) -> None:
+        """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch."""
+        hooks = self.hooks
+        for hook in hooks.on_batch_end if i else ():  # still from the previous micro-batch
+            hook()
+        # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
+        self.recorder.batch_size = size
+        self.loop.progress.total_iteration_idx += 1
+        self.epoch_batches += 1
+        for hook in hooks.on_batch_begin:
+            hook()
+        if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
+            self.gradients.take_rules()
+        if not i and (self.gradients.outdated or self.gradients.trained is not None):
+            self.gradients.follow_at_step_begin()
+
+    def step(self) -> None:
+        """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
+        gradients = self.gradients
+        if self.loop.gradient_clip_norm is not None or self.hooks.on_after_gradient_update or gradients.scales:
+            gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
+        gradients.take_steps(gradients.optimizers)
+        for optimizer in gradients.optimizers:
+            drop_gradients(optimizer)
+        self.count_step()
+        for hook in self.hooks.on_batch_end:
+            hook()
+
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self.stage = "done"
+        self.loop.progress.global_step += 1
+        self.epoch_steps += 1
+        for hook in self.hooks.on_after_optimizer_step:
+            hook()
+
+    # -- logs --------------------------------------------------------------------------------------------------------
+
+    def _bar_values(self) -> dict[str, float]:
+        last_loss = self.loop.last_loss
+        return self._late_read({**({} if last_loss is None else {"loss": last_loss}), **self.recorder.bar_values()})
+
+
+def _warn(text: str) -> None:
+    """Warn; if warnings are errors, print instead, so that a warning cannot end the training."""
+    try:
+        warn(text)
+    except Warning:
+        print(text, file=sys.stderr, flush=True)
