@@ -98,6 +98,8 @@ class TrainHistoryPlot(AbstractCallback):
     >>> tl.fit(num_epochs=10, callbacks=[TrainHistoryPlot("history.png")])
     """
 
+    writes = True
+
     def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
         super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)
         self.path = os.path.expanduser(os.fspath(path))
