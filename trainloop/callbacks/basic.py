@@ -11,13 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainloop._support.distribution import import_extra
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
-from trainloop.callbacks.watch.nan import TerminateOnNaN
 from trainloop.errors import ConfigurationError
 
 __all__ = [
     "DataSubsetTestRun",
     "EarlyStopping",
-    "TerminateOnNaN",
     "ThresholdEarlyStopping",
     "TimeLimit",
     "TrainHistoryPlot",
