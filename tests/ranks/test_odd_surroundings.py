@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainloop._launch import launching
-from trainloop._launch import launch
+from trainloop._launch import launch, launching
 from trainloop._transfer import pack
 from trainloop.distributed.peers import DisturbedStartError
 from trainloop.errors import UnpicklableError, WorkerFailedError
