@@ -74,6 +74,7 @@ def test_one_cpu_means_one_thread_and_no_workers() -> None:
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 @needs_two
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"] if torch.__version__ >= TorchVersion("2.7") else ["ddp"])

@@ -124,6 +124,7 @@ def test_a_warning_is_shown_once_a_line_and_filters_apply() -> None:
         names["inside"]()  # this project's tests have warnings as errors
 
 
+@pytest.mark.long
 def test_all_warnings_go_this_way() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "user_line.py":

@@ -759,6 +759,7 @@ def test_two_fits_write_two_records(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_training_has_the_same_bits_with_a_recorder(tmp_path: Path) -> None:
     for name, kind in KINDS.items():
         states = []

@@ -87,6 +87,7 @@ def test_the_best_checkpoint_is_kept_without_a_mode(folder: Path) -> None:
     assert "epoch=0002" in str(keeper.best_path)
 
 
+@pytest.mark.long
 def test_torchmetrics_says_it(folder: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
 

@@ -70,6 +70,7 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     assert len(str(report).splitlines()) == len(report.findings)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_generators_of_the_loader_stay_as_they_were_and_give_both_modes_one_order() -> None:
     model = Net()
@@ -106,6 +107,7 @@ def test_what_it_finds() -> None:
     assert "LOOK" in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_an_unused_parameter_is_one_line_and_the_others_are_compared() -> None:
     report = loop_of(Unused(), seed=3).preflight()
@@ -121,6 +123,7 @@ class FailsInRanks(Net):
         return super().get_loss(batch_data, criterion, device)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
     report = loop_of(FailsInRanks(), seed=3).preflight()
@@ -131,6 +134,7 @@ def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
     assert "in get_loss" not in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()

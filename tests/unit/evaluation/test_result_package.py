@@ -164,6 +164,7 @@ def test_what_can_not_score_is_told(package: Any, message: str) -> None:
         evaluate_result_package(package, [1, 2, 3], [1, 2, 3])
 
 
+@pytest.mark.long
 def test_torchmetrics() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     scores = torch.tensor(rng(0).normal(size=(N, 3)))

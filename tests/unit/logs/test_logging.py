@@ -313,6 +313,7 @@ class Watching(AbstractCallback):
         self.facts.append(("own", [v.item() for v in distributed.all_gather(tl.history["own"][-1])]))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_ranks_log_what_they_like() -> None:
     """One run with two ranks, and all that section 7 of the contract says of it."""

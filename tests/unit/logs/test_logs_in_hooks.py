@@ -94,6 +94,7 @@ def test_what_a_hook_logs_belongs_to_its_epoch() -> None:
     assert tl.history.epochs("on_train_end") == [2, 4]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [{"every_n_steps": 1, "every_n_epochs": None}, {"every_n_epochs": 1}])
 def test_a_resumed_run_has_each_value_once(folder: Path, every: dict[str, Any]) -> None:
     """Ended in the middle of each step and begun again: the rows of a run that nobody disturbed."""

@@ -58,6 +58,7 @@ def assert_close(reduced: list[Any], gathered: list[Any], greatest: float) -> No
             assert value == pytest.approx(theirs[name], rel=0, abs=rounding, nan_ok=True)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(st.lists(entries_of_a_rank, min_size=2, max_size=4))
 def test_sums_tell_the_same_as_gathering(ranks: list[list[tuple[str, str, int, float, float]]]) -> None:

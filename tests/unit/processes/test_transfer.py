@@ -261,6 +261,7 @@ def test_large_data_is_held_once_and_comes_back(kind: str) -> None:
     assert "trainloop-payload" not in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.long
 def test_memory_is_given_back_when_the_sender_is_done() -> None:
     used = []
     for _ in range(25):

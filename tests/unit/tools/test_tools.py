@@ -234,6 +234,7 @@ def test_an_error_with_other_causes_at_every_size_is_raised(monkeypatch: pytest.
         make_loop(Hungry(Library, most=0), gpu_mode="dp", devices=1).find_batch_size(steps=2)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_find_batch_size_takes_several_optimizers_and_a_batch_larger_than_the_data() -> None:
     class TwoParts(Deep):

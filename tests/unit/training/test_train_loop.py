@@ -412,6 +412,7 @@ class Remembers(AbstractCallback):
         self.model = self.train_loop_obj.model
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_ddp_brings_everything_back_into_the_callers_objects() -> None:
     torch.manual_seed(0)
@@ -459,6 +460,7 @@ class StopsOnOneRank(AbstractCallback):
             self.train_loop_obj.early_stop = True
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
     loop = make("ddp", 2, dataset=data(400))
@@ -470,6 +472,7 @@ def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
     assert loop.global_step == steps + 20
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_ddp_with_several_optimizers_equals_one_process() -> None:
     model, optimizer = two_parts()
@@ -479,6 +482,7 @@ def test_ddp_with_several_optimizers_equals_one_process() -> None:
         torch.testing.assert_close(own, by_hand, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_ddp_weighs_ranks_and_short_shares_by_tokens() -> None:
     weights = []
@@ -499,6 +503,7 @@ class Fails(Net):
         return super().get_loss(batch_data, criterion, device)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(WorkerFailedError) as caught:
@@ -509,6 +514,7 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     assert "in get_loss" in caught.value.traceback
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_data_can_be_made_in_the_ranks() -> None:
     class Load(AbstractCallback):
@@ -529,6 +535,7 @@ class Normed(TTBasicModel):
         return self.body(x)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples() -> None:
     models = []

@@ -146,6 +146,7 @@ def quick_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(WholeStepTraining, "backend", "aot_eager")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer_of, norm", [(sgd, None), (adam, 0.5)])
 def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: float | None) -> None:
     """The last batch of each epoch is shorter; a second fit goes on; what get_loss reads may change."""

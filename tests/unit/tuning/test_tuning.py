@@ -491,6 +491,7 @@ def test_a_result_without_scores_tells_the_first_error() -> None:
         _ = result([trial(0, 1.0)]).out_of_fold_predictions
 
 
+@pytest.mark.long
 def test_results_are_plotted_by_trial_and_by_number(tmp_path: Path, may_leave: Callable[..., None]) -> None:
     pytest.importorskip("matplotlib")
     may_leave("matplotlib")  # keeps its fonts open
@@ -719,6 +720,7 @@ def pretend(**changed: Any) -> TuneResult:
     return tune(make_scaled, {"scale": [0.0, 1.0, 2.0, 3.0]}, **{"data": rows(), **options, **changed})
 
 
+@pytest.mark.long
 def test_trials_beyond_the_size_of_the_grid_take_no_time_and_no_resources(pretended: Pretended) -> None:
     began = time.time()
     found = pretend(num_trials=100, time_limit_s=1000, searcher="random")
@@ -730,6 +732,7 @@ def test_trials_beyond_the_size_of_the_grid_take_no_time_and_no_resources(preten
     assert len(pretend(num_trials=100, searcher=own).trials) == 3
 
 
+@pytest.mark.long
 def test_three_folds_on_two_cpus_leave_none_idle(pretended: Pretended) -> None:
     found = pretend()
     assert [len(running) for running in pretended.seen] == [2] * 11 + [1]
@@ -738,12 +741,14 @@ def test_three_folds_on_two_cpus_leave_none_idle(pretended: Pretended) -> None:
     assert [trial.state for trial in found.trials] == ["done"] * 4
 
 
+@pytest.mark.long
 def test_folds_one_after_the_other_share_the_cpus_with_other_trials(pretended: Pretended) -> None:
     pretend(parallel_folds=False)
     assert all(len({trial for trial, _ in running}) == len(running) for running in pretended.seen)
     assert max(map(len, pretended.seen)) == 2
 
 
+@pytest.mark.long
 def test_models_of_beaten_trials_are_there_if_asked_for(pretended: Pretended) -> None:
     found = pretend(keep="all")
     assert [found.predictor_of(trial).predict(rows()[0])[1] for trial in found.trials] == [0.0, 1.0, 2.0, 3.0]
@@ -756,6 +761,7 @@ def test_models_of_beaten_trials_are_there_if_asked_for(pretended: Pretended) ->
         pretend(keep="some")
 
 
+@pytest.mark.long
 def test_a_copy_of_a_result_whose_folder_was_deleted(pretended: Pretended) -> None:
     found = pretend()
     copied = copy.deepcopy(found)
@@ -768,6 +774,7 @@ def test_a_copy_of_a_result_whose_folder_was_deleted(pretended: Pretended) -> No
     assert len(copied.rows()) == 4
 
 
+@pytest.mark.long
 def test_a_search_ends_when_its_time_is_over(pretended: Pretended) -> None:
     pretended.hangs = True
     began = time.monotonic()
@@ -861,6 +868,7 @@ def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pr
         pretend(folds=Halves())
 
 
+@pytest.mark.long
 def test_folds_of_a_sparse_matrix(pretended: Pretended) -> None:
     x, y = rows()
     data = pytest.importorskip("scipy.sparse").csr_matrix(x), y
@@ -869,6 +877,7 @@ def test_folds_of_a_sparse_matrix(pretended: Pretended) -> None:
     assert len(own_folds(list(Halves().split(x)), *data)) == 2
 
 
+@pytest.mark.long
 def test_a_search_over_scipy_s_distributions_and_functions_is_resumed(pretended: Pretended, tmp_path: Path) -> None:
     """Their reprs have addresses, which differ between processes, and no parameters."""
     from scipy import stats
@@ -899,6 +908,7 @@ def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_pat
     assert sorted(whole.tolist()) == ["a", "b", "b", "longer"]
 
 
+@pytest.mark.long
 def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: Pretended, tmp_path: Path) -> None:
     third = len(rows()[0]) // 3
     numbers = np.arange(len(rows()[0]))
@@ -921,6 +931,7 @@ def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: P
         pretend(**{**options, "folds": given[::-1]})
 
 
+@pytest.mark.long
 def test_cross_validation_of_one_setting_warns_of_nothing(pretended: Pretended) -> None:
     options: dict[str, Any] = {"num_trials": 1, "total": Q(2, 0), "seed": 0, "progress": False, "data": rows()}
     assert len(tune(make_scaled, {}, num_bag_folds=3, **options).best_trial.scores) == 3  # warnings are errors
@@ -931,6 +942,7 @@ def test_cross_validation_of_one_setting_warns_of_nothing(pretended: Pretended) 
 # -- the temporary folder ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_next_search_removes_the_folder_of_one_that_was_killed(
     pretended: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
