@@ -179,7 +179,6 @@ LATE = {
 }
 
 
-@pytest.mark.long
 def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
     late = set()
     for module, path in FILES.items():
@@ -263,7 +262,6 @@ def is_self(node: ast.AST) -> bool:
     return ast.unparse(node) in ("self", "cls", "super()")
 
 
-@pytest.mark.long
 def test_private_names_stay_at_home() -> None:
     trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     own = {file: own_names(tree) for file, tree in trees.items()}
