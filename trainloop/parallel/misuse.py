@@ -58,7 +58,7 @@ def explain_outside(error: BaseException) -> None:
 
 
 def explain_replica(error: Exception) -> None:
-    """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return if the error has another cause."""
+    """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return for other causes."""
     if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
         raise ConfigurationError(
             "gpu_mode='dp': get_loss changes requires_grad of a parameter, but the parameters of a replica are copies, "

@@ -24,7 +24,7 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         The whole model.
     shard : type, sequence of types or callable, optional
         Classes of modules, or a predicate ``module -> bool`` or ``(name, module) -> bool``. Default: the repeated
-        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``. An empty sequence: none.
+        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``. Empty: none.
 
     Returns
     -------
