@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ LAYERS = [
     ["parallel"],
     ["checkpoint", "result_package"],
     ["callbacks", "schedulers"],
+    ["extending"],
     ["train_loop"],
     ["tools", "pretrained"],
     ["tuning"],
@@ -218,3 +220,86 @@ def test_imports_have_no_circle_even_for_types() -> None:
         for name in free:
             del left[name]
     assert not left, {name: sorted(others & set(left)) for name, others in left.items()}
+
+
+# Rooms of a package, lower ones first; "" are the files of the package itself. A room imports only rooms below it.
+ROOMS = {
+    "train_loop": ["arguments", "progress", "run", "training", "execution", ""],
+    "callbacks": ["", "weights", "watch", "checkpoints", "reports"],
+    "data": ["batch", "order", "loader", "stream", "source", "feed", ""],
+}
+# Old paths, for one minor version.
+MOVED = {"preflight.py", "replay.py", "restarts.py", "timings.py"}
+# More than nine files in a room: the processes of a run, and what several packages share.
+LARGE = {"_launch": 15, "_support": 15, "tuning": 10, "parallel": 10}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_imports_only_rooms_below_it_even_for_types(package: str) -> None:
+    order, wrong = ROOMS[package], []
+    rooms = {path.name for path in (PACKAGE / package).iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms | {""} == set(order)
+    for path in (PACKAGE / package).rglob("*.py"):
+        room = "" if path.parent.name == package else path.parent.name
+        if path.name == "__init__.py" or path.name in MOVED:
+            continue
+        for node in outside_of_functions(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"trainloop.{package}"):
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}".split(".")[2:]
+                    other = inner[0] if inner and inner[0] in rooms else ""
+                    if order.index(other) > order.index(room):
+                        wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} imports {node.module}")
+    assert not wrong
+
+
+def test_rooms_are_small() -> None:
+    folders: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py":
+            folder = path.parent.relative_to(PACKAGE).as_posix()
+            folders[folder] = folders.get(folder, 0) + 1
+    assert {name: count for name, count in folders.items() if count > 9 and name != "."} == LARGE
+
+
+def test_a_package_s_first_file_defines_nothing() -> None:
+    """But for lazy names."""
+    allowed = {"__getattr__", "__dir__", "_home_of"}
+    found = []
+    for path in PACKAGE.rglob("__init__.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in allowed:
+                found.append(f"{path.relative_to(PACKAGE)}: {node.name}")
+    assert not found
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_documented_paths_that_have_moved_warn(name: str) -> None:
+    module = f"trainloop.train_loop.{name.removesuffix('.py')}"
+    sys.modules.pop(module, None)
+    with pytest.warns(FutureWarning, match=f"{module} has moved to trainloop"):
+        assert [name for name in vars(importlib.import_module(module)) if name[0].isupper()]
+
+
+def test_public_arguments_are_counted() -> None:
+    """Each costs every reader: a new one replaces another."""
+    from trainloop.tuning import tune
+
+    counts = [len(inspect.signature(f).parameters) for f in (trainloop.TrainLoop, trainloop.TrainLoop.fit, tune)]
+    assert counts == [24, 18 + 1, 24]  # fit has self, too
+
+
+ADD_ONS = ("tuning", "tabular", "pretrained", "doctor")
+
+
+def test_the_core_imports_no_add_on() -> None:
+    wrong = []
+    for part, files in module_files().items():
+        if part not in (*ADD_ONS, "__main__"):
+            wrong += [
+                f"{path.relative_to(PACKAGE)}:{line} imports {other}"
+                for path in files
+                for other, line in imported_parts(path)
+                if other in ADD_ONS
+            ]
+    assert not wrong

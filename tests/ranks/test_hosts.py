@@ -124,25 +124,12 @@ def test_hosts_meet_report_failures_and_leave(key: bytes | None) -> None:
     assert not [host.failure() for host in hosts if host.failure() is not None]
     failure = Failure(rank=2, time_ns=1, type="ValueError", message="bad")
     one.report(failure)
-    # The failed ranks start again, once those of all hosts have ended.
-    orders: list[Any] = []
-    again = [threading.Thread(target=lambda: orders.append(one.start_again("of node 1")))]
-    again[0].start()  # at once: the others learn of the failure all the same
     for host in (zero, two):  # node 0 repeats it
         received = host.wait_for_failure(10)
         assert received is not None
         assert received == replace(failure, time_ns=received.time_ns)
         assert abs(received.time_ns - time.monotonic_ns()) < 20e9, "by the clock of this host"
     assert one.failure() is None
-    again.append(threading.Thread(target=lambda: orders.append(zero.start_again(["of node 0", 3]))))
-    again[1].start()
-    time.sleep(1.0)
-    assert all(thread.is_alive() for thread in again)
-    assert two.start_again() == ["of node 0", 3]
-    for thread in again:
-        thread.join(10)
-    assert orders == [["of node 0", 3]] * 2
-    assert [(host.start, host.failure()) for host in hosts] == [(2, None)] * 3
     assert not zero.leave(0.1)
     assert not two.leave(1.0)
     assert one.leave(10)
@@ -278,19 +265,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatc
         assert failure is not None
         assert failure.rank == 2
         assert "s (the link was cut, or the host is down)" in failure.message
-    with pytest.raises(ConfigurationError, match="node 1 of 3 was lost: it sent nothing for"):
-        two.start_again()
     leave(zero, one, two)
-
-
-def test_a_host_that_does_not_start_again_says_why() -> None:
-    port = free_port()
-    zero, one, two = in_threads(*({"port": port, "node_rank": node, "num_nodes": 3} for node in range(3)))
-    one.__exit__(ValueError, ValueError("enough\nof it"), None)
-    for host in (zero, two):
-        with pytest.raises(ConfigurationError, match=r"^node 1 of 3 has ended its run: enough$"):
-            host.start_again()
-    leave(zero, two)
 
 
 def test_a_host_that_leaves_before_its_work_is_done_has_failed_for_the_others() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainloop import _launch
-from trainloop._launch import launch
+from trainloop._launch import launch, launching
 from trainloop._transfer import pack
 from trainloop.distributed.peers import DisturbedStartError
 from trainloop.errors import UnpicklableError, WorkerFailedError
@@ -96,7 +95,7 @@ def test_a_disturbed_start_is_repeated_five_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(_launch, "_PAUSES_S", (0.0, 0.01, 0.02))
+    monkeypatch.setattr(launching, "_PAUSES_S", (0.0, 0.01, 0.02))
     with pytest.raises(WorkerFailedError, match="user nobody connected"):
         launch(disturbed, ranks_per_node=1)
     said = capsys.readouterr().err

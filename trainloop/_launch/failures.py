@@ -11,7 +11,7 @@ import time
 import traceback as traceback_module
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -107,11 +107,8 @@ def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
 class RestartPolicy(Protocol):
     """Decide whether failed ranks are started again."""
 
-    def next_order(self) -> Any:
-        """Return the order for ranks that are about to start, as plain types; node 0 decides for all hosts."""
-
-    def before_start(self, order: Any) -> None:
-        """Receive node 0's order, on each host, before each start of the ranks."""
+    def before_start(self) -> None:
+        """Prepare for the next start of ranks."""
 
     def error_that_ends_run(self, failure: Failure, error: WorkerFailedError) -> WorkerFailedError | None:
         """Return the error that ends the run, or ``None`` to start the ranks again. All ranks have ended by then."""

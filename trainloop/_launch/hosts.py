@@ -115,7 +115,6 @@ _KINDS = {
     "facts": dict,
     "address": str,
     "count": int,
-    "start": int,
     "done": int,
     "failed": list,
     "left": str,
@@ -135,8 +134,6 @@ class Hosts:
         Seconds to wait for all hosts.
     key : bytes, optional
         Secret that all hosts share. Without a key, every entry is accepted.
-    restarts : bool
-        True if failed ranks start again; must be the same on all hosts.
 
     Raises
     ------
@@ -153,22 +150,20 @@ class Hosts:
         ranks_per_node: int,
         wait_s: float,
         key: bytes | None = None,
-        restarts: bool = False,
     ) -> None:
         self._me, self._num_nodes = node_rank, num_nodes
-        self._ranks_per_node, self._restarts = ranks_per_node, restarts
+        self._ranks_per_node = ranks_per_node
         self.store_address = point
         """Host and port of the store, which the ranks use, too."""
         self._name, self._wait_s = f"{point[0]}:{point[1]}", wait_s
         self._key = key
         self._entry: dict[str, Any] = {
             "id": secrets.token_hex(16),
-            "facts": {"num_nodes": num_nodes, "ranks": ranks_per_node, "restarts": restarts},
+            "facts": {"num_nodes": num_nodes, "ranks": ranks_per_node},
             "address": "",
             "count": 0,  # increases while the host is alive
-            "start": 1,
-            "done": 0,  # number of the start whose ranks are done
-            "failed": [],  # start, node, failure
+            "done": 0,  # 1 once its ranks are done
+            "failed": [],  # node, failure
             "left": "",  # reason
         }
         self._others: dict[int, dict[str, Any]] = {}
@@ -382,8 +377,6 @@ class Hosts:
 
     def _contradiction(self, here: int, there: int, theirs: dict[str, Any]) -> str:
         own = self._entry["facts"]
-        if (theirs.get("num_nodes"), theirs.get("ranks")) == (own["num_nodes"], own["ranks"]):
-            return "fit(max_restarts=...) was passed only on some hosts: pass it on all hosts, or on none"
         return (
             f"node {here} has num_nodes={own['num_nodes']} (ranks per node: {own['ranks']}), but node {there} has "
             f"num_nodes={theirs.get('num_nodes')} (ranks per node: {theirs.get('ranks')}): both numbers must be the "
@@ -406,7 +399,7 @@ class Hosts:
         reported = self._reported()
         if reported:
             with contextlib.suppress(TypeError):
-                return replace(Failure(**reported[2]), time_ns=time.monotonic_ns())  # other hosts' clocks differ
+                return replace(Failure(**reported[1]), time_ns=time.monotonic_ns())  # other hosts' clocks differ
         lost = self._lost(SILENCE_S if silence_s is None else silence_s)
         if lost is None:
             return None
@@ -418,10 +411,9 @@ class Hosts:
         )
 
     def _reported(self) -> list[Any]:
-        """Return the start, node and fields of another host's failure; an empty tuple if no host has reported one."""
+        """Return the node and fields of another host's failure; an empty list if no host has reported one."""
         reports = (entry["failed"] for entry in self._others.values())
-        start = self._entry["start"]
-        return next((report for report in reports if report and report[0] == start and report[1] != self._me), [])
+        return next((report for report in reports if report and report[0] != self._me), [])
 
     def _lost(self, silence_s: float) -> tuple[int, str] | None:
         """Return a lost host, and how it was lost; ``None`` if all are alive."""
@@ -429,7 +421,7 @@ class Hosts:
         for node, entry in self._others.items():
             silent_s = now - self._seen_at[node]
             if entry["left"]:
-                if entry["done"] < self._entry["start"]:
+                if not entry["done"]:
                     return node, f"has ended its run: {entry['left']}"
                 continue
             if node in self._losses:
@@ -441,76 +433,31 @@ class Hosts:
         return None if node == self._me else (int(node), str(why))
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """Wait for the failure of another host, after a rank of this host has lost its connection.
-
-        If failed ranks restart, a silent host is given more time: it may be busy, and its loss would end the run.
-        """
-        silence_s = SILENCE_S if self._restarts else _MISSED_S
-        deadline = time.monotonic() + max(seconds, silence_s + _POLL_S)
-        while (failure := self.failure(silence_s)) is None and time.monotonic() < deadline:
+        """Wait for the failure of another host, after a rank of this host has lost its connection."""
+        deadline = time.monotonic() + max(seconds, _MISSED_S + _POLL_S)
+        while (failure := self.failure(_MISSED_S)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return failure
 
     def report(self, failure: Failure) -> None:
         """Report this host's failure to all other hosts."""
-        self._entry["failed"] = [self._entry["start"], self._me, asdict(failure)]
+        self._entry["failed"] = [self._me, asdict(failure)]
         self._wake.set()
-
-    def start_again(self, order: Any = None) -> Any:
-        """Wait until the failed ranks of all hosts have ended, so that new ones can start.
-
-        Parameters
-        ----------
-        order : object, optional
-            For node 0: the order for all hosts, as JSON types.
-
-        Returns
-        -------
-        object
-            Node 0's ``order``.
-
-        Raises
-        ------
-        ConfigurationError
-            If another host has ended its run, or was lost.
-        """
-        # Keep the failure: other hosts may not have read it yet. Set the start last: another thread sends the entry.
-        self._entry["order"] = order
-        self._entry["start"] += 1
-        self.done_since = None
-        self._wake.set()
-        deadline = time.monotonic() + RENDEZVOUS_WAIT_S
-        with signals() as received:
-            while not self._all("start", self._entry["start"]):
-                received.raise_if_any()
-                failure = self.failure()
-                if failure is not None:
-                    raise ConfigurationError(failure.message)
-                if time.monotonic() > deadline:
-                    raise ConfigurationError(f"not all hosts have ended their ranks within {RENDEZVOUS_WAIT_S:g} s.")
-                time.sleep(0.05)
-        return self._others[0]["order"] if self._me else order
-
-    @property
-    def start(self) -> int:
-        """Number of the current start of ranks; the first is 1."""
-        number: int = self._entry["start"]
-        return number
 
     def leave(self, seconds: float) -> bool:
         """Report that this host's ranks are done; return True if the ranks of all hosts are done within ``seconds``."""
-        self._entry["done"] = self._entry["start"]
+        self._entry["done"] = 1
         self._wake.set()
         deadline = time.monotonic() + seconds
-        while not (over := self._all("done", self._entry["start"])) and time.monotonic() < deadline:
+        while not (over := self._all_done()) and time.monotonic() < deadline:
             time.sleep(0.02)
         return over
 
-    def _all(self, what: str, number: int) -> bool:
-        """Return True if ``what`` is ``number`` or more on all hosts; other hosts read this from node 0's entry."""
+    def _all_done(self) -> bool:
+        """Return True if the ranks of all hosts are done; other hosts read this from node 0's entry."""
         if self._me:
-            return self._others[0].get(f"all {what}", 0) >= number
-        return all(entry[what] >= number for entry in (self._entry, *self._others.values()))
+            return bool(self._others[0].get("all done"))
+        return all(entry["done"] for entry in (self._entry, *self._others.values()))
 
     # -- the thread that exchanges entries; during the run, only this thread uses the store -------------------------
 
@@ -535,12 +482,11 @@ class Hosts:
     def _exchange(self) -> None:
         """Write this host's entry, and read the entries of other hosts."""
         self._entry["count"] += 1
-        if self._me == 0 and self._entry["failed"][:1] != [self._entry["start"]]:
-            self._entry["failed"] = self._reported() or self._entry["failed"]
+        if self._me == 0 and not self._entry["failed"]:
+            self._entry["failed"] = self._reported()
         own = dict(self._entry)
         if self._me == 0:
             own["lost"] = self._lost(SILENCE_S)
-            own["all start"] = min(e["start"] for e in (own, *self._others.values()))
             own["all done"] = min(e["done"] for e in (own, *self._others.values()))
             own["some done"] = max(e["done"] for e in (own, *self._others.values()))
         self._entries.put(self._me, own)
@@ -554,7 +500,7 @@ class Hosts:
                 continue
             if entry is not None and entry["count"] > before["count"] and entry["id"] == before["id"]:
                 self._others[node], self._seen_at[node] = entry, time.monotonic()
-                if entry.get("some done", entry["done"]) == own["start"] and self.done_since is None:
+                if entry.get("some done", entry["done"]) and self.done_since is None:
                     self.done_since = time.monotonic()
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -579,7 +525,6 @@ def meet_hosts(
     num_nodes: int,
     ranks_per_node: int,
     timeout_s: float,
-    restarts: bool,
 ) -> contextlib.AbstractContextManager[Hosts | None]:
     """Return a context in which this host is connected to the other hosts of a run.
 
@@ -595,5 +540,4 @@ def meet_hosts(
         ranks_per_node=ranks_per_node,
         wait_s=min(timeout_s, RENDEZVOUS_WAIT_S),
         key=key_from_environment(),
-        restarts=restarts,
     )

@@ -145,7 +145,7 @@ def launch(
     with (
         _descriptors_explained(),
         pack(function, roots=roots) as payload,
-        meet(timeout_s=timeout_s, restarts=restart_policy is not None) as hosts,
+        meet(timeout_s=timeout_s) as hosts,
     ):
         spec_with = partial(
             RankSpec,
@@ -207,14 +207,13 @@ class _Starts:
         self._take_rescued = take_rescued
         self._first = True
         self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
-        self._failed: WorkerFailedError | None = None
-        """Failure after which the ranks restart; None before the first failure."""
 
     def run(self) -> Any:
         """Start ranks until their work is done; return the result of local rank 0's function."""
         while True:
             with contextlib.ExitStack() as undo:
-                self._agree_on_start()
+                if self._policy is not None:
+                    self._policy.before_start()
                 up = self._kept.resume(self._terms, undo) if self._kept is not None else None
                 ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
                 if self._run_once(ranks, are_up=up is not None):
@@ -222,19 +221,6 @@ class _Starts:
                     if self._kept is not None:
                         self._kept.keep(ranks, self._terms, undo)
                     return result
-
-    def _agree_on_start(self) -> None:
-        """After a failure, wait for all hosts; before each start, let the policy prepare this host."""
-        order = self._policy.next_order() if self._policy is not None else None
-        if self._hosts is not None and not self._first:
-            try:
-                order = self._hosts.start_again(order)
-            except ConfigurationError as problem:
-                if self._failed is None:
-                    raise
-                raise with_note(self._failed, f"The ranks could not be restarted: {problem}") from None
-        if self._policy is not None:
-            self._policy.before_start(order)
 
     def _run_once(self, ranks: Ranks, *, are_up: bool) -> bool:
         """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
@@ -276,7 +262,6 @@ class _Starts:
         final = self._policy.error_that_ends_run(ranks.cause, error)
         if final is not None:
             raise self._with_rescued(ranks, final) from None
-        self._failed = error
 
     def _with_rescued(self, ranks: Ranks, error: WorkerFailedError) -> WorkerFailedError:
         rescued = ranks.rescued() if self._take_rescued is not None else None
@@ -366,7 +351,7 @@ def _new_ranks(
         caller_fd=_this_process(undo),
     )
     if hosts is not None:
-        store = (*hosts.store_address, f"start {hosts.start}")
+        store = (*hosts.store_address, "start 1")
         spec = replace(spec, store=store, interface=hosts.interface)
     ranks = Ranks(spec, token, outlets, hosts)
     undo.callback(ranks.close)

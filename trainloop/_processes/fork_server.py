@@ -134,7 +134,7 @@ def begin_server(modules: Sequence[str]) -> None:
         raise NoServerError(_LINUX_ONLY)
     if getattr(sys, "frozen", False):
         raise NoServerError("this program is frozen into one file")
-    forkserver.set_forkserver_preload([f"{__name__}.server"])  # never __main__, which is the default
+    forkserver.set_forkserver_preload([f"{__package__}.server"])  # never __main__, which is the default
     # Only a single-threaded server can be forked safely, so its libraries must start no threads; its forks set their
     # own numbers. PYTHONPATH is set because the server's own sys.path would not contain the script's folder.
     changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
@@ -508,7 +508,7 @@ def _rebuilt_context(
 def _take_over(
     caller: _ProcessContext, report: connection.Connection, target: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    server = sys.modules.get(f"{__name__}.server")
+    server = sys.modules.get(f"{__package__}.server")
     changed = caller.changed(getattr(server, "started_with", None))
     if not changed:
         caller.take_over()

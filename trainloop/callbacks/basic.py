@@ -11,13 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainloop._support.distribution import import_extra
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
-from trainloop.callbacks.watch.nan import TerminateOnNaN
 from trainloop.errors import ConfigurationError
 
 __all__ = [
     "DataSubsetTestRun",
     "EarlyStopping",
-    "TerminateOnNaN",
     "ThresholdEarlyStopping",
     "TimeLimit",
     "TrainHistoryPlot",
@@ -97,6 +95,8 @@ class TrainHistoryPlot(AbstractCallback):
     --------
     >>> tl.fit(num_epochs=10, callbacks=[TrainHistoryPlot("history.png")])
     """
+
+    writes = True
 
     def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
         super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)

@@ -49,9 +49,6 @@ __all__ = ["Finding", "PreflightReport", "preflight", "preflight_epoch", "prefli
 # Sums in another order differ in the last bits. A few steps of Adam near zero gradients enlarge these differences.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
-_WRITERS = frozenset(
-    f"trainloop.callbacks.{name}" for name in ("tensorboard", "trackers", "tracking", "profiler", "failure_recorder")
-)
 _UNITS = ("shard", "reshard_after_forward")
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -110,8 +107,8 @@ def preflight(
     """Look for problems that would otherwise appear later in training.
 
     One of the checks trains an epoch of one batch, with evaluation, predictions and all hooks of the model and of
-    copies of the callbacks. Checkpoints are written to a temporary folder. Callbacks of this library that write
-    elsewhere (TensorBoard, experiment tracking, profilers) are left out.
+    copies of the callbacks. Checkpoints are written to a temporary folder. Callbacks that write elsewhere
+    (TensorBoard, experiment tracking, profilers, a class with ``writes = True``) are left out.
 
     Parameters
     ----------
@@ -240,7 +237,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
 
 def preflight_epoch(loop: TrainLoop[Any], callbacks: Sequence[AbstractCallback]) -> str:
     """Train an epoch of one batch, with evaluation, predictions and the callbacks' hooks, on copies in this process."""
-    tried = [one for one in callbacks if not any(kind.__module__ in _WRITERS for kind in type(one).__mro__)]
+    tried = [one for one in callbacks if not one.writes]
     left_out = [one.callback_name for one in callbacks if all(one is not other for other in tried)]
     try:
         model, optimizer, criterion, *copied = copies(loop, CPU, *tried)

@@ -303,8 +303,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Number of failures that the run survives; -1 for any number. If a rank is killed, crashes, exits, raises,
             hangs or loses a loader worker, all ranks are restarted from a checkpoint that the run writes for this
             purpose into a private folder. The run ends with the same results as an uninterrupted one. In ``'single'``
-            and ``'dp'``, the loop runs in a separate process if this argument is not 0. With several hosts, pass this
-            argument on all hosts; the loss of a host ends the run.
+            and ``'dp'``, the loop runs in a separate process if this argument is not 0. Over several hosts, a launcher
+            (torchrun, Slurm, Kubernetes) restarts the ranks, and this argument is an error.
         restart_every_steps : int, optional
             Steps between two checkpoints for restarts. By default, the interval is chosen so that writing takes at most
             1 % of the time.
@@ -358,7 +358,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
             backend = check_backend(backend, self.run_config)
             self.run_config = replace(self.run_config, node_rank=node_rank, backend=backend, init_method=init_method)
-            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes, init_method, self.gpu_mode)
+            restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.run_config.devices[0])
             check.check_bool(gather, "gather")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from trainloop._support.user_line import warn
 from trainloop.tools.replay import *  # noqa: F403
 
-warnings.warn("trainloop.train_loop.replay has moved to trainloop.tools.replay.", FutureWarning, stacklevel=2)
+warn("trainloop.train_loop.replay has moved to trainloop.tools.replay.", FutureWarning)

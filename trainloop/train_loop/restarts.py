@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
+from trainloop._support.user_line import warn
 from trainloop.train_loop.arguments.options import Restart as Restart
 from trainloop.train_loop.execution.restarts import *  # noqa: F403
 
-warnings.warn(
-    "trainloop.train_loop.restarts has moved to trainloop.train_loop.execution.restarts.", FutureWarning, stacklevel=2
-)
+warn("trainloop.train_loop.restarts has moved to trainloop.train_loop.execution.restarts.", FutureWarning)

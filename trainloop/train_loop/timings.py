@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from trainloop._support.user_line import warn
 from trainloop.train_loop.progress.timings import *  # noqa: F403
 
-warnings.warn(
-    "trainloop.train_loop.timings has moved to trainloop.train_loop.progress.timings.", FutureWarning, stacklevel=2
-)
+warn("trainloop.train_loop.timings has moved to trainloop.train_loop.progress.timings.", FutureWarning)

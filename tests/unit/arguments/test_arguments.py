@@ -472,7 +472,7 @@ def test_whole_numbers_of_other_libraries(whole: Any) -> None:
     assert loop.global_step == 6
     kept = [loop.seed, loop.end_auto_eval, loop.num_epochs, loop.num_iterations, loop.grad_accumulation]
     kept += [loop.options.devices, loop.run_config.num_nodes, loop.run_config.node_rank]
-    restarts = check_restarts(whole(4), whole(7), 1, None, "ddp")
+    restarts = check_restarts(whole(4), whole(7), 1)
     kept += [restarts.most, restarts.every] if restarts is not None else []
     assert kept == [3, 1, 0, 2, 1, 2, 1, 0, 4, 7]
     assert {type(value) for value in kept} == {int}
@@ -498,3 +498,8 @@ def test_fsdp_on_the_cpu_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
     with pytest.raises(ConfigurationError, match=r"^gpu_mode='fsdp' on the CPU: PyTorch 2\.6\.0\+cu124 supports it on"):
         fit({"gpu_mode": "fsdp", "devices": 2, "accelerator": "cpu"})
+
+
+def test_restarts_over_several_hosts_belong_to_a_launcher() -> None:
+    with pytest.raises(ConfigurationError, match=r"max_restarts=1 with num_nodes=2: .* torchrun --max-restarts"):
+        check_restarts(1, None, 2)

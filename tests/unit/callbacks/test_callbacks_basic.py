@@ -77,9 +77,9 @@ def test_any_callback_may_make_the_loaders_in_the_rank() -> None:
 
 
 MODULES = (
-    "callbacks.basic callbacks.early_stopping callbacks.gradient callbacks.monitor "
-    "callbacks.nan callbacks.performance_eval callbacks.tensorboard callbacks.trackers callbacks.train_schedule "
-    "callbacks.weight_averages schedulers.warmup"
+    "callbacks.basic callbacks.early_stopping callbacks.monitor callbacks.weights.gradient "
+    "callbacks.weights.train_schedule callbacks.weights.weight_averages callbacks.watch.nan "
+    "callbacks.reports.performance_eval callbacks.reports.tensorboard callbacks.reports.trackers schedulers.warmup"
 ).split()
 
 

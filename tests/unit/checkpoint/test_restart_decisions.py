@@ -61,12 +61,12 @@ KILLED = [Failure(rank, 1, None, exitcode=-9) for rank in (0, 1)]
 def test_a_bug_of_all_ranks_is_known_whichever_reports_it_first(failures: list[Failure], recurs: bool) -> None:
     final = None
     with Supervisor(make_loop(), RestartOptions(-1, None), 2) as supervisor:
-        supervisor.before_start(supervisor.next_order())
+        supervisor.before_start()
         for failure in failures:
             final = supervisor.error_that_ends_run(
                 failure, WorkerFailedError("It failed.", rank=failure.rank, exitcode=1)
             )
-            supervisor.before_start(supervisor.next_order())
+            supervisor.before_start()
     assert (final is not None) == recurs
     if final is not None:
         note = "The same failure occurred again before training was resumed after step 0, so another restart would not"
@@ -76,10 +76,10 @@ def test_a_bug_of_all_ranks_is_known_whichever_reports_it_first(failures: list[F
 def test_restarts_that_are_used_up_and_failures_that_would_recur() -> None:
     error = WorkerFailedError("It failed.", rank=0, exitcode=1)
     with Supervisor(make_loop(), RestartOptions(1, None), 1) as supervisor:
-        supervisor.before_start(supervisor.next_order())
+        supervisor.before_start()
         assert supervisor.error_that_ends_run(raised(0, final=True), error) is error
         assert supervisor.error_that_ends_run(raised(0), error) is None
-        supervisor.before_start(supervisor.next_order())
+        supervisor.before_start()
         final = supervisor.error_that_ends_run(KILLED[0], error)
         assert final is not None
         assert final.message == "It failed. All restarts have been used (max_restarts=1)."
@@ -102,14 +102,14 @@ def test_the_newest_whole_checkpoint_of_this_run_is_taken(tmp_path: Path) -> Non
         assert (
             supervisor.error_that_ends_run(next(failures), WorkerFailedError("It failed.", rank=0, exitcode=1)) is None
         )
-        supervisor.before_start(supervisor.next_order())
+        supervisor.before_start()
         order = supervisor.folder.order()
         assert order is not None
         return order.restart.step, order.checkpoint
 
     failures = iter([raised(0, str(number)) if number % 2 else KILLED[0] for number in range(9)])
     with Supervisor(loop, RestartOptions(-1, None), 1, resumed) as supervisor:
-        supervisor.before_start(supervisor.next_order())
+        supervisor.before_start()
         assert supervisor.folder.order() is None
         save(str(tmp_path), 9, "of another run")
         save(str(tmp_path), 8, "resumed", before)

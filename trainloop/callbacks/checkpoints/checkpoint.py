@@ -14,8 +14,8 @@ from trainloop import checkpoint, distributed
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver, count_of, logs_nothing
-from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
+from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.file import Bits, bits_of, changed, names_under, without
 from trainloop.checkpoint.sharded import load_model

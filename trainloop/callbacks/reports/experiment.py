@@ -144,6 +144,8 @@ class ExperimentRecord(AbstractCallback):
     experiment : Experiment
     """
 
+    writes = True
+
     def __init__(self, experiment: Experiment) -> None:
         super().__init__("ExperimentRecord", execution_order=-100)
         self.experiment = experiment
@@ -176,6 +178,8 @@ class ExperimentCheckpoint(ModelCheckpoint):
     **more
         Other arguments of :class:`ModelCheckpoint`, which take precedence.
     """
+
+    writes = True
 
     def __init__(
         self,
@@ -241,6 +245,8 @@ class ExperimentEndSave(AbstractCallback):
     ConfigurationError
         At ``fit``, if there is a package for a dataset that the loop does not have.
     """
+
+    writes = True
 
     def __init__(self, experiment: Experiment, val_result_package: Any = None, test_result_package: Any = None) -> None:
         # Runs after ModelCheckpoint, so that the checkpoint file is already on disk.

@@ -65,6 +65,7 @@ class Tracker(AbstractCallback):
     values.
     """
 
+    writes = True
     shared: tuple[str, ...] = ("experiment_name", "run_id")
     package = ""  # name of the service's package, and of the extra that installs it
     _run: Any = None  # the file, or the service's run or client, while it is open

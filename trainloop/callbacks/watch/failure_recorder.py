@@ -111,6 +111,8 @@ class FailureRecorder(AbstractCallback):
     >>> tl.replay("failures/failure-step=00001234-rank=3.pt")                                 # doctest: +SKIP
     """
 
+    writes = True
+
     def __init__(self, dirpath: str | os.PathLike[str], check_every_n_steps: int | None = None) -> None:
         # Runs before all other callbacks, because their on_exception may replace the weights.
         super().__init__("FailureRecorder", execution_order=-sys.maxsize)

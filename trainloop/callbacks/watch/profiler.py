@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,6 +50,8 @@ class Profiler(AbstractCallback):
     >>> tl.fit(num_epochs=1, callbacks=[profiler])
     >>> print(profiler.table)
     """
+
+    writes: ClassVar[bool] = True
 
     dirpath: str | os.PathLike[str] = "profile"
     _: KW_ONLY

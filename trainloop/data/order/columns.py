@@ -12,7 +12,7 @@ from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.sharding import shard_size
 from trainloop._support.signals import started
 from trainloop.data.batch.randomness import IsolatedRandomState, isolated_iter
-from trainloop.data.loader.starting import start_reading
+from trainloop.data.batch.starting import start_reading
 from trainloop.errors import ConfigurationError
 
 

@@ -14,9 +14,9 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import index_blocks, shard_size
 from trainloop.data.batch.batches import SampleCounter, may_change_count
 from trainloop.data.batch.randomness import IsolatedRandomState
+from trainloop.data.batch.starting import start_reading
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
-from trainloop.data.loader.starting import start_reading
 from trainloop.data.order.orders import length_of, order_by_position
 from trainloop.data.order.samplers import (
     BatchShardSampler,

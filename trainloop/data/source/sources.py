@@ -21,10 +21,10 @@ from trainloop._support.sharding import BatchPlan, shard_size
 from trainloop._support.user_line import warn
 from trainloop.data.batch.batches import SampleCounter, may_change_count
 from trainloop.data.batch.randomness import IsolatedRandomState, isolated_iter
+from trainloop.data.batch.starting import start_reading
 from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
-from trainloop.data.loader.starting import start_reading
 from trainloop.data.order.columns import SplitBatches, read_columns
 from trainloop.data.order.orders import length_of, rest_of
 from trainloop.data.order.samplers import RankSizes

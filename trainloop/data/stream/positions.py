@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainloop._support import rng
 from trainloop._support.nested import map_parts
 from trainloop.data.batch.randomness import IsolatedRandomState
+from trainloop.data.batch.starting import started_with_workers
 from trainloop.data.batch.stops import guard_stop_iteration
 from trainloop.data.loader import libraries
-from trainloop.data.loader.starting import started_with_workers
 from trainloop.data.order.orders import length_of
 
 T = TypeVar("T")

@@ -270,9 +270,7 @@ def check_count(value: Any, name: str, least: int) -> int:
     return number
 
 
-def check_restarts(
-    max_restarts: Any, restart_every_steps: Any, num_nodes: int, init_method: str | None, gpu_mode: str
-) -> RestartOptions | None:
+def check_restarts(max_restarts: Any, restart_every_steps: Any, num_nodes: int) -> RestartOptions | None:
     """Return the checked restart options; ``None`` if the first failure ends the run."""
     most = whole_number(max_restarts)
     if most is None or most < -1:
@@ -283,12 +281,11 @@ def check_restarts(
         restart_every_steps = check_count(restart_every_steps, "restart_every_steps", 1)
     if not most:
         return None
-    if num_nodes > 1 and (gpu_mode == "fsdp" or (init_method or "").startswith("file:")):
-        why = "gpu_mode='fsdp', where no host has the whole state" if gpu_mode == "fsdp" else f"{init_method=}"
+    if num_nodes > 1:
         raise ConfigurationError(
-            f"max_restarts={max_restarts} with num_nodes={num_nodes} and {why}: fit can't restart these ranks. Use "
-            "torchrun --max-restarts, Slurm or Kubernetes, with fit(resume_from='last') and a ModelCheckpoint on "
-            "storage that all hosts share."
+            f"max_restarts={max_restarts} with num_nodes={num_nodes}: fit restarts the ranks of one host only. Over "
+            "several hosts, use torchrun --max-restarts, Slurm or Kubernetes, with fit(resume_from='last') and a "
+            "ModelCheckpoint on storage that all hosts share."
         )
     return RestartOptions(most, restart_every_steps)
 

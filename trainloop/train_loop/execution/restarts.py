@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trainloop import checkpoint
-from trainloop._launch.failures import LOST_HOST, Failure, describe_failure, with_note
+from trainloop._launch.failures import Failure, describe_failure, with_note
 from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
@@ -65,7 +65,7 @@ class Supervisor:
         Loop whose ``restarts`` are recorded.
     options : RestartOptions
     ranks : int
-        Number of ranks on this host. Each of several hosts has a supervisor, and node 0 has the checkpoints.
+        Number of ranks.
     resume : dict, optional
         State of the checkpoint that the first start resumes.
     """
@@ -97,16 +97,11 @@ class Supervisor:
         All ranks have ended before this call.
         """
         self._record_restart(failure.time_ns)
-        first = self._loop.run_config.node_rank * self._ranks
-        here = error.rank - first if error.rank - first in range(self._ranks) else 0
-        step, trains = map(int, self.folder.progress()[1 + here])
+        step, trains = map(int, self.folder.progress()[1 + error.rank])
         seen = _SeenFailure(error.rank, failure, step, bool(trains))
         done = len(self._loop.restarts)
         if failure.final:
             return error
-        if failure.type == LOST_HOST:
-            advice = "with a ModelCheckpoint on storage that all hosts share and resume_from='last'"
-            return with_note(error, f"Start all hosts again, {advice}. max_restarts needs all hosts to be running.")
         if self._last_failure is not None and self._last_failure.recurs_in(seen):
             when = f"after step {step}" if trains else f"before training was resumed after step {step}"
             return with_note(error, f"The same failure occurred again {when}, so another restart would not help.")
@@ -115,32 +110,20 @@ class Supervisor:
         self._last_failure = seen
         return None
 
-    def next_order(self) -> list[Any] | None:
-        """Return the :class:`RestartOrder`, as plain types, for ranks that start after a failure.
-
-        ``None`` at the first start, and on every node except node 0.
-        """
-        if self._last_failure is None or self._loop.run_config.node_rank:
-            return None
+    def before_start(self) -> None:
+        """Write, for the ranks that are about to start, where they begin."""
+        if self._last_failure is None:
+            self.folder.begin(self._ranks, self._begins_at, None)
+            return
         rank, failure = self._last_failure.rank, self._last_failure.failure
         reached = int(self.folder.progress()[1:, 0].max())
         # Of two checkpoints at the same step, use the later one, which may have been written after the epoch's end.
         step, _, path = max(self._checkpoints(), default=(self._begins_at, 0, ""))
         cause = "hangs" if failure.timeout and rank != failure.rank else describe_failure(failure)
         restart = Restart(rank, cause, step, max(reached - step, 0), 0.0)
+        self._pending = restart, failure.time_ns
         limit = f"{self._nth(len(self._loop.restarts) + 1)}."
-        return list(RestartOrder(restart, failure.time_ns, limit, path))
-
-    def before_start(self, order: list[Any] | None) -> None:
-        """Write the order for the ranks that are about to start."""
-        if order is None:
-            self.folder.begin(self._ranks, self._begins_at, None)
-            return
-        restart, failed_ns, *others = order
-        if self._last_failure is not None:  # time by this host's clock
-            failed_ns = self._last_failure.failure.time_ns
-        self._pending = Restart(*restart), failed_ns
-        self.folder.begin(self._ranks, self._pending[0].step, RestartOrder(*self._pending, *others))
+        self.folder.begin(self._ranks, step, RestartOrder(restart, failure.time_ns, limit, path))
 
     def _checkpoints(self) -> Iterator[tuple[int, int, str]]:
         """Yield step, time and path of each complete checkpoint that this run has written."""
@@ -166,7 +149,7 @@ class Supervisor:
         end_ns = resumed_ns or failed_ns or time.monotonic_ns()
         restart = restart._replace(seconds=(end_ns - begun_ns) / 1e9)
         self._loop.restarts.append(restart)
-        if not resumed_ns and failed_ns and not self._loop.run_config.node_rank:  # no rank ran long enough to print
+        if not resumed_ns and failed_ns:  # no rank ran long enough to print
             limit = f"{self._nth(len(self._loop.restarts))} failed, too."
             logger.warning(restart_line(restart, limit))
 

@@ -141,8 +141,6 @@ class RestartCheckpoints:
         """Return the state from which this start resumes: after a failure, the state in the newest checkpoint."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
-        if self._run.loop.num_nodes > 1:  # the checkpoint is on node 0
-            return run_state.state_of_rank_zero(self._run.loop, self._order.checkpoint)[0]
         return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
 
     def begin(self) -> None:

@@ -1,0 +1,31 @@
+"""Helpers for authors of callbacks, trackers and other add-ons; this module only collects names.
+
+* arguments: :func:`count_of`, :func:`check_counts`, :func:`require_loader`, :func:`import_extra`
+* hooks: :func:`logs_nothing` for a hook that sends values instead of logging them; :class:`Saver` for a callback that
+  writes between steps
+* values: :class:`Tracker`, which collects step and epoch values for a service
+* messages: :func:`warn`, which warns at the user's line
+* optimizers: :func:`optimizers_of`, and :func:`groups_with_rates` for the learning rates of all groups
+"""
+
+from __future__ import annotations
+
+from trainloop._support.distribution import import_extra
+from trainloop._support.user_line import warn
+from trainloop.callbacks.base import Saver, check_counts, count_of, logs_nothing, require_loader
+from trainloop.callbacks.reports.trackers import Tracker
+from trainloop.callbacks.weights.train_schedule import groups_with_rates
+from trainloop.optim import optimizers_of
+
+__all__ = [
+    "Saver",
+    "Tracker",
+    "check_counts",
+    "count_of",
+    "groups_with_rates",
+    "import_extra",
+    "logs_nothing",
+    "optimizers_of",
+    "require_loader",
+    "warn",
+]
