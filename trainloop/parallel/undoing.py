@@ -1,7 +1,8 @@
 """Undo ``fully_shard``, which torch itself has no function for, and complete its gradients.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
-model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to 2.13). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
+model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
+2.13). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
 """
 
 from __future__ import annotations
