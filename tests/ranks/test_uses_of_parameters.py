@@ -160,17 +160,52 @@ class Queue(Net):
                     self.center = 0.9 * self.center + 0.1 * x.mean(0)
                 elif self.how == "frozen":
                     self.frozen.lerp_(self.a[0].weight.mean(0), 0.1)  # type: ignore[operator,union-attr]
+                elif self.how == "c.bias":  # initialized from the first batch, as in a normalizing flow
+                    self.c.bias.copy_(x.mean(0)[:1])
         return criterion(self(self.norm(x)), y)
 
 
-@pytest.mark.parametrize("how", ["in place", "replaced", "frozen", "not"])
+class Alternating(Queue):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        yield criterion(self(batch_data[0]), batch_data[1])
+        yield super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize("how", ["in place", "c.bias", "not"])
+def test_changes_between_the_losses_of_a_batch_are_refused_in_dp(how: str) -> None:
+    if how == "not":
+        (ours, _), (theirs, _) = trained(Alternating(how), "dp"), trained(Alternating(how), "dp")
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        return
+    name = "center" if how == "in place" else how
+    with pytest.raises(ConfigurationError, match=f"gpu_mode='dp': get_loss changes {name}"):
+        trained(Alternating(how), "dp")
+
+
+class Sampled(Net):
+    """Freezes its parameters while it draws samples, as energy-based models do."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.requires_grad_(False)
+        x = batch_data[0].clone().requires_grad_()
+        x = x - torch.autograd.grad(self(x).sum(), x)[0]
+        self.requires_grad_(True)
+        return self(batch_data[0]).mean() - self(x.detach()).mean()
+
+
+def test_flags_that_get_loss_changes_are_explained_in_dp() -> None:
+    with pytest.raises(ConfigurationError, match="get_loss changes requires_grad of a parameter"):
+        trained(Sampled(), "dp")
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "frozen", "c.bias", "not"])
 def test_buffers_that_get_loss_changes_are_refused_in_dp(how: str) -> None:
     model = Queue(how)
     if how == "not":
         trained(model, "dp")
         assert model.steps == 8
         return
-    name = "frozen" if how == "frozen" else "center"
+    name = how if how in ("frozen", "c.bias") else "center"
     with pytest.raises(ConfigurationError, match=f"gpu_mode='dp': get_loss changes {name}"):
         trained(model, "dp")
 

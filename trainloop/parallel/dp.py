@@ -20,7 +20,7 @@ from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
-from trainloop.parallel.misuse import WatchedTensors
+from trainloop.parallel.misuse import WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
 __all__ = ["TTDataParallel"]
@@ -172,12 +172,16 @@ class TTDataParallel(Transparent, DataParallel):
                 return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion)
+                return self._passes(outputs, replicas, devices, sizes, criterion, watches)
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
         """Return each replica's result, on the output device."""
-        outputs = _in_threads(calls, devices)
+        try:
+            outputs = _in_threads(calls, devices)
+        except RuntimeError as error:
+            explain_replica(error)
+            raise
         if devices[0].type != "cpu":
             outputs = [_on_device(output, self._tt_output_device) for output in outputs]
         return outputs
@@ -199,11 +203,15 @@ class TTDataParallel(Transparent, DataParallel):
         devices: list[torch.device],
         sizes: list[int],
         criterion: Any,
+        watches: bool,
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
+            watched = WatchedTensors(self.module) if watches else None
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
+            if watched is not None:
+                watched.check(replicas)
             if all(item is ended for item in items):
                 return
             named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
@@ -302,7 +310,7 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
 
 
 def refuse_changes_in_get_loss(wrapper: TTDataParallel) -> None:
-    """Let a wrapper raise an error if ``get_loss`` changes buffers (except BatchNorm's) or frozen parameters."""
+    """Let a wrapper raise an error if ``get_loss`` changes parameters or buffers (except BatchNorm's)."""
     wrapper.__dict__["_tt_watches"] = True
 
 

@@ -25,7 +25,7 @@ from trainloop.parallel.transparent import (
     with_plain_dicts,
     without_dict_classes,
 )
-from trainloop.parallel.undoing import can_undo, parameter_groups, undo_fully_shard
+from trainloop.parallel.undoing import can_undo, parameter_groups, reduce_late_gradients, undo_fully_shard
 from trainloop.parallel.units import check_dtypes, units_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     shard : type, list of types or callable, optional
         Modules to shard as separate units: their classes, or a function ``module -> bool`` or ``(name, module) ->
         bool``. Default: the repeated blocks, which are modules of one class in a ``ModuleList`` or ``Sequential``. The
-        root unit has the rest.
+        root unit has the rest. With an empty list, the root unit has all parameters.
     mesh : DeviceMesh, optional
         Mesh with one dimension, or with two named dimensions: replicas, and the shards of each replica (HSDP). Default:
         all ranks.
@@ -206,8 +206,12 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         if args and type(args[0]) is _Call:
             call = args[0]
             call.output = call.run(*args[1:], **kwargs)
-            return with_plain_dicts(call.output)
-        return self.module(*args, **kwargs)
+            output = with_plain_dicts(call.output)
+        else:
+            output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            reduce_late_gradients(output, self._tt_groups)
+        return output
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self.module, method)

@@ -12,7 +12,14 @@ from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
 
-__all__ = ["WatchedForwards", "WatchedTensors", "explain_outside", "explain_sharded", "refuse_other_parameters"]
+__all__ = [
+    "WatchedForwards",
+    "WatchedTensors",
+    "explain_outside",
+    "explain_replica",
+    "explain_sharded",
+    "refuse_other_parameters",
+]
 
 
 def explain_sharded(error: RuntimeError) -> None:
@@ -50,6 +57,17 @@ def explain_outside(error: BaseException) -> None:
         ) from error
 
 
+def explain_replica(error: Exception) -> None:
+    """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return for other causes."""
+    if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='dp': get_loss changes requires_grad of a parameter, but the parameters of a replica are copies, "
+            "whose flags can't change. For gradients of inputs only, call torch.autograd.grad(output, inputs), which "
+            "leaves the gradients of parameters unchanged. Otherwise, use gpu_mode='ddp' or 'single', or set the flags "
+            f"in a callback. torch says: {error}"
+        ) from error
+
+
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     """Raise an error at a forward of a sharded unit that one rank makes alone, or with replaced parameters.
 
@@ -75,7 +93,7 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
 
 
 class WatchedTensors:
-    """Find buffers and frozen parameters that ``get_loss`` changes: a replica computes them from its part of the batch.
+    """Find buffers and parameters that ``get_loss`` changes: a replica computes them from its part of the batch.
 
     BatchNorm's statistics are those of the first part, as in ``nn.DataParallel``. A value that is the same on all
     replicas, such as a count of steps, is right.
@@ -88,7 +106,7 @@ class WatchedTensors:
             for path, part in module.named_modules()
             if not hasattr(part, "track_running_stats") and not isinstance(part, torch.jit.ScriptModule)
             for name, tensor in [*part._buffers.items(), *part._parameters.items()]
-            if tensor is not None and not tensor.requires_grad
+            if tensor is not None
         }
 
     def check(self, replicas: list[nn.Module]) -> None:

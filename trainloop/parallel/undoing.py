@@ -1,7 +1,7 @@
-"""Undo ``fully_shard``. torch itself has no function that undoes it.
+"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
-model object without these changes. This module has all private torch names that undoing needs (checked in torch 2.6 to
+model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
 2.13). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
 """
 
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainloop._support.nested import parts_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
-__all__ = ["can_undo", "parameter_groups", "undo_fully_shard"]
+__all__ = ["can_undo", "parameter_groups", "reduce_late_gradients", "undo_fully_shard"]
 
 
 _NEEDED = {
@@ -86,3 +87,44 @@ def parameter_groups(part: Any) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def reduce_late_gradients(output: Any, groups: list[Any]) -> None:
+    """Make the backward of a forward's output reduce gradients that a unit gets after its own backward.
+
+    torch reduces a unit's gradients once, when it has the gradients of the unit's inputs. With a gradient penalty, the
+    gradient of a weight is complete only later, and torch would leave it out: without an error, the optimizer would
+    skip the parameter. Marked as unfinished, a unit is completed at the end of the backward, by torch itself.
+
+    Must be called before torch adds its own hooks to the output, so that the mark is set before torch completes units.
+    """
+    queued = False
+
+    def finish() -> None:
+        nonlocal queued
+        queued = False
+        for group in groups:
+            if any(_has_gradient(p) for p in group.fsdp_params):
+                group._training_state = type(group._training_state).IDLE
+
+    def queue(_: torch.Tensor) -> None:
+        nonlocal queued
+        if not queued:
+            queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                value.register_hook(queue)
+        else:
+            for part in parts_of(value) or ():
+                look(part)
+
+    look(output)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Return True if an ``FSDPParam`` has a gradient that was not reduced."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None)

@@ -24,7 +24,7 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         The whole model.
     shard : type, sequence of types or callable, optional
         Classes of modules, or a predicate ``module -> bool`` or ``(name, module) -> bool``. Default: the repeated
-        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``.
+        blocks of a model, which are members of one class in a ``ModuleList`` or ``Sequential``. Empty: none.
 
     Returns
     -------
@@ -91,6 +91,8 @@ def _repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
+    if isinstance(shard, (list, tuple, set, frozenset)) and not shard:
+        return []  # the model is one unit
     matches = _matcher(shard)
     found = [(name, part) for name, part in module.named_modules() if name and matches(name, part)]
     if not found:
@@ -110,7 +112,7 @@ def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
 
 def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
     classes = tuple(shard) if isinstance(shard, (list, tuple, set, frozenset)) else (shard,)
-    if classes and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+    if all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
         try:

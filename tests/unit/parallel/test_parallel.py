@@ -23,9 +23,15 @@ from kit.parallel_models import (
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from trainloop.errors import ConfigurationError
-from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel import (
+    TTDataParallel,
+    TTDistributedDataParallel,
+    TTFullyShardedDataParallel,
+    reduce_gradients,
+)
 from trainloop.parallel.transparent import with_dicts_of, without_dict_classes
 
 # -- attributes of both wrappers ---------------------------------------------------------------------------------------
@@ -336,3 +342,51 @@ def test_dicts_of_a_batch_that_torch_can_not_rebuild_keep_their_class() -> None:
     assert back[1][0]["missing"] == []
     assert "missing" not in lists
     assert own["x"].dtype == torch.float32
+
+
+# -- gradients of gradients under FSDP ---------------------------------------------------------------------------------
+
+
+class Critic(Net):
+    """The critic of a Wasserstein GAN: a penalty on the gradients of inputs, before or after other forward passes."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.parts = parts
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = torch.zeros(())
+        for part in self.parts.split():
+            x = batch_data.clone().requires_grad_(part != "plain")
+            if part == "penalty":
+                (g,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
+                loss = loss + (g.norm(dim=1) - 1).square().mean()
+            elif part == "adversarial":
+                (g,) = torch.autograd.grad(self.critic(x).sum(), x)
+                loss = loss + self.critic(batch_data + g).mean()
+            elif part == "own weights":
+                weights = {name: 0.5 * p for name, p in self.critic.named_parameters()}
+                loss = loss + torch.func.functional_call(self.critic, weights, (x,)).mean()
+            else:
+                loss = loss + self.critic(x).mean()
+        return {"loss": (loss, 1)}
+
+
+@pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
+@pytest.mark.parametrize(
+    "parts",
+    ["penalty", "penalty plain", "plain penalty", "penalty adversarial", "inputs plain", "own weights"],
+)
+def test_no_gradient_is_lost_under_fsdp(group: None, parts: str) -> None:
+    sharded, plain, x = Critic(parts), Critic(parts), torch.randn(5, 4)
+    wrapper = TTFullyShardedDataParallel(sharded, shard=[] if parts == "own weights" else None)
+    for _ in range(2):
+        for model in (wrapper, plain):
+            model.get_loss(x, None, CPU)["loss"][0].backward()
+    for (name, p), own in zip(plain.critic.named_parameters(), sharded.critic.parameters(), strict=True):
+        found = None if own.grad is None else own.grad.full_tensor()  # type: ignore[attr-defined]
+        assert (found is None) == (p.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(found, p.grad, msg=name)
