@@ -290,8 +290,8 @@ class Recorder:
         other = next((known for known, one in self._logged.items() if one is series and known != name), None)
         if other is not None:
             raise ConfigurationError(
-                f"log({name!r}, ...): {other!r} has been logged in this evaluation, too, and both names are recorded as "
-                f"{series.name!r}. Choose another name for one of them, or log only one of them."
+                f"log({name!r}, ...): {other!r} has been logged in this evaluation, too, and both names are recorded "
+                f"as {series.name!r}. Choose another name for one of them, or log only one of them."
             )
 
     def _options(self, asked: LogCall) -> Options:

@@ -496,5 +496,5 @@ def test_an_int_that_is_no_float_is_an_error_that_names_the_metric() -> None:
         def on_epoch_end(self) -> None:
             self.log("huge", 10**400)
 
-    with pytest.raises(ConfigurationError, match="log\\('huge', ...\\): the value is an int that is larger"):
+    with pytest.raises(ConfigurationError, match=r"log\('huge', ...\): the value is an int that is larger"):
         make_loop().fit(num_epochs=1, callbacks=[Huge("huge")])

@@ -555,17 +555,17 @@ class Training(Run):
             )
 
     def _warn_skipped(self, *, at_end: bool = False) -> None:
-        """Warn, once per fit, if AMP has skipped so many steps in a row, or all steps of the fit, that nothing trains."""
+        """Warn, once per fit, if AMP has skipped many steps in a row or, at the end, all steps of the fit."""
         in_a_row = self._skipped.in_a_row()
         many = in_a_row >= _MANY_SKIPPED or (at_end and 0 < in_a_row == self._skipped.steps)
         if not many or self._skipped.reported or not self.loop.is_global_zero:
             return
         self._skipped.reported = True
         _warn(
-            f"AMP has skipped the last {in_a_row} optimizer steps, because their gradients had NaN or infinite values, so "
-            f"the weights have not changed. The scale is now {self.place.scaler.get_scale():g}. If it is still above "
-            "1, pass a smaller one, as in use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find the "
-            "operation with torch.autograd.set_detect_anomaly(True)."
+            f"AMP has skipped the last {in_a_row} optimizer steps, because their gradients had NaN or infinite values, "
+            f"so the weights have not changed. The scale is now {self.place.scaler.get_scale():g}. If it is still "
+            "above 1, pass a smaller one, as in use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find "
+            "the operation with torch.autograd.set_detect_anomaly(True)."
         )
 
     def _agree_at_epoch_end(self) -> int:
