@@ -177,6 +177,43 @@ def test_each_value_counts_once_for_monitors(tmp_path: Path) -> None:
         assert keeper.best_value == tl.history["val_loss"][-1]
 
 
+class Inserts(AbstractCallback):
+    """Inserts its values, as ``ModelPerformanceEvaluation`` does: in steps, and at the ends of epochs and training."""
+
+    def on_batch_end(self) -> None:
+        self.insert("in_step")
+
+    def on_epoch_end(self) -> None:
+        self.insert("at_end")
+
+    def on_train_end(self) -> None:
+        self.insert("train_end")
+
+    def insert(self, name: str) -> None:
+        self.train_loop_obj.insert_metric_result_into_history(name, self.train_loop_obj.global_step)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_inserted_values_of_a_cut_end_are_replaced_when_the_epoch_continues(resumed: bool, tmp_path: Path) -> None:
+    def fit(tl: TrainLoop, number: int, folder: str) -> None:
+        callbacks = [Inserts("inserts"), *([ModelCheckpoint(tmp_path / folder)] if resumed else [])]
+        tl.fit(num_iterations=number, callbacks=callbacks, resume_from="last" if resumed else None)
+
+    whole, pieces = make(seed=3), make(seed=3)
+    fit(whole, 17, "whole")  # an epoch has 7 batches
+    for total, more in ((3, 3), (6, 3), (10, 4), (17, 7)):
+        pieces = make(seed=3) if resumed else pieces
+        fit(pieces, total if resumed else more, "pieces")
+    assert pieces.history["at_end"] == [7, 14, 17]
+    assert pieces.history["in_step"] == [*range(1, 18)]
+    # What a fit inserts at its end stays if its epoch is over.
+    assert pieces.history.to_dict() == whole.history.to_dict()
+    pieces.insert_metric_result_into_history("mine", 1.0)
+    pieces.fit(num_iterations=4, callbacks=[Inserts("inserts")])
+    assert pieces.history["at_end"] == [7, 14, 21]
+    assert pieces.history["mine"] == [1.0]
+
+
 @pytest.mark.parametrize("way", ["end_epoch", "num_epochs", "loader", "dataset"])
 def test_ways_to_begin_a_new_epoch(way: str) -> None:
     tl = make(shuffle=False)

@@ -347,6 +347,7 @@ class Training(Run):
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
+            loop.history.end_row()
             self.finished = True
             for saver in self.savers if has_work_at_end(loop) else ():
                 saver.save_finished()
@@ -528,6 +529,7 @@ class Training(Run):
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
+        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
         losses = self._record_epoch()
         self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
         self._warn_nan(losses)
