@@ -39,6 +39,8 @@ class History(Mapping[str, list[float]]):
         self._step_values: dict[str, array[float]] = {}
         self._unagreed: dict[str, list[int]] = {}
         """Indices of per-rank values that have not been averaged over ranks yet, by metric. Only the loop sets them."""
+        self._row: dict[str, Any] | None = None
+        """The values of the end of an epoch that the end of ``fit`` has cut: between two lengths of each metric."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:
@@ -177,6 +179,30 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
+    def begin_row(self, epoch: int, *, cut: bool) -> None:
+        """Begin the values of an epoch's end. If an earlier ``fit`` has cut the epoch, they replace those of its end.
+
+        ``cut`` is True if this ``fit`` cuts the epoch.
+        """
+        before, self._row = self._row, None
+        if before is not None and before["epoch"] == epoch:
+            for name, end in (before["ends"] or self._lengths()).items():
+                begin = before["begins"].get(name, 0)
+                del self._values[name][begin:end], self._epochs[name][begin:end]
+                own = self._unagreed.get(name, ())
+                if own:
+                    self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
+        if cut:
+            self._row = {"epoch": epoch, "begins": self._lengths(), "ends": None}
+
+    def end_row(self) -> None:
+        """End the values of a cut epoch's end. Values that are added after ``fit`` stay if the epoch continues."""
+        if self._row is not None and self._row["ends"] is None:
+            self._row["ends"] = self._lengths()
+
+    def _lengths(self) -> dict[str, int]:
+        return {name: len(values) for name, values in self._values.items()}
+
     def record_own(self, name: str, value: float, epoch: int) -> None:
         """Add this rank's value for an epoch. Later, the value is averaged with the values of other ranks."""
         self._unagreed.setdefault(name, []).append(len(self._values.get(name, ())))
@@ -220,6 +246,7 @@ class History(Mapping[str, list[float]]):
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
             "step_indices": {name: _tensor(a, torch.int64) for name, a in self._step_indices.items()},
             "step_values": {name: _tensor(a, torch.float64) for name, a in self._step_values.items()},
+            "row": self._row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,6 +256,7 @@ class History(Mapping[str, list[float]]):
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}
         self._step_values = {name: array("d", t.tolist()) for name, t in state["step_values"].items()}
+        self._row = state.get("row")  # older checkpoints lack this entry
 
 
 def _mean(values: Sequence[float]) -> float:

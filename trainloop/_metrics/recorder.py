@@ -257,6 +257,8 @@ class Recorder:
             series = self._series.get(key)
             if (series is not None and series.options.part is not None) or key in self._reserved:
                 raise ConfigurationError(_is_loop_loss(name))
+            if series is not None:
+                self._check_sole(name, series)
             if series is None or series.options != options:  # otherwise the epoch continues from a checkpoint
                 series = self._series[key] = _Series(key, options)
             series.asked = asked
@@ -281,6 +283,15 @@ class Recorder:
                 f"log({name!r}, {', '.join(f'{option}={asked_now[option]!r}' for option in changed)}): this metric was "
                 f"logged with {', '.join(f'{option}={earlier[option]!r}' for option in changed)} before. Use the same "
                 "options in all calls with this name."
+            )
+
+    def _check_sole(self, name: str, series: _Series) -> None:
+        """Raise an error if another name is recorded as the same metric: 'acc' and 'val_acc' in a validation."""
+        other = next((known for known, one in self._logged.items() if one is series and known != name), None)
+        if other is not None:
+            raise ConfigurationError(
+                f"log({name!r}, ...): {other!r} has been logged in this evaluation, too, and both names are recorded "
+                f"as {series.name!r}. Choose another name for one of them, or log only one of them."
             )
 
     def _options(self, asked: LogCall) -> Options:
@@ -439,6 +450,10 @@ def _number(name: str, value: Any) -> float:
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
+    except OverflowError as error:
+        raise ConfigurationError(
+            f"log({name!r}, ...): the value is an int that is larger than all floats. Log its logarithm, for example."
+        ) from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"log({name!r}, {value!r}): the value is a {type(value).__name__}, but must be a number or a 0-d tensor."

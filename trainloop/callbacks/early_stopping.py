@@ -34,7 +34,7 @@ class _EndsByMetric(AbstractCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._metric.load_state_dict(state["metric"])
         for name in self.counters:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack some
 
 
 class EarlyStopping(_EndsByMetric):
@@ -68,6 +68,8 @@ class EarlyStopping(_EndsByMetric):
         Index of the epoch with the best value.
     stopped_epoch : int or None
         Index of the epoch after which this callback ended training; None if it did not end training.
+    judged_step : int
+        With ``every_n_steps``: the last step after which it decided.
 
     Raises
     ------
@@ -79,7 +81,7 @@ class EarlyStopping(_EndsByMetric):
     >>> tl.fit(num_epochs=100, callbacks=[EarlyStopping("val_loss", patience=3)])
     """
 
-    counters = ("best", "best_epoch", "epochs_without_improvement")
+    counters = ("best", "best_epoch", "epochs_without_improvement", "judged_step")
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class EarlyStopping(_EndsByMetric):
     ) -> None:
         super().__init__("EarlyStopping", monitor, mode, patience)
         self.every_n_steps = count_of("EarlyStopping", "every_n_steps", every_n_steps, optional=True)
-        self._judged_step = 0
+        self.judged_step = 0
         self.min_delta = _at_least_zero("EarlyStopping", "min_delta", min_delta)
         self.best: float | None = None
         self.best_epoch = 0
@@ -101,7 +103,7 @@ class EarlyStopping(_EndsByMetric):
 
     def reset(self) -> None:
         super().reset()
-        self.best, self.best_epoch = None, 0
+        self.best, self.best_epoch, self.judged_step = None, 0, 0
 
     def on_train_begin(self) -> None:
         # A new call of fit starts a new count. (If the run is resumed, load_state_dict restores the count afterwards.)
@@ -114,8 +116,8 @@ class EarlyStopping(_EndsByMetric):
         loop = self.train_loop_obj
         step = loop.global_step
         # Before the last micro-batch of a step, the step does not count yet.
-        if step % self.every_n_steps == 0 and step != self._judged_step:
-            self._judged_step = step
+        if step % self.every_n_steps == 0 and step != self.judged_step:
+            self.judged_step = step
             self._judge(self._metric.newest_within(loop))
 
     @logs_nothing

@@ -12,9 +12,19 @@ import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
+from conftest import make_data
 from trainloop import AbstractCallback
-from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping, TimeLimit, early_stopping
+from trainloop.callbacks import (
+    EarlyStopping,
+    LRScheduler,
+    ModelCheckpoint,
+    ThresholdEarlyStopping,
+    TimeLimit,
+    early_stopping,
+)
 from trainloop.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -228,3 +238,44 @@ def test_the_clock_stops_with_an_exception(monkeypatch: pytest.MonkeyPatch) -> N
         make_loop().fit(num_epochs=1, callbacks=[clock, limit, Fails()])
     clock.now += 500.0
     assert limit.elapsed_s == STEPS_PER_EPOCH
+
+
+class EveryThirdStep(AbstractCallback):
+    """Logs a score at every third step, once."""
+
+    def __init__(self) -> None:
+        super().__init__("every third step", execution_order=-5)
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step and loop.global_step % 3 == 0:
+            self.log("score", 1.0)
+
+
+def test_a_value_within_an_epoch_is_judged_once_if_the_run_resumes(tmp_path: Path) -> None:
+    """With accumulation, the first micro-batch after a resume still has the step of the checkpoint."""
+
+    def fit(steps: int, folder: str) -> tuple[int, int]:
+        stopper = EarlyStopping("score", patience=100, every_n_steps=3)
+        plateau = LRScheduler(ReduceLROnPlateau, interval="step", monitor="score", frequency=3, mode="max")
+        keeper = ModelCheckpoint(tmp_path / folder, every_n_steps=3, every_n_epochs=None)
+        loop = make_loop(validation=False, seed=0)
+        loop.train_loader = DataLoader(make_data(), 4)  # 26 batches
+        callbacks = [EveryThirdStep(), stopper, plateau, keeper]
+        loop.fit(num_iterations=steps, grad_accumulation=2, callbacks=callbacks, resume_from="last")
+        return stopper.epochs_without_improvement, plateau.scheduler.num_bad_epochs
+
+    whole = fit(24, "whole")
+    assert whole == (3, 3)
+    fit(18, "pieces")
+    assert fit(24, "pieces") == whole
+
+
+def test_another_loop_judges_the_step_at_which_the_loop_before_ended() -> None:
+    stopper = EarlyStopping("score", patience=100, every_n_steps=3)
+    plateau = LRScheduler(ReduceLROnPlateau, interval="step", monitor="score", frequency=3, mode="max")
+    for _ in range(2):
+        loop = make_loop(validation=False)
+        loop.fit(num_iterations=3, callbacks=[EveryThirdStep(), stopper, plateau])
+        assert stopper.best == 1.0
+        assert plateau.scheduler.last_epoch == 1

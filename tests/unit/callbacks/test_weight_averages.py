@@ -246,3 +246,25 @@ def test_statistics_of_a_model_that_is_one_graph() -> None:
         loop.fit(2, callbacks=[StochasticWeightAveraging(start=0)])
     for one, other in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_group_that_is_added_while_the_rate_changes_begins_with_its_own_rate() -> None:
+    class Unfreeze(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("unfreeze", execution_order=-100)
+            self.rates: list[list[float]] = []
+
+        def on_epoch_begin(self) -> None:
+            loop = self.train_loop_obj
+            if loop.epoch == 2:
+                loop.optimizer.add_param_group({"params": [loop.model.fc.bias], "lr": 0.01})
+
+        def on_epoch_end(self) -> None:
+            self.rates.append([group["lr"] for group in self.train_loop_obj.optimizer.param_groups])
+
+    model, unfreeze = Net(), Unfreeze()
+    loop = make_loop(model, optimizer=optim.SGD([model.fc.weight], lr=0.1))
+    swa = StochasticWeightAveraging(0.05, start=1, anneal_epochs=2, anneal_strategy="linear")
+    loop.fit(4, callbacks=[unfreeze, swa])
+    expected = [[0.1], [0.1], [0.075, 0.03], [0.05, 0.05]]
+    assert [pytest.approx(rates) for rates in expected] == unfreeze.rates

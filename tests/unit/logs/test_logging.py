@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -475,3 +476,26 @@ def test_cost_and_objects_do_not_grow_over_an_epoch(length: int) -> None:
     # Calls of C that would grow inside show in the time. The fastest ones: what the machine does besides slows steps.
     quarter = len(meter.seconds) // 4
     assert min(meter.seconds[-quarter:]) < 3 * min(meter.seconds[:quarter])
+
+
+def test_two_names_of_one_metric_are_not_mixed() -> None:
+    """In a validation, ``acc`` is recorded as ``val_acc``, which the model may also log."""
+
+    class Twice(Net):
+        def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            self.log("acc", 1.0)
+            self.log("val_acc", 0.0)
+            return criterion(self(batch_data[0]), batch_data[1])
+
+    message = "'acc' has been logged in this evaluation, too, and both names are recorded as 'val_acc'"
+    with pytest.raises(ConfigurationError, match=message):
+        make_loop(Twice()).fit(num_epochs=1)
+
+
+def test_an_int_that_is_no_float_is_an_error_that_names_the_metric() -> None:
+    class Huge(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            self.log("huge", 10**400)
+
+    with pytest.raises(ConfigurationError, match=r"log\('huge', ...\): the value is an int that is larger"):
+        make_loop().fit(num_epochs=1, callbacks=[Huge("huge")])

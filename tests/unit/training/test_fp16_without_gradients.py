@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,3 +64,31 @@ def test_a_frozen_network_keeps_its_weights_until_it_is_unfrozen(cls: type[Two])
     assert torch.equal(free, with_frozen)
     assert not torch.equal(b, cls().b.weight)
     torch.testing.assert_close(b, trained(cls, frozen=True, fp16=False)[1], atol=1e-2, rtol=0)
+
+
+class Broken(Net):
+    """From a given step on, its loss is finite but its gradients are NaN."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.steps, self.first = 0, first
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        self.steps += self.training
+        weight = self.fc.weight
+        return loss + 0 * (weight - weight).abs().sqrt().sum() if self.steps > self.first else loss
+
+
+@pytest.mark.parametrize(
+    "first, epochs, number", [(0, 3, 21), (0, 1, 7), (STEPS_PER_EPOCH, 4, 21), (STEPS_PER_EPOCH, 3, None)]
+)
+def test_a_run_whose_steps_are_all_skipped_is_reported(first: int, epochs: int, number: int | None) -> None:
+    """Otherwise nothing shows it: the losses are finite, and equal in all epochs."""
+    loop = make_loop(Broken(first), use_amp={"init_scale": 8.0}, end_auto_eval=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.fit(num_epochs=epochs)
+    found = [str(one.message) for one in caught if "AMP has skipped" in str(one.message)]
+    assert len(found) == (number is not None)
+    assert all(f"the last {number} optimizer steps" in text for text in found)

@@ -12,12 +12,18 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop
-from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.callbacks import (
+    EarlyStopping,
+    LRScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAverage,
+)
 from trainloop.errors import ConfigurationError
 
 
@@ -113,6 +119,55 @@ def test_resumed_to_more_iterations_is_the_longer_run(tmp_path: Path) -> None:
     assert again.model.seen == whole.model.seen[-4:]
 
 
+class EpochMean(WeightAverage):
+    """The mean of the weights at the ends of all epochs, as in the documentation of its base class."""
+
+    def __init__(self) -> None:
+        super().__init__(apply_on_train_end=True)
+
+    def on_epoch_end(self) -> None:
+        def mean(averages: list[Tensor], weights: list[Tensor], updates: int) -> None:
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight, 1 / (updates + 1))
+
+        self.update(mean)
+
+
+def epoch_callback(kind: str) -> AbstractCallback:
+    if kind == "plateau":
+        return LRScheduler(ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.5)
+    return StochasticWeightAveraging(start=0, update_batchnorm=False) if kind == "swa" else EpochMean()
+
+
+@pytest.mark.parametrize(
+    "kind, resumed", [("plateau", False), ("swa", False), ("plateau", True), ("swa", True), ("mean", True)]
+)
+def test_what_counts_epochs_does_not_count_a_cut_one(kind: str, resumed: bool, tmp_path: Path) -> None:
+    """Averages of epochs, and schedules by a metric: pieces, and resuming a piece, are one call."""
+
+    def fit(*pieces: int, folder: str | None = None) -> TrainLoop:
+        tl = make(seed=3)
+        counting = epoch_callback(kind)
+        for number in pieces:
+            callbacks = [counting] if folder is None else [counting, ModelCheckpoint(tmp_path / folder)]
+            tl.fit(num_iterations=number, callbacks=callbacks, resume_from=None if folder is None else "last")
+        return tl
+
+    whole = fit(17)
+    if resumed:
+        fit(10, folder="pieces")  # at its end, the model has the average, and training continues from other weights
+        pieces = fit(17, folder="pieces")
+    else:
+        pieces = fit(10, 3, 4)
+    assert state_of(pieces)[:2] == state_of(whole)[:2]
+
+
+def test_an_average_of_epochs_without_a_whole_epoch_is_reported() -> None:
+    tl = make(seed=3)
+    with pytest.warns(UserWarning, match="ended in the middle of the first epoch to average, so there is no average"):
+        tl.fit(num_iterations=9, callbacks=[StochasticWeightAveraging(start=1)])
+
+
 def test_each_value_counts_once_for_monitors(tmp_path: Path) -> None:
     tl, keeper = make(), ModelCheckpoint(tmp_path, monitor="val_loss", keep=1)
     for number in range(1, 4):
@@ -120,6 +175,43 @@ def test_each_value_counts_once_for_monitors(tmp_path: Path) -> None:
         assert len(tl.history["val_loss"]) == 1
         assert tl.global_step == 2 * number
         assert keeper.best_value == tl.history["val_loss"][-1]
+
+
+class Inserts(AbstractCallback):
+    """Inserts its values, as ``ModelPerformanceEvaluation`` does: in steps, and at the ends of epochs and training."""
+
+    def on_batch_end(self) -> None:
+        self.insert("in_step")
+
+    def on_epoch_end(self) -> None:
+        self.insert("at_end")
+
+    def on_train_end(self) -> None:
+        self.insert("train_end")
+
+    def insert(self, name: str) -> None:
+        self.train_loop_obj.insert_metric_result_into_history(name, self.train_loop_obj.global_step)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_inserted_values_of_a_cut_end_are_replaced_when_the_epoch_continues(resumed: bool, tmp_path: Path) -> None:
+    def fit(tl: TrainLoop, number: int, folder: str) -> None:
+        callbacks = [Inserts("inserts"), *([ModelCheckpoint(tmp_path / folder)] if resumed else [])]
+        tl.fit(num_iterations=number, callbacks=callbacks, resume_from="last" if resumed else None)
+
+    whole, pieces = make(seed=3), make(seed=3)
+    fit(whole, 17, "whole")  # an epoch has 7 batches
+    for total, more in ((3, 3), (6, 3), (10, 4), (17, 7)):
+        pieces = make(seed=3) if resumed else pieces
+        fit(pieces, total if resumed else more, "pieces")
+    assert pieces.history["at_end"] == [7, 14, 17]
+    assert pieces.history["in_step"] == [*range(1, 18)]
+    # What a fit inserts at its end stays if its epoch is over.
+    assert pieces.history.to_dict() == whole.history.to_dict()
+    pieces.insert_metric_result_into_history("mine", 1.0)
+    pieces.fit(num_iterations=4, callbacks=[Inserts("inserts")])
+    assert pieces.history["at_end"] == [7, 14, 21]
+    assert pieces.history["mine"] == [1.0]
 
 
 @pytest.mark.parametrize("way", ["end_epoch", "num_epochs", "loader", "dataset"])

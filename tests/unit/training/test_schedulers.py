@@ -510,3 +510,12 @@ def test_a_length_that_is_unknown_is_an_error() -> None:
     tl.train_loader = DataLoader(Stream(), 16)
     with pytest.raises(ConfigurationError, match=r"total_steps is to be computed .* has no length"):
         tl.fit(num_epochs=1, callbacks=[LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=1.0, total_steps=None)])
+
+
+def test_groups_with_equal_names_are_logged_apart() -> None:
+    """A rate is the largest of an epoch: under one name, the smaller one would not be seen."""
+    model = Net()
+    groups = [{"params": [model.fc.weight], "lr": 0.1}, {"params": [model.fc.bias], "lr": 0.01}]
+    loop = make_loop(model, optimizer=optim.SGD([{**group, "name": "head"} for group in groups]))
+    loop.fit(num_epochs=1, callbacks=[LearningRateMonitor()])
+    assert (loop.history["lr/head/group0"], loop.history["lr/head/group1"]) == ([0.1], [0.01])

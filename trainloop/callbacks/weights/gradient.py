@@ -64,7 +64,8 @@ class GradientCallbackBase(AbstractCallback):
 class GradientClipping(GradientCallbackBase):
     """Clip gradients before each step: first each element (``max_value``), then the total norm (``max_norm``).
 
-    With AMP, gradients are unscaled first. ``TrainLoop(gradient_clip_norm=...)`` is the same as ``max_norm``.
+    With AMP, gradients are unscaled first. With one optimizer, ``TrainLoop(gradient_clip_norm=...)`` is the same as
+    ``max_norm``. With several that step together, it limits the norm of all their gradients together.
 
     Parameters
     ----------

@@ -161,7 +161,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def reset(self) -> None:
         super().reset()
-        self._count, self._metric = 0, None
+        self._count, self._metric, self._judged_step = 0, None, 0
         if self.factory is not None:
             self.scheduler = None
 
@@ -295,11 +295,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        if self.interval != "epoch":
+        if self.interval != "epoch" or self.train_loop_obj.cut is not None:  # a cut epoch is not at its end
             return
         if self._metric is None:
-            if self.train_loop_obj.cut is None:  # else the epoch is not at its end
-                self._step()
+            self._step()
             return
         value = self._metric.new_value(self.train_loop_obj)
         if value is not None:
@@ -315,11 +314,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             "scheduler": AbstractScheduler.state_dict(self),
             "count": self._count,
             "metric": None if self._metric is None else self._metric.state_dict(),
+            "judged_step": self._judged_step,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
         self._count = state_dict["count"]
+        self._judged_step = state_dict.get("judged_step", 0)  # older checkpoints lack this entry
         if self._metric is not None and state_dict["metric"] is not None:
             self._metric.load_state_dict(state_dict["metric"])
 
@@ -328,8 +329,8 @@ class LearningRateMonitor(AbstractCallback):
     """Log the learning rate of each step to the history, TensorBoard and other loggers.
 
     The name is ``lr``. With several parameter groups, the names are ``lr/group0`` and so on (or ``lr/<name>`` if the
-    group has a ``'name'``). With several optimizers, they are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value
-    of an epoch is the largest learning rate in it.
+    group has a ``'name'``; groups with equal names are ``lr/<name>/group0`` and so on). With several optimizers, they
+    are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value of an epoch is the largest learning rate in it.
 
     Parameters
     ----------
@@ -373,10 +374,12 @@ def groups_with_rates(optimizer: Optimizer | MultiOptimizer) -> list[tuple[str, 
     found = []
     for i, one in enumerate(optimizers):
         prefix = f"lr/optimizer{i}" if len(optimizers) > 1 else "lr"
-        several = len(one.param_groups) > 1
-        for j, group in enumerate(one.param_groups):
-            if group.get("lr") is not None:
-                found.append((f"{prefix}/{group.get('name', f'group{j}')}" if several else prefix, group))
+        names = [str(group.get("name", f"group{j}")) for j, group in enumerate(one.param_groups)]
+        for j, (name, group) in enumerate(zip(names, one.param_groups, strict=True)):
+            if group.get("lr") is None:
+                continue
+            unique = name if names.count(name) == 1 else f"{name}/group{j}"
+            found.append((f"{prefix}/{unique}" if len(names) > 1 else prefix, group))
     return found
 
 

@@ -363,7 +363,8 @@ def _equal(weight: Tensor, average: Tensor) -> bool:
 class StochasticWeightAveraging(WeightAverage):
     """Average the end-of-epoch weights of the last part of training, which runs at a constant learning rate.
 
-    From epoch ``start`` on, the weights at the end of each epoch are averaged. The learning rate changes to ``swa_lr``
+    From epoch ``start`` on, the weights at the end of each epoch are averaged; an epoch that the end of ``fit`` cuts
+    short is not at its end. The learning rate changes to ``swa_lr``
     within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. When training ends, the model has the averaged
     weights. An additional pass over the training set recomputes the BatchNorm statistics, like torch's ``update_bn``
     (but with dropout off).
@@ -451,12 +452,12 @@ class StochasticWeightAveraging(WeightAverage):
         if since < 0 or self.swa_lr is None:
             return
         groups = loop.optimizer.param_groups
-        if not self.first_rates:
-            self.first_rates = [float(group["lr"]) for group in groups]
+        # A group that was added since begins with its own rate.
+        self.first_rates += [float(group["lr"]) for group in groups[len(self.first_rates) :]]
         share = min(1.0, since / self.anneal_epochs) if self.anneal_epochs else 1.0
         if self.anneal_strategy == "cos":
             share = (1 - math.cos(math.pi * share)) / 2
-        for group, first in zip(groups, self.first_rates, strict=True):
+        for group, first in zip(groups, self.first_rates, strict=False):
             rate = share * self.swa_lr + (1 - share) * first
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -465,18 +466,25 @@ class StochasticWeightAveraging(WeightAverage):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        if self.train_loop_obj.epoch < self.start_epoch:
+        loop = self.train_loop_obj
+        if loop.epoch < self.start_epoch or loop.cut is not None:  # a cut epoch is not at its end
             return
         self._pair()
         self.update(get_swa_multi_avg_fn() if self.updates else None)
 
     @logs_nothing
     def on_train_end(self) -> None:
+        loop = self.train_loop_obj
         if not self.updates:  # training ended before averaging started
             self._pairs = ([], [])
+            if loop.epoch >= self.start_epoch and loop.is_global_zero:
+                warn(
+                    f"StochasticWeightAveraging(start={self.start}): training ended in the middle of the first epoch "
+                    "to average, so there is no average yet. The model keeps the trained weights. Train whole epochs, "
+                    "or continue this epoch with another fit."
+                )
             return
         super().on_train_end()
-        loop = self.train_loop_obj
         norms = [m for m in loop.model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return

@@ -558,7 +558,7 @@ def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
 
 def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     """Return a state with the place and the states that were noted before the end of its epoch."""
-    before = [now if kept is None else kept for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
+    before = [_before_end(now, kept) for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
     optimizers = []
     for saved, groups in zip(state["optimizers"], cut["groups"], strict=True):
         now = saved["state"]["param_groups"]
@@ -570,6 +570,16 @@ def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
     merged.pop("cut", None)
     return merged
+
+
+def _before_end(now: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a callback's state before the end of the epoch, with the weights that training continues from.
+
+    At the end of training, an average of the weights replaces them in the model, and keeps them as ``trained``.
+    """
+    if kept is None or not now.get("state", {}).get("trained"):
+        return kept or now
+    return {**kept, "state": {**kept["state"], "trained": now["state"]["trained"]}}
 
 
 def held_before_end(run: TrainingRun) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Training", "Watch"]
 
+_MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
 
@@ -132,6 +133,7 @@ class Training(Run):
         self._marks: LoaderMarks | None = None
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
+        self._skipped = _Skipped()
         self._warned_of_averages = False
         self._monitors_checked = False
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -338,12 +340,14 @@ class Training(Run):
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._print_end()
+            self._warn_skipped(at_end=True)
             if self.between_epochs:
                 self._hold()
             self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
+            loop.history.end_row()
             self.finished = True
             for saver in self.savers if has_work_at_end(loop) else ():
                 saver.save_finished()
@@ -525,9 +529,11 @@ class Training(Run):
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
+        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
         losses = self._record_epoch()
         self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
         self._warn_nan(losses)
+        self._warn_skipped()
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
@@ -549,6 +555,20 @@ class Training(Run):
                 f"NaN in the training loss of epoch {self.loop.epoch + 1} ({names}). Use "
                 "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter."
             )
+
+    def _warn_skipped(self, *, at_end: bool = False) -> None:
+        """Warn, once per fit, if AMP has skipped many steps in a row or, at the end, all steps of the fit."""
+        in_a_row = self._skipped.in_a_row()
+        many = in_a_row >= _MANY_SKIPPED or (at_end and 0 < in_a_row == self._skipped.steps)
+        if not many or self._skipped.reported or not self.loop.is_global_zero:
+            return
+        self._skipped.reported = True
+        _warn(
+            f"AMP has skipped the last {in_a_row} optimizer steps, because their gradients had NaN or infinite values, "
+            f"so the weights have not changed. The scale is now {self.place.scaler.get_scale():g}. If it is still "
+            "above 1, pass a smaller one, as in use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find "
+            "the operation with torch.autograd.set_detect_anomaly(True)."
+        )
 
     def _agree_at_epoch_end(self) -> int:
         """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
@@ -682,6 +702,8 @@ class Training(Run):
         self.stage = "done"
         self.loop.progress.global_step += 1
         self.epoch_steps += 1
+        if found := self.loop.progress.found_inf:
+            self._skipped.add(found)
         for hook in self.hooks.on_after_optimizer_step:
             hook()
 
@@ -690,6 +712,29 @@ class Training(Run):
     def _bar_values(self) -> dict[str, float]:
         last_loss = self.loop.last_loss
         return self._late_read({**({} if last_loss is None else {"loss": last_loss}), **self.recorder.bar_values()})
+
+
+class _Skipped:
+    """Count the last optimizer steps in a row that AMP has skipped. Only reading the number waits for the device."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.reported = False
+        self._before = self._since = 0  # skipped in a row until the last reading; steps since then
+        self._least: torch.Tensor | None = None  # over the steps since then; above zero if all of them were skipped
+
+    def add(self, found: Sequence[torch.Tensor]) -> None:
+        """Add a step, with its ``found_inf`` of each optimizer and device: it was skipped if none is zero."""
+        least = found[0] if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found]).amin(0)
+        self._least = least.clone() if self._least is None else torch.minimum(self._least, least)
+        self.steps, self._since = self.steps + 1, self._since + 1
+
+    def in_a_row(self) -> int:
+        """Return the number of skipped steps; steps between two readings count only if all of them were skipped."""
+        if self._least is not None:
+            self._before = self._before + self._since if bool(self._least.item()) else 0
+            self._since, self._least = 0, None
+        return self._before
 
 
 def _warn(text: str) -> None:
