@@ -158,6 +158,7 @@ def test_checkpoints_change_nothing(job: Jobs, undisturbed: dict[str, Any], tmp_
     assert max(map(len, expected.values())) == BATCH * ACCUMULATION
 
 
+@pytest.mark.long
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     job: Jobs, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ class Appends(AbstractCallback):
         self.called.append(self.train_loop_obj.rank)
 
 
+@pytest.mark.long
 def test_two_ranks(tmp_path: Path) -> None:
     """One run with nearly all of them, since starting ranks is what takes the time."""
     loop = make_loop(gpu_mode="ddp", devices=2)

@@ -38,6 +38,7 @@ def fit(ranks: int, folder: Path, resume_from: Any = None, **kwargs: Any) -> tup
     return model, loop
 
 
+@pytest.mark.long
 def test_columns_stay_on_their_rank(tmp_path: Path) -> None:
     by_hand = make_model()
     losses, val_losses = train_by_hand(by_hand, chunks(COLUMNS, LENGTH), chunks(COLUMNS, 12, seed=1), EPOCHS, LR)

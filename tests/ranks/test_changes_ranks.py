@@ -42,6 +42,7 @@ def check(change: str, mode: str, moment: str) -> None:
     assert max(weights, losses, after) < 1e-9, (change, mode, moment, weights, losses, after)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change, mode, moment",
     [
@@ -142,6 +143,7 @@ class RemovesBuffer(AbstractCallback):
         del self.train_loop_obj.model.last
 
 
+@pytest.mark.long
 def test_ranks_own_states_the_end_of_an_epoch_and_the_last_buffer(tmp_path: Path) -> None:
     def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], int, Net]:
         loop = loop_of("rate", "ddp", seed=0)

@@ -162,6 +162,7 @@ def test_every_mode_reads_what_every_mode_wrote(writer: str, tmp_path: Path) -> 
             assert distance(state_of(resumed), state_of(expected)) < 1e-9, reader
 
 
+@pytest.mark.long
 def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_path: Path) -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         expected = {epochs: fitted("single", 1, epochs=epochs) for epochs in (2, 3)}

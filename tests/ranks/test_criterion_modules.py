@@ -163,6 +163,7 @@ class Named(Net):
         return criterion["mean"](out, y) + criterion["learned"][0](out, y)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["single", "fsdp"])
 def test_modules_in_a_dict_are_resumed_and_come_back(mode: str, tmp_path: Path) -> None:
     def fit(epochs: int, folder: str, **kwargs: Any) -> TrainLoop[Any]:

@@ -71,6 +71,7 @@ def trained(mode: str) -> torch.Tensor:
     return model.linear.weight.detach()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["single", "ddp", "fsdp"])
 def test_a_run_does_not_use_the_default_device(mode: str) -> None:
     expected = trained(mode)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BROKEN = 'raise ImportError("libcudnn.so.9: cannot open shared object file: No such file or directory")'
 # As much of torch as is asked of it: two GPUs, and a warning of an old driver.
 PRETENDED = """
@@ -39,6 +41,7 @@ def lines(text: str) -> dict[str, Any]:
     return {check["name"]: check for check in json.loads(text)["checks"]}
 
 
+@pytest.mark.long
 def test_the_doctor_works_where_torch_does_not(tmp_path: Path) -> None:
     status, text = doctor(tmp_path, BROKEN, "doctor", "--json")
     assert status == 1

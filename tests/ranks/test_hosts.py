@@ -233,6 +233,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_host_that_is_killed_is_lost(node: int) -> None:
     port = free_port()
@@ -251,6 +252,7 @@ def test_a_host_that_is_killed_is_lost(node: int) -> None:
     leave(here)
 
 
+@pytest.mark.long
 def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts_module, "SILENCE_S", 1.5)
     port = free_port()

@@ -51,6 +51,7 @@ def test_hosts_without_the_key_are_refused_and_entries_of_others_are_not_taken_f
     leave(outcomes[0], one)
 
 
+@pytest.mark.long
 def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
     """What a host wrote in one run, replayed in the next one with the same key."""
     port = free_port()

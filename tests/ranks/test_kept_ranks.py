@@ -83,6 +83,7 @@ class Fails(AbstractCallback):
             raise ValueError("on purpose")
 
 
+@pytest.mark.long
 def test_calls_in_kept_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kit.small_loop import make_loop
 
 from trainloop import AbstractCallback, distributed
@@ -56,6 +57,7 @@ def trained(folder: Path, most_that_gather: int, resume_from: Path | None = None
     return tl.history
 
 
+@pytest.mark.long
 def test_the_same_history_by_sums_as_by_gathering(tmp_path: Path) -> None:
     gathered = trained(tmp_path / "gathered", 8)
     reduced = trained(tmp_path / "reduced", 1)

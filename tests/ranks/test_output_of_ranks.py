@@ -110,6 +110,7 @@ def handlers() -> Iterator[dict[str, Keeps]]:
         (logging.root if name == "root" else parent).removeHandler(handler)
 
 
+@pytest.mark.long
 def test_records_and_prints_reach_the_callers_objects(handlers: dict[str, Keeps], tmp_path: Path) -> None:
     tee, errors = Tee(sys.stdout), io.StringIO()
     file = logging.FileHandler(tmp_path / "log")

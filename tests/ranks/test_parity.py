@@ -297,6 +297,7 @@ def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
     assert reference.largest_difference(ours, theirs) < 1e-5  # Adam divides small differences by small numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_orders_of_a_loaders_own_generator_go_on_in_a_second_fit(mode: str) -> None:
     """The ranks draw from copies of the generators; the caller's have the same states afterwards as in ``single``."""

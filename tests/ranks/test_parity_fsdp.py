@@ -137,6 +137,7 @@ def compare(case: str, ranks: int, reference: str, **fit: Any) -> None:
         assert distance(ours[part], theirs[part]) < 1e-9, (case, part)
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one_process() -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         compare("accumulated and clipped, uneven tail", 2, "single")

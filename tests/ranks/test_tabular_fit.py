@@ -35,6 +35,7 @@ class Killed(LogisticRegression):
             held.append(np.ones(2**22))
 
 
+@pytest.mark.long
 def test_the_documented_gbm_and_all_that_follows_a_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = mixed(160)
     train_data, test_data = data[:120], data[120:].set_index(pd.Index(range(500, 540)))

@@ -26,6 +26,7 @@ def loop_of(scripted: bool, mode: str, **kwargs: Any) -> Any:
     return make_loop(Deep(scripted=scripted), gpu_mode=mode, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("mode", "devices"), [("single", 1), ("dp", 1), ("dp", 2), ("ddp", 1), ("ddp", 2)])
 def test_it_trains_as_the_plain_module(mode: str, devices: int) -> None:

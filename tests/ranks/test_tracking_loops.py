@@ -88,6 +88,7 @@ class ResultsOfRank1(AbstractCallback):
             self.path.write_text(json.dumps(self.train_loop_obj.results))
 
 
+@pytest.mark.long
 def test_results_at_the_end_in_ddp(tmp_path: Path) -> None:
     loop = make(
         TrainLoopCheckpointEndSave,

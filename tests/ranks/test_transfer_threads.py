@@ -8,6 +8,7 @@ import sys
 WITH_THREADS = """
 import mmap, sys, threading
 import numpy as np
+import pytest
 import tqdm
 from trainloop._transfer import pack
 
@@ -32,6 +33,7 @@ with tqdm.tqdm(total=1, file=sys.stdout), pack({"data": data}) as payload:
 """
 
 
+@pytest.mark.long
 def test_arrays_are_copied_while_another_thread_may_write_into_them() -> None:
     """A write between the copy into the file and the mapping would be lost."""
     done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, timeout=100)

@@ -159,6 +159,7 @@ def kill_server() -> None:
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.long
 def test_a_search_outlives_the_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_server: None) -> None:
     """It is killed while a fold trains; or it exits at an import."""
     marks = tmp_path / "marks"
@@ -206,6 +207,7 @@ def make_parents(params: dict[str, Any], fold: Any) -> Parents:
     return Parents(**params)
 
 
+@pytest.mark.long
 def test_models_are_forks_of_one_process_that_has_imported_their_modules(tmp_path: Path, no_server: None) -> None:
     logs = {}
     for name, preload in {"forks": ["wave"], "fresh": []}.items():
