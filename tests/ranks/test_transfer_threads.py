@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 WITH_THREADS = """
 import mmap, sys, threading
 import numpy as np
-import pytest
 import tqdm
 from trainloop._transfer import pack
 
