@@ -20,7 +20,7 @@ from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
-from trainloop.parallel.misuse import WatchedTensors, explain_replica
+from trainloop.parallel.misuse import WatchedTensors, explain_replica, keep_computed
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
 __all__ = ["TTDataParallel"]
@@ -166,6 +166,7 @@ class TTDataParallel(Transparent, DataParallel):
                 raise
             if watched is not None:
                 watched.check(replicas)
+            keep_computed(self.module, replicas)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":

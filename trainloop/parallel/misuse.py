@@ -18,6 +18,7 @@ __all__ = [
     "explain_outside",
     "explain_replica",
     "explain_sharded",
+    "keep_computed",
     "refuse_other_parameters",
 ]
 
@@ -135,6 +136,29 @@ class WatchedTensors:
                     f"{'the change would be lost' if replaced else 'the change would be that of the first part'}. Use "
                     "gpu_mode='ddp' or 'single', or change it in a callback's on_after_optimizer_step."
                 )
+
+
+def keep_computed(module: nn.Module, replicas: list[nn.Module]) -> None:
+    """Give the module the plain tensor attributes that its replicas have computed, if all have the same values.
+
+    Pruning, for example, computes ``weight`` from a parameter and a mask before each forward, and the next call of
+    ``torch.nn.utils.prune`` reads it from the module.
+    """
+    names = [
+        (path, name)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor)
+    ]
+    if not names:
+        return
+    parts = [dict(replica.named_modules()) for replica in replicas]
+    for path, name in names:
+        first, *others = [vars(part[path]).get(name) if path in part else None for part in parts]
+        if first is vars(module.get_submodule(path))[name] or not isinstance(first, Tensor):
+            continue
+        if all(isinstance(other, Tensor) and torch.equal(other.to(first.device), first) for other in others):
+            vars(module.get_submodule(path))[name] = first
 
 
 class _Seen(NamedTuple):

@@ -23,6 +23,7 @@ from kit.parallel_models import (
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.torch_version import TorchVersion
 
 from trainloop.errors import ConfigurationError
@@ -390,3 +391,25 @@ def test_no_gradient_is_lost_under_fsdp(group: None, parts: str) -> None:
         assert (found is None) == (p.grad is None), name
         if p.grad is not None:
             torch.testing.assert_close(found, p.grad, msg=name)
+
+
+def test_weights_that_pruning_computes_are_the_modules_own_in_dp() -> None:
+    """The next stage of pruning reads them."""
+
+    def trained(mode: str) -> nn.Module:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model: nn.Module = net if mode == "single" else TTDataParallel(net, devices=2)
+        x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
+        for stage in range(2):
+            prune.l1_unstructured(net[0], "weight", amount=0.3)
+            sgd = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(3 + stage):
+                sgd.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                sgd.step()
+        return net
+
+    single, parallel = trained("single"), trained("dp")
+    assert torch.equal(single[0].weight_mask, parallel[0].weight_mask)  # type: ignore[index]
+    assert torch.allclose(single[0].weight, parallel[0].weight, rtol=1e-12, atol=1e-12)  # type: ignore[index]
