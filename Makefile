@@ -1,7 +1,7 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
 # make test-long  those
-# make test-slow-part  one of 40 parts of the slow tests, another one after each commit: make test-slow-part PART=3
+# make test-slow-part  one of 80 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-hosts  those that make networks of their own; need root and iproute2
@@ -85,7 +85,7 @@ test-long: $(VENV)/test.stamp
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 test-slow-part: $(VENV)/test.stamp
-	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/40 -o faulthandler_timeout=300 \
+	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/80 -o faulthandler_timeout=300 \
 		tests/unit tests/ranks tests/faults $(ARGS)
 
 test-unit: $(VENV)/test.stamp
@@ -113,10 +113,10 @@ test-ecosystem: $(VENV)/test-ecosystem.stamp
 ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or StatefulDataLoader or webdataset \
 	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
-	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/4 -o faulthandler_timeout=600 $(ARGS)
+	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/8 -o faulthandler_timeout=600 $(ARGS)
 
 test-platforms: $(VENV)/test.stamp
-	bash tests/pretended/run.sh $(BIN)/python
+	bash tests/pretended/run.sh $(BIN)/python $(PLATFORMS)
 
 test-versions:
 	$(PYTHON) tests/kit/versions.py $(ARGS)

@@ -192,7 +192,7 @@ def output_of(mistake: Mistake) -> str:
             timeout=300,
             env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
         )
-        said = last_error(done.stderr) if done.returncode else done.stdout
+        said = last_error(done.stderr) if done.returncode else done.stdout or done.stderr  # a log record
         return said.replace(folder, "/home/you").strip()
 
 
