@@ -308,6 +308,7 @@ def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None
         make_loop().fit(num_epochs=1, callbacks=[callback])
 
 
+@pytest.mark.filterwarnings("ignore:StochasticWeightAveraging.* in the middle")
 @pytest.mark.parametrize("first", [[0.1], [0.1, 0.05, 0.02, 0.01]], ids=len)
 def test_callbacks_of_one_loop_can_be_used_in_another(tmp_path: Path, first: list[float | None]) -> None:
     """As in a cross-validation: the second loop has the results that it would have with new callbacks."""
