@@ -94,9 +94,6 @@ class Strikes(AbstractCallback):
                 caller = int(Path(self.folder, "pid-of-caller").read_text())
                 if what == "SIGTERM to the caller":
                     os.kill(caller, signal.SIGTERM)
-                elif what == "its host dies":
-                    os.kill(caller, signal.SIGKILL)
-                    time.sleep(1000)  # the ranks' end follows
                 else:
                     strike(what)
 

@@ -40,7 +40,7 @@ _REMOVED = {
     "AllPredictionsSame": "Compare the predictions of predict_on_validation_set() in a callback's on_epoch_end.",
     "AbstractExperimentCallback": "Use AbstractCallback. A TrainLoopCheckpoint has its folder in loop.experiment.",
     "DistributedSamplerSetEpoch": "fit calls set_epoch of a loader's samplers itself.",
-    "FunctionOnTrainLoop": "Write a callback with the hook that shall call the function.",
+    "FunctionOnTrainLoop": "Write a callback whose hook calls the function.",
     "GeneralLRScheduler": "Use LRScheduler(scheduler_class, ...).",
     "GeneralLRSchedulerCallback": "Use LRScheduler(scheduler_class, ...).",
     "GradDistributionPlot": "Use TensorBoard(histograms_every_n_epochs=1).",

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ class AbstractCallback:
     device_idx_execution: int | None = None
     shared: tuple[str, ...] = ()
     """Names of attributes that all ranks' copies get from rank 0's copy when training ends, such as a run's ID."""
-    writes: ClassVar[bool] = False
+    writes: bool = False
     """True if hooks write files or send values to a service, so that ``preflight`` leaves the callback out."""
 
     if not TYPE_CHECKING:  # type checkers read the arguments of __init__

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
-from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
+from trainloop.callbacks import ConfusionMatrix, EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.errors import ConfigurationError
 from trainloop.tools import preflight
 from trainloop.tools.preflight import preflight_epoch
@@ -282,3 +282,12 @@ def test_callbacks_are_copied_with_what_they_refer_to(tmp_path: Path) -> None:
     assert tl.optimizer.param_groups[0]["lr"] == 0.1
     tl.fit(num_epochs=1, callbacks=[notes])
     assert "notes" in preflight_epoch(tl, tl.callbacks)  # after fit, callbacks refer to the loop
+
+
+def test_a_callback_that_draws_into_a_file_is_left_out(tmp_path: Path) -> None:
+    tl = loop_of(Net())
+    tl.validation_loader = tl.train_loader
+    drawn, counted = ConfusionMatrix("validation", path=tmp_path / "matrix.png"), ConfusionMatrix("validation")
+    assert (drawn.writes, counted.writes) == (True, False)
+    preflight_epoch(tl, [drawn])
+    assert list(tmp_path.iterdir()) == []

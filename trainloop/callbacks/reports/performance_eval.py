@@ -198,6 +198,7 @@ class ConfusionMatrix(AbstractCallback):
         self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
         self.class_names = None if class_names is None else [str(name) for name in class_names]
         self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
+        self.writes = path is not None
         self.matrix: Tensor | None = None
 
     def on_train_loop_registration(self) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -51,7 +51,7 @@ class Profiler(AbstractCallback):
     >>> print(profiler.table)
     """
 
-    writes: ClassVar[bool] = True
+    writes = True
 
     dirpath: str | os.PathLike[str] = "profile"
     _: KW_ONLY

@@ -62,7 +62,6 @@ __all__ = [
     "own_optimizer_states",
     "put_own_optimizer_states",
     "resume_point",
-    "state_of_rank_zero",
     "states_before_cut",
     "states_of_ranks",
     "whole_state",
@@ -312,7 +311,7 @@ def resume_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | No
     here = rank_from_launcher() if has_ranks(loop.gpu_mode) else None
     if here is None or here.world_size == 1:
         return _read_point(loop, resume_from)
-    return _among_ranks(loop, lambda stop: state_of_rank_zero(loop, resume_from))
+    return _among_ranks(loop, lambda stop: _state_of_rank_zero(loop, resume_from))
 
 
 def _among_ranks(loop: LoopState, function: Callable[[Any], Any]) -> Any:
@@ -326,7 +325,7 @@ def _read_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | Non
     return state, "" if state is None or continues_in(loop, state) else nothing_left(loop, state)
 
 
-def state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
+def _state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return, on all ranks, the state that rank 0 reads, and the reason if nothing is left to do. Collective."""
     state: dict[str, Any] | None = None
     # In fsdp, the state refers to files, and each rank reads its part of the files.
