@@ -1,6 +1,6 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
-# make test-long  those
+# make test-long  those; in three parts, another one after each commit, as CI does: make test-long ARGS="--part 1/3"
 # make test-slow-part  one of 80 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
@@ -29,9 +29,10 @@ BIN    := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 ARGS   ?=
-# Tests run in two processes, a file at a time, in the order in which they are collected: tests/unit, whose files are
-# short, comes last, so that both end together. In one process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
-WORKERS ?= 2
+# Tests run in three processes, since they often wait for processes that start, hang or end: a file at a time, in the
+# order in which they are collected. tests/unit, whose files are short, comes last, so that all end together. In one
+# process: make test WORKERS=0, or ARGS='-p no:xdist', as for --pdb.
+WORKERS ?= 3
 # To read all files of tests takes half a minute; few have a mark.
 with_mark = $$(grep -rl 'mark\.$(1)' tests --include='test_*.py')
 PYTEST = $(BIN)/python -m pytest $(if $(findstring no:xdist,$(ARGS)),,-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
@@ -77,10 +78,9 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/test.stamp
 	$(PYTEST) $(ARGS)
 
-# Its tests mostly wait, for processes that hang or end.
-test-long: WORKERS = 3
 test-long: $(VENV)/test.stamp
-	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" $(call with_mark,long) $(ARGS)
+	$(PYTEST) -m "long and not slow and not hosts and not ecosystem" -o faulthandler_timeout=300 \
+		$(call with_mark,long) $(ARGS)
 
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)

@@ -87,6 +87,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "arguments"),
     [("dp", ""), ("ddp", ",\n                   num_nodes=1, node_rank=0, num_gpus=torch.cuda.device_count()")],

@@ -108,17 +108,29 @@ def with_python(page: Path) -> bool:
     return any(block.language == "python" for block in blocks_of(page))
 
 
-# Searches with dozens of models; make test-docs, and so CI, runs them.
-LONG = ("guides/tuning.rst", "guides/tabular.rst")
+# make test-docs, and so CI, runs all pages. Slow are searches with dozens of models.
+MARKS = {
+    "guides/tuning.rst": pytest.mark.slow,
+    "guides/tabular.rst": pytest.mark.slow,
+    "guides/preparing_code.rst": pytest.mark.long,
+    "guides/many_devices.rst": pytest.mark.long,
+    "guides/runs_that_survive.rst": pytest.mark.long,
+    "guides/cross_validation.rst": pytest.mark.long,
+    "guides/larger_than_a_device.rst": pytest.mark.long,
+    "migrating/accelerate.rst": pytest.mark.long,
+    "migrating/aitoolbox.rst": pytest.mark.long,
+    "migrating/lightning.rst": pytest.mark.long,
+    "migrating/plain_ddp.rst": pytest.mark.long,
+}
+
+
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    return [mark for name, mark in MARKS.items() if page.match(name)]
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * str(page).endswith(LONG))
-        for page in PAGES
-        if with_python(page)
-    ],
+    [pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks_of(page)) for page in PAGES if with_python(page)],
 )
 @pytest.mark.filterwarnings("ignore:num_gpus=0. training on the CPU")
 def test_code_of_a_page_runs(page: Path, folder: Path, may_leave: Any) -> None:

@@ -191,6 +191,7 @@ def fault_cases() -> Iterator[Any]:
         yield pytest.param(fault, on_rank, *expected, 20, id=f"{name}, 20 times", marks=pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "on_rank", "exitcode", "message", "traceback", "repeats"), list(fault_cases()))
 def test_the_first_failure_ends_all(
     fault: Callable[[int], None],

@@ -59,6 +59,7 @@ def test_a_hook_that_fails_over_a_failure_is_told_in_a_line(error: Exception) ->
     assert str(told[0].message).startswith("FailsToo.on_exception failed (Mute: <its text can't be computed>)")
 
 
+@pytest.mark.long
 def test_a_message_of_megabytes_is_told_once_and_shortened(capfd: pytest.CaptureFixture[str]) -> None:
     loop = make_loop(Raises(ValueError(MEGABYTES)), gpu_mode="ddp", devices=2)
     with pytest.raises(

@@ -82,6 +82,7 @@ def assert_survives(
     return tl.restarts
 
 
+@pytest.mark.long
 def test_two_ranks_survive(undisturbed: Undisturbed, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = [
         (0, "on_train_begin", 0, "exits"),
@@ -99,6 +100,7 @@ def test_two_ranks_survive(undisturbed: Undisturbed, tmp_path: Path, capfd: pyte
     assert "training was resumed from step 3 (" in lines[1]
 
 
+@pytest.mark.long
 def test_one_process_survives_without_a_seed(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Twice in one epoch, whose order was drawn from the caller's generator; which is at the same place afterwards."""
     plan = [(0, "on_batch_end", 4, "SIGSEGV"), (0, "on_batch_end", 5, "SIGKILL"), (0, "at exit", 16, "SIGKILL")]
@@ -183,6 +185,7 @@ def test_the_last_epoch_is_finished(tmp_path: Path, mode: str, ranks: int) -> No
     assert [name for name in names if not same(facts[name], expected[name])] == []
 
 
+@pytest.mark.long
 def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """The run ends by it after a step, with a checkpoint to go on from."""
     plan = [(0, "on_batch_end", 4, "SIGKILL"), (0, "on_restart", 0, "SIGTERM to the caller")]
@@ -201,6 +204,7 @@ def test_sigterm_in_a_restart(undisturbed: Undisturbed, tmp_path: Path) -> None:
     assert [name for name in facts if name != "checkpoints" and not same(facts[name], expected[name])] == []
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(NO_CHECKPOINT)
 def test_a_newer_checkpoint_of_the_user_is_taken(undisturbed: Undisturbed, tmp_path: Path) -> None:
     plan = [(0, "on_batch_end", 7, "SIGKILL"), (0, "never", 0, "no room for restarts")]
@@ -263,6 +267,7 @@ class DiesOnce(AbstractCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(NO_CHECKPOINT)
 def test_the_checkpoint_that_is_taken_is_this_runs(tmp_path: Path) -> None:
     """Not that of another run in the folder of the first ModelCheckpoint, where this one has none yet."""
@@ -323,6 +328,7 @@ def test_a_resumed_run_restarts_as_the_same_run(tmp_path: Path, begins_at: int, 
     assert len(found["restarted"]) == (7 if begins_at == 8 else 8)  # with .newest; the epoch is completed
 
 
+@pytest.mark.long
 def test_a_restarted_run_is_profiled_from_its_own_first_step(tmp_path: Path) -> None:
     model = Linear()
     profilers = [Profiler(tmp_path / "amidst", skip=3, warmup=1, active=4), DiesOnce(tmp_path)]
@@ -359,6 +365,7 @@ def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
     return tl, raised.value
 
 
+@pytest.mark.long
 def test_a_failure_that_recurs_ends_the_run() -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
     assert "rank 0 of 1 raised LookupError: always" in error.message

@@ -171,6 +171,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     assert_as_undisturbed(tmp_path, undisturbed["single"], repeated)
 
 
+@pytest.mark.long
 def test_ranks_killed_and_resumed_end_with_the_same_bits(
     job: Jobs, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -208,6 +209,7 @@ def test_signalled_as_ranks_and_resumed_as_one_process_the_batches_go_on(
     assert end_of(tmp_path)["counters"][:2] == undisturbed["ddp"][0]["counters"][:2]
 
 
+@pytest.mark.long
 def test_a_signal_writes_a_checkpoint_at_that_step(job: Jobs, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     """Checkpoints only at the end and at signals: no step is done again."""
     for attempt, after in enumerate((4, 8)):

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from kit.event_files import event_files, read
 from kit.places import IMPORTS
 from kit.small_loop import make_loop
@@ -35,6 +36,7 @@ def resumable(*callbacks: AbstractCallback) -> None:
     make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[board, keeper, *callbacks], resume_from="last")
 
 
+@pytest.mark.long
 def test_killed_and_resumed(folder: Path) -> None:
     """Killed between two checkpoints: the steps after the last one are done again, and are shown once."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([IMPORTS, str(Path(__file__).parent)])}

@@ -113,6 +113,7 @@ class Normed(Net):
         return super().forward(self.norm(x))
 
 
+@pytest.mark.long
 def test_metrics_of_the_last_epoch_hold_at_the_end_of_training_on_all_ranks() -> None:
     """An evaluation lends other ranks the buffers of rank 0, and gives them their own back: that is no training."""
     torch.manual_seed(0)
@@ -263,6 +264,7 @@ class OnRankZero(AbstractCallback):
             loop.model(torch.zeros(1, 4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "call"), [("ddp", "evaluate"), ("ddp", "reduce"), ("fsdp", "model")])
 def test_what_needs_all_ranks_is_an_error_in_a_callback_of_one_rank(mode: str, call: str) -> None:
     loop = make_loop(gpu_mode=mode, devices=2, timeout=60)

@@ -165,6 +165,7 @@ def test_ranks_own_states_the_end_of_an_epoch_and_the_last_buffer(tmp_path: Path
     assert steps_again in (10, 11)
 
 
+@pytest.mark.long
 def test_what_hooks_assign_in_ranks_comes_back_and_data_are_warned_of() -> None:
     class Assigns(AbstractCallback):
         def on_epoch_begin(self) -> None:

@@ -16,12 +16,14 @@ def _compare(case: str, mode: str, ranks: int, accumulation: int) -> None:
     torch.testing.assert_close(over_ranks, whole, rtol=0, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", MOST_TELLING)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_two_ranks_step_as_one_process(case: str, accumulation: int) -> None:
     _compare(case, "ddp", 2, accumulation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["weights", "ignored", "MultiLoss"])
 def test_sharded_ranks_step_as_one_process(case: str) -> None:
     _compare(case, "fsdp", 2, 2)

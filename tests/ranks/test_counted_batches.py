@@ -56,6 +56,7 @@ def by_hand(collate: Any) -> tuple[Any, ...]:
     return model.net.weight.detach(), total / count, nn.functional.mse_loss(model(x), y).item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("collate", [keep, multiply])
 @pytest.mark.parametrize(
     "mode, ranks, accumulation",

@@ -30,6 +30,7 @@ class EvaluatesAtEpochEnd(AbstractCallback):
         self.found = self.train_loop_obj.evaluate(self.loader)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode, options", MODES, ids=[mode for mode, _ in MODES])
 def test_evaluate_returns_the_loss_and_all_logged_values(mode: str, options: dict[str, Any]) -> None:
     loop = make_loop(gpu_mode=mode, seed=0, **options)

@@ -72,6 +72,7 @@ def trained(model: TTModel, pixels: int, callback: AbstractCallback, *, samples:
     return torch.cat([(p.detach() - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", [Segmentation, Counted])
 def test_a_compressed_exchange_moves_the_weights(cls: type[Segmentation]) -> None:
     expected = trained(cls(), 300, AbstractCallback("none"), gpu_mode="ddp", devices=2)

@@ -114,6 +114,7 @@ def in_threads(*calls: dict[str, Any]) -> list[Any]:
     return outcomes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", [None, KEY])
 def test_hosts_meet_report_failures_and_leave(key: bytes | None) -> None:
     port = free_port()
@@ -202,6 +203,7 @@ def test_a_host_that_ends_in_order_is_not_lost(monkeypatch: pytest.MonkeyPatch) 
     leave(zero)
 
 
+@pytest.mark.long
 def test_the_next_run_meets_at_the_same_port_at_once() -> None:
     """A host may leave a run and come to the next one before node 0 has left the first."""
     port = free_port()

@@ -77,6 +77,7 @@ def test_an_entry_of_an_earlier_run_is_not_believed() -> None:
         meet(other.port, 1, key=KEY, wait_s=5)
 
 
+@pytest.mark.long
 def test_a_program_that_is_not_node_0_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainloop._launch.hosts._CONNECT_S", 2.0)
     monkeypatch.setenv("TRAINLOOP_KEY", "0123456789" * 4)

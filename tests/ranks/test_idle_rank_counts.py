@@ -74,6 +74,7 @@ def test_each_sample_is_counted_once(mode: str) -> None:
         assert loop.history[f"val_evaluated_{kind}"] == [5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_an_order_that_ranks_compare_is_compared_after_the_last_batch_of_all_ranks(mode: str) -> None:
     """Three batches in an order of the user's generator: the rank with one batch less reads its end earlier."""

@@ -180,6 +180,7 @@ def test_kept_ranks_hold_nothing_of_a_call() -> None:
     assert all(pss > 0 for pss in held)
 
 
+@pytest.mark.long
 def test_the_work_keeps_what_it_has_set_and_takes_on_what_the_caller_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,6 +219,7 @@ def test_the_work_keeps_what_it_has_set_and_takes_on_what_the_caller_has_changed
     assert (first["umask"], third["umask"]) == ("22", "27")
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_the_work_and_leaves_the_ranks(each_start_method: str) -> None:
     def steps(stop: Any) -> tuple[list[int], int]:
         pids: list[Any] = [None] * dist.get_world_size()

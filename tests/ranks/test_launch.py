@@ -127,6 +127,7 @@ def one_fact(stop: StopAgreement) -> Any:
     return os.getpid(), dist.get_world_size()
 
 
+@pytest.mark.long
 def test_from_a_thread_and_a_running_event_loop() -> None:
     async def cell() -> Any:
         return launch(one_fact, ranks_per_node=1)
@@ -329,6 +330,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)

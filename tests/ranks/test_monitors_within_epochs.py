@@ -49,6 +49,7 @@ def test_the_best_checkpoint_in_one_process(how: str, tmp_path: Path) -> None:
     assert best.load_best()["place"]["global_step"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_best_checkpoint_of_ranks(mode: str, tmp_path: Path) -> None:
     kwargs = dict(modes())[mode]

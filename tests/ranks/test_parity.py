@@ -281,6 +281,7 @@ def test_ddp_equals_one_process_with_the_same_global_batches(world_size: int) ->
         )
 
 
+@pytest.mark.long
 def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
     data = make_data()
     ours, our_optimizer, theirs, their_optimizer = make_pair(adam, Winding)

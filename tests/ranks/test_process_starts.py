@@ -129,6 +129,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_another_thread_may_start_processes_while_the_server_imports(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(3)\n")
     done = run_script(tmp_path, SLOW_SERVER)

@@ -68,6 +68,7 @@ class Reports(AbstractCallback):
         self.reports = distributed.gather_object(facts)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on two cores, one for each rank
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_rank_has_its_own(workers: int) -> None:

@@ -127,6 +127,7 @@ class Whole(Contrastive):
         return nn.functional.cross_entropy(keys @ keys.T, torch.arange(len(keys))) + 0.0 * self.c(keys).sum()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_an_evaluation_does_not_join_batches_of_several_ranks(mode: str) -> None:
     ours, losses = trained(Contrastive(), mode)  # 5 batches: ranks have unequal numbers
@@ -239,6 +240,7 @@ def test_replicas_may_change_their_parts_in_place() -> None:
     assert losses == pytest.approx(their_losses, abs=1e-12)
 
 
+@pytest.mark.long
 def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
     class Calls(AbstractCallback):
         def on_epoch_end(self) -> None:

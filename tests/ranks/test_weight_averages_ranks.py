@@ -64,6 +64,7 @@ def test_each_batchnorm_counts_the_batches_of_all_ranks(ranks: int) -> None:
     torch.testing.assert_close(model.once.running_mean, by_hand.once.running_mean)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:ExponentialMovingAverage")
 def test_the_trained_weights_stay_without_an_update() -> None:
     model, plain = Norms(), Norms()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
@@ -50,6 +51,7 @@ class Averages(AbstractCallback):
         self.held["ema"][0].update_parameters(self.train_loop_obj.model)
 
 
+@pytest.mark.long
 def test_lookahead_and_averages_in_ranks_equal_the_hand_written_loop() -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(22, 8).double(), torch.randint(3, (22,)))  # the last batch is short, and uneven

@@ -321,7 +321,7 @@ class Hosts:
         Returns
         -------
         bool
-            False if the store belongs to a run that has ended.
+            False if the store belongs to a run that has ended, or to another one: node 0 has taken no part in this one.
         """
         written = False
         while time.monotonic() < deadline:
@@ -352,6 +352,8 @@ class Hosts:
             elif first is not None and first["left"]:
                 raise ConfigurationError(f"node 0 of {self._num_nodes} has ended its run: {first['left']}")
             time.sleep(_MEET_S)
+        if not written:
+            return False
         raise ConfigurationError(
             f"{who} is connected to node 0 at {self._name}, but other nodes did not connect within {self._wait_s:g} s. "
             "See node 0's error."
