@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel, replicate
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
 from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
+from trainloop._support.user_line import warn
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -73,6 +74,12 @@ class TTDataParallel(Transparent, DataParallel):
     ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``. With a batch of 7, 2 replicas get 4 and
     3 samples; with 8 replicas, 7 get one sample each and one is idle.
 
+    On its own, the wrapper takes the length of the first tensor for the number of samples, and passes what has another
+    length to every replica. Like ``nn.DataParallel``, it cuts the tensors in a list, not the list. A ``TrainLoop``
+    knows the number of samples, so a list with one item per sample (images of different sizes, targets) is cut, too. A
+    batch that has other tensors, or a list that may contain samples or columns, stays whole: one replica computes its
+    results, with a warning.
+
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
     the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
     ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such as
@@ -127,6 +134,8 @@ class TTDataParallel(Transparent, DataParallel):
 
     _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
     _tt_watches = False
+    _tt_samples: int | None = None
+    _tt_warned = False
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
@@ -143,11 +152,8 @@ class TTDataParallel(Transparent, DataParallel):
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
             # A dict, since a tuple of arguments without tensors would be a list of samples.
             given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-            cut = [
-                ([part[i] for i in range(len(args))], {name: part[name] for name in kwargs})
-                for part in parts.scatter(given, len(devices), self.dim)
-            ]
-            sizes = parts.chunk_sizes(parts.batch_length(given, self.dim) or 0, len(devices))
+            chunks, sizes = self._chunks(given, len(devices))
+            cut = [([part[i] for i in range(len(args))], {name: part[name] for name in kwargs}) for part in chunks]
             devices = devices[: len(cut)]
             inputs = _on_devices(cut, devices)
             # There are too few samples to split, so no replica is created.
@@ -160,7 +166,7 @@ class TTDataParallel(Transparent, DataParallel):
             try:
                 outputs = self._outputs(calls, devices)
             except (RuntimeError, ValueError, IndexError) as error:
-                uncut = parts.not_cut(given.get("batch_data", args[0] if args else None), self.dim)
+                uncut = parts.not_cut(given.get("batch_data", args[0] if args else None), sum(sizes), self.dim)
                 if uncut and type(error) in (RuntimeError, ValueError, IndexError):
                     error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
                 raise
@@ -175,6 +181,27 @@ class TTDataParallel(Transparent, DataParallel):
             if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion, watches)
             return self._loss_of_all(outputs, sizes, criterion)
+
+    def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
+        """Return the arguments of each replica, and its number of samples."""
+        samples, self.__dict__["_tt_samples"] = self._tt_samples, None
+        if samples is None:
+            chunks = parts.scatter(given, number, self.dim)
+            return chunks, parts.chunk_sizes(parts.batch_length(given, self.dim) or 0, number)
+        key = "batch_data" if "batch_data" in given else 0
+        try:
+            chunks = [{**given, key: part} for part in parts.scatter(given[key], number, self.dim, samples)]
+        except parts.NotDivisibleError as error:
+            chunks = [given]
+            if not self._tt_warned:
+                self.__dict__["_tt_warned"] = True
+                warn(
+                    f"gpu_mode='dp': a batch of {samples} samples was not divided among the replicas, because {error}. "
+                    "Its results are right, but one replica computes them. If other batches are divided, there is "
+                    "nothing to do. Otherwise, let collate_fn return tensors with one row per sample, and columns in a "
+                    "dict, or use gpu_mode='ddp'."
+                )
+        return chunks, parts.chunk_sizes(samples, number) if len(chunks) > 1 else [samples]
 
     def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
         """Return each replica's result, on the output device."""
@@ -308,6 +335,11 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
             # This attribute would run the compiled module instead of the replica.
             part.__dict__.pop("_compiled_call_impl", None)
     return replicas
+
+
+def expect_samples(wrapper: TTDataParallel, samples: int) -> None:
+    """Set the number of samples in the batch of the next call; by default, it is the first tensor's length."""
+    wrapper.__dict__["_tt_samples"] = samples
 
 
 def refuse_changes_in_get_loss(wrapper: TTDataParallel) -> None:

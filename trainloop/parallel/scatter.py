@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from trainloop._support.nested import map_parts, map_together, with_parts
+from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -43,35 +43,61 @@ def batch_length(value: Any, dim: int = 0) -> int | None:
     return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
 
 
-def scatter(value: Any, num_chunks: int, dim: int = 0) -> list[Any]:
+def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None) -> list[Any]:
     """Split a nested value along the batch into the parts that ``torch.chunk`` makes (maybe fewer than requested).
+
+    Tensors and arrays with one row per sample are cut, and so are lists and tuples with one item per sample. All other
+    values are passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and devices.
 
     Parameters
     ----------
     value : nested dicts, lists, tuples, namedtuples, dataclasses
-        Tensors and arrays whose length along ``dim`` is the batch's (see :func:`batch_length`) are cut, and so are
-        lists and tuples of that length with one plain item (string, number, object) per sample. All other values are
-        passed to every part unchanged: other tensors (e.g. class weights), scalars, modules and devices.
     num_chunks : int
     dim : int
         Dimension of the samples in tensors and arrays.
+    length : int, optional
+        Number of samples in ``value``, if the caller knows it. Default: :func:`batch_length`, and then tensors in a
+        list are columns, as for ``nn.DataParallel``, even if there are as many as samples.
 
     Returns
     -------
     list
         One part if nothing can be cut.
+
+    Raises
+    ------
+    NotDivisibleError
+        With ``length``: if a tensor has another number of rows, or if a list may contain samples or columns.
+
+    Examples
+    --------
+    >>> boxes = [[1, 2, 3], [1, 2, 3, 4], [1], [2, 2]]
+    >>> [part["boxes"] for part in scatter({"x": torch.zeros(4, 2), "boxes": boxes}, 2)]
+    [[[1, 2, 3], [1, 2, 3, 4]], [[1], [2, 2]]]
     """
-    length = batch_length(value, dim)
+    known = length is not None
     if length is None:
+        length = batch_length(value, dim)
+    if not length:
         return [value]
+    cut = _Cut(length, dim, known)
     sizes = chunk_sizes(length, num_chunks)
     ends = np.cumsum(sizes).tolist()
-    return [_part(value, length, end - size, end, dim) for size, end in zip(sizes, ends, strict=True)]
+    chunks = [cut(value, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    if known and cut.whole and len(chunks) > 1:
+        raise NotDivisibleError(f"it has tensors of another length: {', '.join(dict.fromkeys(cut.whole))}")
+    if known and not cut.found and len(chunks) > 1:
+        raise NotDivisibleError(f"it has neither tensors nor lists of this length, but is a {type(value).__name__}")
+    return chunks if cut.found else [value]
 
 
-def not_cut(value: Any, dim: int = 0) -> list[str]:
+class NotDivisibleError(ConfigurationError):
+    """A batch can't be divided among replicas, because it is not known which parts belong to which sample."""
+
+
+def not_cut(value: Any, length: int, dim: int = 0) -> list[str]:
     """Return the shapes of a batch's tensors that every replica gets unchanged, because of their other length."""
-    length, found = batch_length(value, dim), []
+    found: list[str] = []
 
     def look(item: Any) -> Any:
         if isinstance(item, PackedSequence):
@@ -87,25 +113,83 @@ def not_cut(value: Any, dim: int = 0) -> list[str]:
     return found
 
 
-def _part(value: Any, length: int, begin: int, end: int, dim: int) -> Any:
-    def part(item: Any) -> Any:
+class _Cut:
+    """Cut a nested value of ``length`` samples.
+
+    ``found`` is True once there was anything to cut, ``whole`` has the shapes of the tensors that are not cut.
+    """
+
+    def __init__(self, length: int, dim: int, known: bool) -> None:
+        self.length, self.dim, self._known = length, dim, known
+        self.found = False
+        self.whole: list[str] = []
+
+    def __call__(self, value: Any, begin: int, end: int) -> Any:
+        return self._part(value, begin, end, top=True)
+
+    def _part(self, item: Any, begin: int, end: int, top: bool = False) -> Any:
         if isinstance(item, PackedSequence):
             raise ConfigurationError(
                 "gpu_mode='dp' can't split a PackedSequence into parts for replicas. Let collate_fn return padded "
                 "sequences and their lengths, and pack them in get_loss, or use gpu_mode='ddp'."
             )
-        if isinstance(item, Tensor):
-            if _length(item, dim) != length:
+        if isinstance(item, (Tensor, np.ndarray)):
+            if _length(item, self.dim) != self.length:
+                if item.ndim:
+                    self.whole.append(str(tuple(item.shape)))
                 return item
+            self.found = True
+            if isinstance(item, np.ndarray):
+                return item.take(range(begin, end), self.dim)
             # From data: an in-place change of one part must not make autograd reject what it has saved of another part.
-            return (item if item.requires_grad else item.data).narrow(dim, begin, end - begin)
-        if isinstance(item, np.ndarray):
-            return item.take(range(begin, end), dim) if _length(item, dim) == length else item
-        if _list_length(item) == length:
+            return (item if item.requires_grad else item.data).narrow(self.dim, begin, end - begin)
+        if type(item) in (list, tuple) and len(item) == self.length and self._has_samples(item, top):
+            self.found = True
             return item[begin:end]
-        return map_parts(part, item)
+        return map_parts(lambda part: self._part(part, begin, end), item)
 
-    return part(value)
+    def _has_samples(self, items: Sequence[Any], top: bool) -> bool:
+        """Return True if a list of the batch's length has one item per sample, False if its items are columns.
+
+        A DataLoader makes a list ``[x, y]`` of pairs, which is not a list of two samples, and ``[x, [a, b]]`` of nested
+        pairs. Samples are alike: they have the same types, keys and numbers of dimensions. Columns have one row per
+        sample.
+        """
+        if not any(map(_is_structure, items)):
+            return True
+        rows = [self._has_rows(item) for item in items]
+        alike = len({_form(item) for item in items if not (isinstance(item, (list, tuple)) and not item)}) <= 1
+        if not self._known:  # as for nn.DataParallel, tensors in a list are columns
+            return alike and not all(rows) and not any(map(_has_tensors, items))
+        top_is_columns = top and all(_length(item, self.dim) == self.length for item in items)
+        if alike and not top_is_columns and (all(rows) or (top and (any(rows) or type(items) is tuple))):
+            raise NotDivisibleError(
+                f"a {type(items).__name__} of {self.length} items may contain the batch's {self.length} samples or "
+                "columns with one row per sample"
+            )
+        return (alike and not all(rows)) or not (alike or top or any(rows))
+
+    def _has_rows(self, item: Any) -> bool:
+        """Return True if a value has one row per sample, or a part with one."""
+        length = _length(item, self.dim)
+        if length is not None:
+            return length == self.length
+        if isinstance(item, (list, tuple)) and not any(map(_is_structure, item)):
+            return len(item) == self.length
+        return any(map(self._has_rows, parts_of(item) or ()))
+
+
+def _has_tensors(item: Any) -> bool:
+    return _length(item, 0) is not None or any(map(_has_tensors, parts_of(item) or ()))
+
+
+def _form(item: Any) -> Any:
+    """Return what samples of one dataset have in common: types, keys, numbers of dimensions, dtypes."""
+    if isinstance(item, (list, tuple)):  # of any length: a sample's boxes, or its tokens
+        return type(item), frozenset(_form(part) if _is_structure(part) else None for part in item)
+    if isinstance(item, (Tensor, np.ndarray)):
+        return item.ndim, str(item.dtype)
+    return type(item), frozenset(item) if isinstance(item, Mapping) else None
 
 
 def _length(item: Any, dim: int) -> int | None:

@@ -31,10 +31,10 @@ from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss, optimizers_of, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.scatter import batch_length, chunk_sizes, scatter
+from trainloop.parallel.scatter import NotDivisibleError, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
-from trainloop.tools.trial import copies, first_batch, require_training_parts
+from trainloop.tools.trial import copies, first_batch, require_training_parts, samples_in
 from trainloop.train_loop.arguments.checks import check_callbacks, check_wrapper_args
 from trainloop.train_loop.arguments.types import GpuMode
 from trainloop.train_loop.execution.execute import sent_parts, untouched
@@ -208,12 +208,13 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
     model, _, criterion = copies(loop, CPU)
     batch = first_batch(loop.train_loader)
     rule = sum_rule(model, criterion)
-    read = _loss_of(model, batch, criterion, rule)
+    size = samples_in(batch, loop.train_loader)
+    read = _loss_of(model, batch, size, criterion, rule)
     value = _number(read.loss)
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Check its inputs and the model's initial weights.")
     if not read.explicit:
-        _check_reduction(model, batch, criterion, declared_sum=read.is_sum)
+        _check_reduction(model, batch, size, criterion, declared_sum=read.is_sum)
     weight = read.units if read.explicit else None
     weights = weight.values() if isinstance(weight, Mapping) else [] if weight is None else [weight]
     return ", ".join([f"loss {value:.4g}", *(f"weight {float(w):g}" for w in weights)])
@@ -227,7 +228,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
     """Compute the loss and the predictions of one batch as an evaluation does, which ``fit`` does after an epoch."""
     model, _, criterion = copies(loop, CPU)
     batch = first_batch(_evaluated(loop))
-    size = batch_length(batch) or 1
+    size = samples_in(batch, _evaluated(loop))
     with evaluating(*trained_modules(model, criterion)), explained_evaluation(batch):
         loss = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size).loss
         output = model.get_predictions(batch, torch.device("cpu"))
@@ -272,14 +273,20 @@ def preflight_epoch(loop: TrainLoop[Any], callbacks: Sequence[AbstractCallback])
     return f"callbacks: {names}" + (f"; left out, since they write: {', '.join(left_out)}" if left_out else "")
 
 
-def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bool) -> None:
+def _check_reduction(model: Any, batch: Any, size: int, criterion: Any, *, declared_sum: bool) -> None:
     """Compare a batch's loss with the losses of its halves, to find out if it is their mean or their sum."""
-    cut, sizes = scatter(batch, 2), chunk_sizes(batch_length(batch) or 0, 2)
+    try:
+        cut, sizes = scatter(batch, 2, length=size), chunk_sizes(size, 2)
+    except NotDivisibleError:
+        return
     if len(cut) != 2:
         return
     model.eval()  # with BatchNorm, a sample's loss depends on other samples; with dropout, it is random
     try:
-        whole, first, second = (_number(_loss_of(model, part, criterion).loss) for part in (batch, *cut))
+        whole, first, second = (
+            _number(_loss_of(model, part, of, criterion).loss)
+            for part, of in zip((batch, *cut), (size, *sizes), strict=True)
+        )
     except Exception:  # the model accepts only batches of one size: nothing to compare
         return
     is_sum = math.isclose(whole, first + second, rel_tol=1e-4)
@@ -299,8 +306,8 @@ def _check_reduction(model: Any, batch: Any, criterion: Any, *, declared_sum: bo
         )
 
 
-def _loss_of(model: Any, batch: Any, criterion: Any, rule: SumRule | None = None) -> BatchLoss:
-    return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), batch_length(batch) or 1, rule)
+def _loss_of(model: Any, batch: Any, size: int, criterion: Any, rule: SumRule | None = None) -> BatchLoss:
+    return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), size, rule)
 
 
 def _number(loss: Any) -> float:

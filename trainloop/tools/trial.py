@@ -12,12 +12,15 @@ from torch.utils.data import DataLoader
 
 from trainloop._transfer.shared import shared_parts
 from trainloop._transfer.torch_objects import optimizer_state
+from trainloop.data.batch.batches import samples_of_batch
 from trainloop.data.loader.loader_copies import copy_loader
+from trainloop.data.order.orders import length_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, optimizers_of
+from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["copies", "first_batch", "require_training_parts", "trial_of", "wrapper_args_of"]
+__all__ = ["copies", "first_batch", "require_training_parts", "samples_in", "trial_of", "wrapper_args_of"]
 
 
 def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
@@ -60,6 +63,14 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
             for state in single.state.values():
                 state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
     return (model, optimizer, criterion, *others)
+
+
+def samples_in(batch: Any, loader: Any) -> int:
+    """Return the number of samples in the loader's first batch, as training counts it."""
+    planned = loader_batch_size(loader) if isinstance(loader, DataLoader) else None
+    if planned is not None and (rows := length_of(loader.dataset)) is not None:
+        planned = min(planned, rows)
+    return samples_of_batch(batch, planned)
 
 
 def first_batch(loader: Any) -> Any:

@@ -161,6 +161,12 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     return common.pop()
 
 
+def samples_of_batch(batch: Any, planned: int | None = None) -> int:
+    """Return the number of samples in a batch, as :class:`SampleCounter` counts it, without a warning."""
+    count = count_collated(batch, planned)
+    return count_samples(batch, planned) if count is None else count
+
+
 def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator[set[int]]:
     """Yield, for each column of a batch, the numbers of samples that it may have."""
     if getattr(value, "is_nested", False):

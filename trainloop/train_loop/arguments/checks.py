@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainloop._support.keywords import hint, keywords_of
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.batch.batches import samples_of_batch
 from trainloop.data.loader.libraries import loads
 from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_signatures, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
-from trainloop.parallel.scatter import batch_length
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
 
@@ -425,7 +425,7 @@ def loader_length(loader: Any) -> int | None:
 def loader_batch_size(loader: Any) -> int | None:
     """Return the number of samples in a full batch of one process, or ``None`` if it is unknown."""
     if isinstance(loader, (list, tuple)) and loader:  # a list of batches
-        return batch_length(loader[0])
+        return samples_of_batch(loader[0])
     if not isinstance(loader, DataLoader):
         return None
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)

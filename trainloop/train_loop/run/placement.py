@@ -18,7 +18,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import all_optimizers, criterion_modules
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
-from trainloop.parallel.dp import refuse_changes_in_get_loss
+from trainloop.parallel.dp import expect_samples, refuse_changes_in_get_loss
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.recompute import recomputing
@@ -63,6 +63,11 @@ class Placement:
     collective: ClassVar[bool] = False
     """True if each forward is an exchange between all ranks, so that all ranks must run the same number of forwards."""
     scaler_type: ClassVar[type[torch.amp.GradScaler]] = Scaler
+
+    @property
+    def expects(self) -> Callable[[int], None] | None:
+        """In ``dp``, a function that takes a batch's number of samples, to be called before the wrapper's method."""
+        return partial(expect_samples, self.wrapper) if isinstance(self.wrapper, TTDataParallel) else None
 
     def wrap_again(self) -> None:
         """In ``ddp``, wrap the model again for the parameters that now require gradients. Collective, between steps."""

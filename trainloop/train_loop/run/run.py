@@ -79,6 +79,7 @@ class Run:
         """True if there are other ranks; False for the only rank of a group, as under a launcher with one process."""
         self.loop = loop
         self.place = place
+        self.expects = place.expects
         self.stop = stop
         self.hooks = HookTable(loop.callbacks, loop.rank, loop.model, place.guarded)
         # Ranks must agree on an order even if the user gave no seed. The caller's RNG is not changed.
@@ -181,6 +182,8 @@ class Run:
         model = self.place.evaluated
 
         def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+            if self.expects is not None:
+                self.expects(recorder.batch_size)
             with self.place.autocast, whole_batch(), explained_evaluation(batch):
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
@@ -257,6 +260,8 @@ class Run:
 
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
+            if self.expects is not None:
+                self.expects(size)
             output = forward(batch)
             output = check_rows(output, size)  # check here, where the batch is known
             for hook in hooks.on_after_batch_prediction:

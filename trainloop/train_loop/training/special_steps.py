@@ -64,7 +64,11 @@ class AlternatingTraining(Training):
             borrowed = [self.idle.borrowed_batch(batches, counts, i) for i in range(count)]
             batches = [*batches, *borrowed[len(batches) :]]
         # Nothing runs yet: a generator starts at its first next().
-        generators = [place.evaluated.get_loss(batch, loop.criterion, place.device) for batch in batches]
+        generators = []
+        for batch, size in zip(batches, self._sizes, strict=True):
+            if self.expects is not None:
+                self.expects(size)
+            generators.append(place.evaluated.get_loss(batch, loop.criterion, place.device))
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         self.losses_stepped = 0

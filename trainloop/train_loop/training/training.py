@@ -628,6 +628,8 @@ class Training(Run):
                 elif i < len(batches):
                     if watch is not None:
                         watch.forward_begins(i == 0)
+                    if self.expects is not None:
+                        self.expects(sizes[i])
                     with place.autocast:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
                     read = read_loss(output, sizes[i], gradients.sums)
