@@ -17,6 +17,7 @@ from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources import gpus
 from trainloop.resources.gpus import visible_devices
+from trainloop.resources.quota import is_auto
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,11 @@ __all__ = [
 Kind = Literal["cuda", "mps", "cpu"]
 
 _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+
+
+def is_all(devices: object) -> bool:
+    """Return True if ``devices`` requests all devices: ``'auto'``, -1 or ``'-1'``."""
+    return is_auto(devices) or (isinstance(devices, str) and devices.strip() == "-1") or whole_number(devices) == -1
 
 
 def parse_devices(devices: object, count: int) -> list[int]:
@@ -86,7 +92,7 @@ def _read_text(text: str) -> object:
 
     Text that is neither is returned unchanged, or as a list item.
     """
-    if text.strip().lower() == "auto":
+    if is_auto(text):
         return -1
     # int() alone would accept '1_0', '+3' and non-ASCII digits. No device number has 18 digits.
     entries = [entry.strip() for entry in text.split(",")]
@@ -225,7 +231,7 @@ def choose_devices(
             "build of torch."
         )
     indices = parse_devices(devices, cuda if kind == "cuda" else 1)
-    if interactive and len(indices) > 1 and isinstance(devices, str) and devices.strip().lower() == "auto":
+    if interactive and len(indices) > 1 and is_auto(devices):
         note = (
             f"devices='auto' in an interactive session uses one of the {len(indices)} GPUs. "
             f"Use devices={len(indices)} for all of them."
@@ -247,7 +253,7 @@ def _as_arguments(device: object) -> str:
 
 def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     """Return the number of processes requested by ``devices`` on the CPU."""
-    if isinstance(devices, str) and devices.strip().lower() == "auto":
+    if is_auto(devices):
         return 1
     number = whole_number(_read_text(devices) if isinstance(devices, str) else devices)
     if number == -1 and found_none:

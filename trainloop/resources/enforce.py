@@ -19,7 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
 from trainloop.resources import lease
 from trainloop.resources.machine import available
-from trainloop.resources.quota import ResourceQuota, Resources, check_one_model, exact, format_bytes
+from trainloop.resources.quota import ResourceQuota, Resources, check_one_model, exact, format_bytes, is_auto
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,9 @@ def check_quota(quota: ResourceQuota, *, ranks: int = 1, machine: Resources | No
     check_one_model("num_gpus", quota.num_gpus)
 
 
-def devices_under(quota: ResourceQuota | None, devices: list[torch.device], asked: object) -> list[torch.device]:
+def devices_under(
+    quota: ResourceQuota | None, devices: list[torch.device], asked: object, argument: str = "devices"
+) -> list[torch.device]:
     """Return the run's devices, limited to the quota's GPUs.
 
     Parameters
@@ -96,6 +98,8 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
         The devices that :func:`trainloop.devices.resolve` chose.
     asked : object
         The user's ``devices``. ``'auto'`` is adapted to the quota; an explicit request must not exceed it.
+    argument : str
+        Name of the argument that ``asked`` is from, for the error.
 
     Returns
     -------
@@ -112,9 +116,9 @@ def devices_under(quota: ResourceQuota | None, devices: list[torch.device], aske
     most = math.ceil(exact(quota.num_gpus))
     if len(devices) <= most:
         return devices
-    if not (isinstance(asked, str) and asked.strip().lower() == "auto"):
+    if not is_auto(asked):
         raise ResourceError(
-            f"devices={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. Use "
+            f"{argument}={asked!r} requests {len(devices)} GPUs, but the quota has num_gpus={quota.num_gpus}. Use "
             f"devices='auto', or ResourceQuota(num_gpus={len(devices)})."
         )
     import torch

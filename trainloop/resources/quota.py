@@ -26,10 +26,17 @@ __all__ = [
     "checked_count",
     "exact",
     "format_bytes",
+    "is_auto",
     "parse_memory",
 ]
 
 Auto = Literal["auto"]
+
+
+def is_auto(devices: object) -> bool:
+    """Return True for ``devices='auto'``: all devices, or fewer if the mode, a quota or a launcher uses fewer."""
+    return isinstance(devices, str) and devices.strip().lower() == "auto"
+
 
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):

@@ -13,11 +13,11 @@ from torch.torch_version import TorchVersion
 
 from trainloop._launch import rank_from_launcher
 from trainloop._support.user_line import warn
-from trainloop.devices import find_usable_cuda_devices, has_ranks, resolve, resolve_mode, whole_number
+from trainloop.devices import has_ranks, is_all, resolve_mode, whole_number
 from trainloop.distributed import Rank
-from trainloop.errors import ConfigurationError, DeviceError
-from trainloop.resources.enforce import devices_under
-from trainloop.train_loop.arguments.checks import check_bool, check_count, short
+from trainloop.errors import ConfigurationError
+from trainloop.train_loop.arguments.checks import short
+from trainloop.train_loop.arguments.devices import requested
 from trainloop.train_loop.arguments.options import Options
 
 __all__ = ["RunConfig", "run_config_under_launcher", "check_backend", "check_rendezvous_point", "run_config_of"]
@@ -61,16 +61,8 @@ def run_config_of(
     with warnings.catch_warnings():
         if select and num_gpus is None and on_gpu is None:
             warnings.simplefilter("ignore")  # the loop's constructor has warned of these devices
-        found = devices_for(options.gpu_mode, options.accelerator, options.devices, num_gpus, on_gpu)
-    if select and options.auto_select_gpus and isinstance(options.devices, (int, str)):
-        if found[0].type != "cuda":
-            raise ConfigurationError("auto_select_gpus=True, but this machine has no GPU. Leave auto_select_gpus out.")
-        everything = str(options.devices).strip().lower() in ("auto", "-1")  # then all free GPUs
-        wanted = -1 if everything and options.gpu_mode != "single" else len(found)
-        # fit chooses GPUs, possibly hours after the loop is created, because the lease lasts as long as the process.
-        found = [torch.device("cuda", i) for i in find_usable_cuda_devices(wanted)]
-    # A quota can reduce the number of devices; the mode 'auto' depends on the remaining devices.
-    devices = devices_under(options.quota, found, options.devices)
+        # A quota can reduce the number of devices; the mode 'auto' depends on the remaining devices.
+        devices = requested(options, num_gpus, on_gpu, select=select).resolved(options.quota)
     mode = resolve_mode(options.gpu_mode, len(devices), num_nodes, kind=devices[0].type)
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
         what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
@@ -100,7 +92,7 @@ def run_config_under_launcher(config: RunConfig, asked: Any, here: Rank) -> RunC
         On each host's first process, if ``devices`` asks for another number.
     """
     number = len(config.devices)
-    if number != here.local_world_size and not _are_all(asked) and here.local_rank == 0:
+    if number != here.local_world_size and not is_all(asked) and here.local_rank == 0:
         warn(
             f"devices={asked!r} asks for {number} process{'es' * (number > 1)} per host, but the launcher (torchrun or "
             f"Slurm) has started {here.local_world_size} on this host, and all of them train. Leave devices out, or "
@@ -109,80 +101,6 @@ def run_config_under_launcher(config: RunConfig, asked: Any, here: Rank) -> RunC
     if config.devices[0].type == "cpu":
         return replace(config, devices=[torch.device("cpu")] * here.local_world_size)
     return config
-
-
-def _are_all(asked: Any) -> bool:
-    """Return True if the argument ``devices`` does not fix the number of devices."""
-    return (isinstance(asked, str) and asked.strip().lower() in ("auto", "-1")) or whole_number(asked) == -1
-
-
-def devices_for(
-    mode: str, accelerator: Any, devices: Any, num_gpus: Any = None, on_gpu: Any = None
-) -> list[torch.device]:
-    """Return the devices of a run on one node: the loop's devices, changed by the arguments of ``fit``.
-
-    The documentation uses ``num_gpus=torch.cuda.device_count()``, which must also work on a machine without GPUs: with
-    0, the run trains on the CPU, after one warning.
-    """
-    if num_gpus is not None:
-        num_gpus = check_count(num_gpus, "num_gpus", 0)
-    if on_gpu is not None:
-        check_bool(on_gpu, "on_gpu")
-    on_cpu = isinstance(accelerator, str) and accelerator.strip().lower() == "cpu"
-    # Check contradictions first, since it is unknown which argument was intended.
-    if on_gpu is False and num_gpus:
-        raise ConfigurationError(
-            f"num_gpus={num_gpus} with on_gpu=False: these contradict each other. To use GPUs, leave on_gpu out. To "
-            "use the CPU, leave num_gpus out. For several processes (ddp) or replicas (dp) on the CPU, use "
-            f"accelerator='cpu', devices={num_gpus}."
-        )
-    if on_gpu and on_cpu:
-        raise ConfigurationError(
-            "on_gpu=True with accelerator='cpu': these contradict each other. Use accelerator='auto' for GPUs if the "
-            "machine has any, or leave on_gpu out."
-        )
-    if on_gpu:
-        check_gpu(num_gpus)
-    if on_gpu is False:
-        accelerator, on_cpu = "cpu", True
-    elif num_gpus == 0 and not on_cpu:
-        warn(
-            "num_gpus=0: training on the CPU. Use accelerator='cpu' to silence this warning, and devices=k for k "
-            "processes."
-        )
-        accelerator = "cpu"
-    # The loop's own devices take precedence if they were given.
-    elif num_gpus and not on_cpu and mode != "single" and devices == "auto":
-        accelerator, devices = ("gpu" if accelerator == "auto" else accelerator), num_gpus
-    elif num_gpus and on_cpu and num_gpus > 0:
-        raise ConfigurationError(
-            f"num_gpus={num_gpus} with accelerator='cpu': these contradict each other. Use devices={num_gpus} for that "
-            "many processes, or accelerator='gpu'."
-        )
-    if mode == "single" and isinstance(devices, str) and devices.strip().lower() == "auto":
-        devices = 1 if accelerator != "cpu" else "auto"
-        if accelerator == "auto" and not torch.cuda.is_available():
-            devices = "auto"
-    found = resolve(accelerator, devices)
-    if mode == "single" and len(found) > 1:
-        raise ConfigurationError(
-            f"devices={devices!r}: gpu_mode='single' uses only one device. Use gpu_mode='ddp' (or 'dp') for several "
-            "devices."
-        )
-    return found
-
-
-def check_gpu(num_gpus: int | None) -> None:
-    """Raise an error for ``on_gpu=True`` if the run would train on the CPU."""
-    try:
-        resolve("gpu", 1)
-    except DeviceError as error:
-        raise DeviceError(
-            "on_gpu=True: no GPU is visible here. Leave on_gpu out to train on the CPU, or check "
-            "CUDA_VISIBLE_DEVICES and the CUDA build of torch."
-        ) from error
-    if num_gpus == 0:
-        raise ConfigurationError("num_gpus=0 with on_gpu=True: these contradict each other. Leave one of them out.")
 
 
 def check_rendezvous_point(num_nodes: int, node_rank: Any, init_method: Any) -> int:
