@@ -10,27 +10,28 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
-from trainloop._launch.forwarding import Outlets, Targets, targets_here
+from trainloop._launch.forwarding import Outlets, targets_here
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.kept_ranks import KeptRanks, kept_here
 from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
-from trainloop._launch.rank_process import RankSpec, started_by_launch
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
+from trainloop._launch.work import RunSpec, StartFiles, Task
 from trainloop._processes.fork_server import NoServerError, begin_server, chosen_method, fixed_state, limits
 from trainloop._support.platform import blocked_signals, loopback_interface, resource
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
-from trainloop._transfer import PayloadHandle, pack
+from trainloop._transfer import pack
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
@@ -128,18 +129,6 @@ def launch(
     backend = backend or _backend_for(chosen)
     environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
-    terms = None
-    if kept is not None:
-        terms = [
-            chosen,
-            backend,
-            timeout_s,
-            environment,
-            num_threads,
-            start_method,
-            LoadedCode(),
-            *_inherited_at_start(),
-        ]
     settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
@@ -147,8 +136,7 @@ def launch(
         pack(function, roots=roots) as payload,
         meet(timeout_s=timeout_s) as hosts,
     ):
-        spec_with = partial(
-            RankSpec,
+        run = RunSpec(
             first_rank=node_rank * ranks_per_node,
             world_size=num_nodes * ranks_per_node,
             local_world_size=ranks_per_node,
@@ -158,32 +146,30 @@ def launch(
             backend=backend,
             timeout_s=timeout_s,
             num_threads=num_threads,
-            handle=payload.handle,
-            payload_fds=tuple(payload.descriptors),
-            interface=loopback_interface() if num_nodes == 1 else None,
+            store=None if hosts is None else (*hosts.store_address, "ranks"),
+            interface=loopback_interface() if num_nodes == 1 else None if hosts is None else hosts.interface,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
             key=new_key() if num_nodes == 1 else key_from_environment(),
-            settings=settings,
-            modules=modules,
-            targets=targets,
-            main=main_place(),
             outlives_work=kept is not None,
         )
-        work = _GivenWork(payload.handle, payload.descriptors, settings, modules, targets, environment)
-        starts = _Starts(spec_with, work, method, served, hosts, kept, terms, restart_policy, take_rescued)
-        result: T = starts.run()
+        task = Task(payload.handle, tuple(payload.descriptors), settings, modules, targets, main_place())
+        processes = _Processes(environment, method, served, start_method)
+        result: T = _Starts(run, task, processes, hosts, kept, restart_policy, take_rescued).run()
         return result
 
 
-class _GivenWork(NamedTuple):
-    """The parts of a call that may differ from the previous call; they are sent to ranks that are still running."""
+@dataclass
+class _Processes:
+    """How the ranks' processes start."""
 
-    handle: PayloadHandle
-    payload_fds: Sequence[int]
-    settings: bytes
-    modules: bytes
-    targets: Targets
     environment: dict[str, str]
+    """Environment variables to set in addition to this process's."""
+    method: str
+    """``'auto'``, ``'forkserver'`` or ``'spawn'``, as chosen for this machine."""
+    served: bool
+    """True to fork them from the server."""
+    requested: str
+    """The caller's ``start_method``."""
 
 
 class _Starts:
@@ -191,20 +177,17 @@ class _Starts:
 
     def __init__(
         self,
-        spec_with: partial[RankSpec],
-        work: _GivenWork,
-        method: str,
-        served: bool,
+        run: RunSpec,
+        task: Task,
+        processes: _Processes,
         hosts: Hosts | None,
         kept: KeptRanks | None,
-        terms: list[Any] | None,
         policy: RestartPolicy | None,
         take_rescued: Callable[[Any], str] | None,
     ) -> None:
-        self._spec_with, self._work = spec_with, work
-        self._method, self._served = method, served
-        self._hosts, self._kept, self._terms, self._policy = hosts, kept, terms, policy
-        self._take_rescued = take_rescued
+        self._run, self._task, self._processes = run, task, processes
+        self._hosts, self._kept, self._policy, self._take_rescued = hosts, kept, policy, take_rescued
+        self._terms = None if kept is None else _terms(run, processes)
         self._first = True
         self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
 
@@ -215,7 +198,7 @@ class _Starts:
                 if self._policy is not None:
                     self._policy.before_start()
                 up = self._kept.resume(self._terms, undo) if self._kept is not None else None
-                ranks = up or _new_ranks(self._spec_with, self._hosts, undo)
+                ranks = up or _new_ranks(self._run, self._hosts, undo)
                 if self._run_once(ranks, are_up=up is not None):
                     result = ranks.result()
                     if self._kept is not None:
@@ -230,14 +213,14 @@ class _Starts:
             try:
                 with _terminate_ranks_on_error(ranks):
                     if not are_up:
-                        self._served = _start(ranks, self._work.environment, self._method, self._served)
+                        _start(ranks, self._processes)
                         if self._first:
                             received.raise_if_any()  # check again: the server's imports may have taken a long time
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
                     if are_up:
-                        ranks.give(*self._work)
+                        ranks.give(self._task, self._processes.environment)
                     else:
-                        ranks.give_first()
+                        ranks.give_first(self._task)
                     ranks.watch(at_once=received.at_once)
                     ranks.wait_for_other_hosts()
             except WorkerFailedError as error:
@@ -249,7 +232,7 @@ class _Starts:
     def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
         """Raise the error if it ends the run; otherwise print or record why ranks restart."""
         # Not with several hosts: every host would have to restart its ranks.
-        again = self._disturbed < len(_PAUSES_S) and self._spec_with.keywords["num_nodes"] == 1
+        again = self._disturbed < len(_PAUSES_S) and self._run.num_nodes == 1
         if ranks.disturbance and again:
             pause_s = _PAUSES_S[self._disturbed]
             self._disturbed += 1
@@ -329,18 +312,14 @@ def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[
     return environment, threads
 
 
-def _new_ranks(
-    spec_with: partial[RankSpec],
-    hosts: Hosts | None,
-    undo: contextlib.ExitStack,
-) -> Ranks:
+def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) -> Ranks:
     """Return ranks that are not started yet, and create the files of one start; ``undo`` removes both."""
-    ranks_per_node = spec_with.keywords["local_world_size"]
+    ranks_per_node = run.local_world_size
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_file, undo)
     outlets = Outlets()
     undo.callback(outlets.close)
-    spec = spec_with(
+    files = StartFiles(
         slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
@@ -350,10 +329,7 @@ def _new_ranks(
         scratch=undo.enter_context(scratch_folder(token)),
         caller_fd=_this_process(undo),
     )
-    if hosts is not None:
-        store = (*hosts.store_address, "start 1")
-        spec = replace(spec, store=store, interface=hosts.interface)
-    ranks = Ranks(spec, token, outlets, hosts)
+    ranks = Ranks(run, files, token, outlets, hosts)
     undo.callback(ranks.close)
     return ranks
 
@@ -390,9 +366,10 @@ def _this_process(undo: contextlib.ExitStack) -> int | None:
     return fd
 
 
-def _inherited_at_start() -> list[Any]:
-    """Return the state that ranks inherit at their start and keep. If it changes, new ranks must be started."""
-    return [fixed_state(), limits(), list(sys.path), blocked_signals()]
+def _terms(run: RunSpec, processes: _Processes) -> list[Any]:
+    """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
+    settings = replace(run, key=None, interface=None), processes.environment, processes.requested
+    return [*settings, LoadedCode(), fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 
 def _begin_server(method: str) -> bool:
@@ -407,16 +384,16 @@ def _begin_server(method: str) -> bool:
     return True
 
 
-def _start(ranks: Ranks, environment: dict[str, str], method: str, served: bool) -> bool:
-    """Start the ranks' processes; return True if they were forked from the server, False if they were spawned."""
-    if served:
+def _start(ranks: Ranks, processes: _Processes) -> None:
+    """Start the ranks' processes; without a server, this one and later ones are spawned."""
+    if processes.served:
         try:
-            ranks.start(environment, served=True)
-            return True
+            ranks.start(processes.environment, served=True)
+            return
         except NoServerError as error:
-            _explain(error, method)
-    ranks.start(environment, served=False)
-    return False
+            _explain(error, processes.method)
+            processes.served = False
+    ranks.start(processes.environment, served=False)
 
 
 def _explain(error: NoServerError, method: str) -> None:

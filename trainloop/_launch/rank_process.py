@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import mmap
 import multiprocessing
 import os
 import signal
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -24,18 +22,17 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
-from trainloop._launch.forwarding import Sender, Targets, sent_records
+from trainloop._launch.forwarding import Sender, sent_records
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.module_state import receive_modules
 from trainloop._launch.output import Report, least_level, quieten_log_streams, rank_streams, reported_records
 from trainloop._launch.settings import apply_settings
-from trainloop._launch.work import LAUNCH_VARIABLE, next_work
+from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import process_config, resource
-from trainloop._support.scratch import Scratch, name_semaphores
+from trainloop._support.scratch import name_semaphores
 from trainloop._support.signals import rank_signals
 from trainloop._support.stopping import GroupStop, SharedStop
-from trainloop._transfer import PayloadHandle
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
@@ -44,7 +41,6 @@ from trainloop.distributed.ranks import leave_group
 
 __all__ = [
     "STACK_SIGNAL",
-    "RankSpec",
     "RankTerminated",
     "State",
     "Unblocking",
@@ -66,94 +62,6 @@ class State:
     """The state of a rank, in one int64 of shared memory, which only the rank writes."""
 
     STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT, RESCUING = range(7)
-
-
-@dataclass(frozen=True)
-class RankSpec:
-    """The arguments of a rank; the work itself is in the payload."""
-
-    first_rank: int
-    """Global rank of local rank 0."""
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    devices: tuple[str, ...]
-    backend: str
-    timeout_s: float
-    num_threads: int | None
-    handle: PayloadHandle
-    slots_fd: int
-    store_fd: int
-    result_fd: int
-    record_fds: tuple[int, ...]
-    stack_fds: tuple[int, ...]
-    scratch: Scratch
-    """Folder for sockets and temporary files of multiprocessing, for all processes of this launch."""
-    store: tuple[str, int, str] | None = None
-    """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
-    caller_fd: int | None = None
-    """Descriptor of the caller's process (``pidfd_open``); ``None`` if the system has no pidfds."""
-    interface: str | None = None
-    """Network interface for Gloo; ``None`` for Gloo's choice."""
-    init_method: str | None = None
-    """A ``file://`` rendezvous point of several nodes, given by the user."""
-    payload_fds: tuple[int, ...] = ()
-    """Descriptors of the payload, and of the files that the payload refers to."""
-    key: bytes | None = field(default=None, repr=False)
-    """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
-    settings: bytes = b""
-    """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
-    modules: bytes = b""
-    """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
-    output_fd: int = -1
-    """Descriptor to which ranks write what the caller passes to its streams and handlers; -1 for none."""
-    targets: Targets = field(default_factory=Targets)
-    """The caller's streams and loggers that need it."""
-    outlives_work: bool = False
-    """True if a rank waits for more work after the first."""
-    main: tuple[str | None, str | None] = (None, None)
-    """File and module name of the running script; see :func:`~trainloop._launch.main_guard.main_place`."""
-
-    def descriptors(self, local_rank: int) -> list[int]:
-        """Return all descriptors that a rank needs, as numbered in the launching process."""
-        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, *self.payload_fds]
-        own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
-        own += [self.output_fd, *([] if self.caller_fd is None else [self.caller_fd])]
-        return [fd for fd in dict.fromkeys(own) if fd >= 0]
-
-    def numbered(self, received: Mapping[int, int]) -> RankSpec:
-        """Return the arguments with the rank's numbers for descriptors (except the payload's); -1 if not received."""
-
-        def here(fd: int) -> int:
-            return received.get(fd, -1)
-
-        return replace(
-            self,
-            slots_fd=here(self.slots_fd),
-            store_fd=here(self.store_fd),
-            result_fd=here(self.result_fd),
-            record_fds=tuple(map(here, self.record_fds)),
-            stack_fds=tuple(map(here, self.stack_fds)),
-            scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
-            output_fd=here(self.output_fd),
-            caller_fd=None if self.caller_fd is None else here(self.caller_fd),
-        )
-
-    def rank_of(self, local_rank: int) -> Rank:
-        """Return the global and local rank of one of this node's ranks."""
-        return Rank(
-            rank=self.first_rank + local_rank,
-            world_size=self.world_size,
-            local_rank=local_rank,
-            local_world_size=self.local_world_size,
-            node_rank=self.node_rank,
-            num_nodes=self.num_nodes,
-        )
-
-    def map_slots(self) -> memoryview:
-        """Map the int64 slots that ranks and parent share: the stop agreement's slots, then the ranks' states."""
-        return memoryview(mmap.mmap(self.slots_fd, 0)).cast("q")
 
 
 class RankTerminated(BaseException):
@@ -202,21 +110,21 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     if first is None:
         return
     work, received = first
-    spec = work.spec.numbered(received)
-    me = _started_as = spec.rank_of(local_rank)
-    stack_fd = spec.stack_fds[local_rank]
+    run, files = work.run, work.files.numbered(received)
+    me = _started_as = run.rank_of(local_rank)
+    stack_fd = files.stack_fds[local_rank]
     # Semaphores and temporary files (of loader workers) are named after their launch, because a killed rank can't
     # remove them.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
-    process_config()["tempdir"] = spec.scratch.path
-    slots = spec.map_slots()
+    process_config()["tempdir"] = files.scratch.path
+    slots = memoryview(files.map_slots()).cast("q")
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if sys.platform != "win32" and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
-    end_with_parent(spec.caller_fd)
+    end_with_parent(files.caller_fd)
     guard_forks()
-    while (exitcode := _work(spec, me, slots, received)) == 0 and spec.outlives_work:
-        os.close(received[spec.handle.fd])
+    while (exitcode := _work(run, files, work.task, me, slots, received)) == 0 and run.outlives_work:
+        os.close(received[work.task.handle.fd])
         gc.collect()  # releases the caller's shared memory
         with contextlib.suppress(OSError):  # the launching process has ended; the next line detects that
             line.send_bytes(b"1")
@@ -225,18 +133,16 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
             break
         work, received = given
         work.apply()
-        sent = {name: getattr(work.spec, name) for name in ("handle", "settings", "modules", "targets", "main")}
-        spec = replace(spec, **sent)
     leave_group()
     _leave(exitcode)
 
 
-def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
+def _work(run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
     """Open the payload, do its work and write the result; return the exit code, 0 for success."""
     global _result_file, _own_state
-    _result_file = ResultFile(spec.result_fd)
-    stop = SharedStop(slots, me.local_rank, spec.local_world_size, spec.timeout_s)
-    state = SharedStop.num_slots(spec.local_world_size) + me.local_rank
+    _result_file = ResultFile(files.result_fd)
+    stop = SharedStop(slots, me.local_rank, run.local_world_size, run.timeout_s)
+    state = SharedStop.num_slots(run.local_world_size) + me.local_rank
     _own_state = slots, state
 
     def run_failed() -> bool:
@@ -247,21 +153,21 @@ def _work(spec: RankSpec, me: Rank, slots: memoryview, received: Mapping[int, in
         contextlib.ExitStack() as undo,
     ):
         try:
-            sender = Sender(spec.output_fd) if spec.output_fd >= 0 else None
-            report = Report(os.path.join(spec.scratch.path, "output-not-shown"))
-            undo.enter_context(rank_streams(me, sender, spec.targets, report))
+            sender = Sender(files.output_fd) if files.output_fd >= 0 else None
+            report = Report(os.path.join(files.scratch.path, "output-not-shown"))
+            undo.enter_context(rank_streams(me, sender, task.targets, report))
             slots[state] = State.RUNNING
-            if "nccl" in spec.backend:
+            if "nccl" in run.backend:
                 unblocking = Unblocking(run_failed)
                 unblocking.start()
                 undo.callback(unblocking.stop)
             # This opens the payload, too, so that an error in the user's imports is recorded like any other.
-            result = _set_up_and_call(spec, me, stop, sender, report, undo, received)
+            result = _set_up_and_call(run, files, task, me, stop, sender, report, undo, received)
             if me.local_rank == 0:
                 _result_file.write(result)
             slots[state] = State.DONE
         except BaseException as error:
-            exitcode = _fail(error, spec, me, stop, slots, state)
+            exitcode = _fail(error, files.record_fds[me.local_rank], me, stop, slots, state)
             leave_group(failed=True)
             return exitcode
     return 0
@@ -273,7 +179,9 @@ _groups: list[Any] = []
 
 
 def _set_up_and_call(
-    spec: RankSpec,
+    run: RunSpec,
+    files: StartFiles,
+    task: Task,
     me: Rank,
     stop: SharedStop,
     sender: Sender | None,
@@ -287,74 +195,74 @@ def _set_up_and_call(
         LOCAL_RANK=str(me.local_rank),
         LOCAL_WORLD_SIZE=str(me.local_world_size),
     )
-    if spec.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks, too
-        os.environ["GLOO_SOCKET_IFNAME"] = spec.interface
-    if spec.num_threads is not None:
-        torch.set_num_threads(spec.num_threads)
+    if run.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks, too
+        os.environ["GLOO_SOCKET_IFNAME"] = run.interface
+    if run.num_threads is not None:
+        torch.set_num_threads(run.num_threads)
     _allow_many_descriptors()
-    if "nccl" in spec.backend:
+    if "nccl" in run.backend:
         # After a time-out, NCCL's watchdog dumps its state and waits four times this value for it: by default a minute.
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    device = torch.device(spec.devices[me.local_rank])
+    device = torch.device(run.devices[me.local_rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    take_main_place(*spec.main)
-    set_run_key(spec.key)
-    if spec.settings:
+    take_main_place(*task.main)
+    set_run_key(run.key)
+    if task.settings:
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
-        apply_settings(spec.settings)
+        apply_settings(task.settings)
         quieten_log_streams(me, report)
-    undo.enter_context(sent_records(sender, spec.targets, me, least_level(me)))
-    undo.enter_context(reported_records(me, spec.targets, report))
-    write_late = receive_modules(spec.modules, device, warns=me.local_rank == 0) if spec.modules else None
-    function = spec.handle.open(device, received)
+    undo.enter_context(sent_records(sender, task.targets, me, least_level(me)))
+    undo.enter_context(reported_records(me, task.targets, report))
+    write_late = receive_modules(task.modules, device, warns=me.local_rank == 0) if task.modules else None
+    function = task.handle.open(device, received)
     if write_late is not None:
         write_late()
-    if not spec.outlives_work:
+    if not run.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():
         with only_trusted_peers(DisturbedStartError):
-            _make_group(spec, me, device)
+            _make_group(run, files, me, device)
         _groups.append(dist.group.WORLD)
     if me.num_nodes == 1:
         return function(stop)
     with only_trusted_peers():
         agreement = GroupStop(
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout_s)), me.world_size, also=stop
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=run.timeout_s)), me.world_size, also=stop
         )
     result = function(agreement)
     agreement.finish()
     return result
 
 
-def _make_group(spec: RankSpec, me: Rank, device: torch.device) -> None:
-    timeout = timedelta(seconds=spec.timeout_s)
+def _make_group(run: RunSpec, files: StartFiles, me: Rank, device: torch.device) -> None:
+    timeout = timedelta(seconds=run.timeout_s)
     store: dist.Store
-    if spec.init_method is not None:
+    if run.init_method is not None:
         dist.init_process_group(
-            spec.backend,
-            init_method=spec.init_method,
+            run.backend,
+            init_method=run.init_method,
             rank=me.rank,
             world_size=me.world_size,
             timeout=timeout,
         )
         return
-    if spec.store is None:
+    if run.store is None:
         # A file needs no free port, and two runs can't connect to each other.
         # Outside Linux, a descriptor can't be reopened with a separate position and lock.
-        named = os.path.join(spec.scratch.path, "store")
-        path = f"/proc/self/fd/{spec.store_fd}" if sys.platform == "linux" else named
+        named = os.path.join(files.scratch.path, "store")
+        path = f"/proc/self/fd/{files.store_fd}" if sys.platform == "linux" else named
         store = dist.FileStore(path, me.world_size)
     else:
-        host, port, prefix = spec.store
+        host, port, prefix = run.store
         client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         store = dist.PrefixStore(prefix, client)
     # Don't pass device_id (the current device is set): NCCL would create every smaller group by a split that needs all
     # ranks, and a user's Gloo group of some ranks would wait for it forever (torch 2.6 to 2.13).
-    dist.init_process_group(spec.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+    dist.init_process_group(run.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
 
 
-def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slots: memoryview, state: int) -> int:
+def _fail(error: BaseException, record_fd: int, me: Rank, stop: SharedStop, slots: memoryview, state: int) -> int:
     """Record the error, before this rank leaves the group and others fail as a consequence; return the exit code."""
     if isinstance(error, RankTerminated):
         return 128 + signal.SIGTERM
@@ -363,7 +271,7 @@ def _fail(error: BaseException, spec: RankSpec, me: Rank, stop: SharedStop, slot
     for _ in range(8):
         with contextlib.suppress(RuntimeError):
             failure = failure_of(error, me.rank)
-            write_record(spec.record_fds[me.local_rank], failure)
+            write_record(record_fd, failure)
             if sys.platform != "win32":
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import multiprocessing
 import os
 import signal
@@ -11,23 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
-from trainloop._launch.forwarding import Outlets, Targets
+from trainloop._launch.forwarding import Outlets
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
-from trainloop._launch.main_guard import main_place
-from trainloop._launch.rank_process import STACK_SIGNAL, RankSpec, State, run_rank
-from trainloop._launch.work import LAUNCH_VARIABLE, Work
+from trainloop._launch.rank_process import STACK_SIGNAL, State, run_rank
+from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, Work
 from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity, kill
 from trainloop._support.signals import ReceivedSignals
 from trainloop._support.stopping import SharedStop
 from trainloop._support.user_line import warn
-from trainloop._transfer import PayloadHandle
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed.peers import DisturbedStartError
 
@@ -70,8 +66,10 @@ class Ranks:
 
     Parameters
     ----------
-    spec : RankSpec
-        Arguments of the processes.
+    run : RunSpec
+        Settings of the processes.
+    files : StartFiles
+        Files of this start.
     token : str
         String that marks this launch: it is in the names of the launch's files and in the environment of its processes.
     outlets : Outlets
@@ -82,21 +80,22 @@ class Ranks:
 
     def __init__(
         self,
-        spec: RankSpec,
+        run: RunSpec,
+        files: StartFiles,
         token: str,
         outlets: Outlets,
         hosts: Hosts | None = None,
     ) -> None:
-        self._spec = spec
+        self._run, self._files = run, files
         self._hosts = hosts
         self._outlets = outlets
-        self._map = mmap.mmap(spec.slots_fd, 0)
+        self._map = files.map_slots()
         self._slots = memoryview(self._map).cast("q")
-        self.stop = SharedStop(self._slots, -1, spec.local_world_size)
+        self.stop = SharedStop(self._slots, -1, run.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
         self._reported: Failure | None = None  # to the other hosts
-        self._liveness = Liveness(spec.timeout_s)
+        self._liveness = Liveness(run.timeout_s)
         self._token = token
         self.cause: Failure | None = None
         """The first failure, once the run has failed."""
@@ -123,7 +122,7 @@ class Ranks:
         """
         # All processes that ranks start inherit the token, so that remaining ones can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
-        pairs = _pairs(self._spec.local_world_size)
+        pairs = _pairs(self._run.local_world_size)
         calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
         self._line_marks = [os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs] if _PROC else []
         try:
@@ -141,10 +140,11 @@ class Ranks:
         self._lines = [ours for ours, _ in pairs]
         self._env = {**os.environ, **variables}
 
-    def give_first(self) -> None:
-        """Send the ranks their first work."""
+    def give_first(self, task: Task) -> None:
+        """Send the ranks their first task."""
         self._begun = True
-        self._send(Work(self._spec, {}), self._spec.descriptors)
+        work = Work(self._run, self._files, task, {})
+        self._send(work, lambda local_rank: [*self._files.descriptors(local_rank), *task.fds])
 
     def _send(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
         for r, line in enumerate(self._lines):
@@ -174,7 +174,7 @@ class Ranks:
             self._outlets.pass_on()
 
     def _watch(self, at_once: bool) -> None:
-        busy = set(self._locals()) if self._spec.outlives_work else set()
+        busy = set(self._locals()) if self._run.outlives_work else set()
         while True:
             alive = self._alive()
             if alive:
@@ -195,7 +195,7 @@ class Ranks:
                 if self._notice():  # a rank may have failed since the check above
                     self.fail()
                 return
-            if self._spec.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
+            if self._run.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
                 return
             overdue = self._overdue()
             if overdue and self._state(overdue[0]) == State.DONE:
@@ -218,37 +218,27 @@ class Ranks:
 
     def are_up(self) -> bool:
         """Return True if all ranks wait for more work."""
-        return self._spec.outlives_work and len(self._alive()) == self._spec.local_world_size
+        return self._run.outlives_work and len(self._alive()) == self._run.local_world_size
 
     def reset(self) -> None:
         """Reset the state of the last work, while the ranks are running."""
         for i in range(len(self._slots)):
             self._slots[i] = 0
-        for fd in (*self._spec.record_fds, *self._spec.stack_fds):
+        for fd in (*self._files.record_fds, *self._files.stack_fds):
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)  # the rank shares this file position
-        self._failures, self._liveness = {}, Liveness(self._spec.timeout_s)
+        self._failures, self._liveness = {}, Liveness(self._run.timeout_s)
         self.cause = self._reported = None
 
-    def give(
-        self,
-        handle: PayloadHandle,
-        payload_fds: Sequence[int],
-        settings: bytes,
-        modules: bytes,
-        targets: Targets,
-        variables: dict[str, str],
-    ) -> None:
-        """Send the ranks more work, with the changes of this process's state."""
+    def give(self, task: Task, variables: dict[str, str]) -> None:
+        """Send the ranks another task, with the changes of this process's state."""
         env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
         with contextlib.suppress(OSError):
             folder = os.getcwd()
-        given: dict[str, Any] = {"handle": handle, "payload_fds": tuple(payload_fds), "main": main_place()}
-        self._spec = replace(self._spec, **given, settings=settings, modules=modules, targets=targets)
         changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
-        work = Work(self._spec, changed, folder, cpus if cpus != self._cpus else None)
+        work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
         self._env, self._cpus = env, cpus
-        self._send(work, lambda local_rank: list(payload_fds))
+        self._send(work, lambda local_rank: list(task.fds))
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -257,7 +247,7 @@ class Ranks:
         return [r for r in self._locals() if self._processes[r].is_alive()]
 
     def _state(self, local_rank: int) -> int:
-        return self._slots[SharedStop.num_slots(self._spec.local_world_size) + local_rank]
+        return self._slots[SharedStop.num_slots(self._run.local_world_size) + local_rank]
 
     def _overdue(self) -> list[int]:
         signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
@@ -270,16 +260,16 @@ class Ranks:
             process = self._processes[r]
             if r in self._failures:
                 continue
-            rank = self._spec.first_rank + r
+            rank = self._run.first_rank + r
             # Read the record before the exit code: it has more detail and is written earlier.
-            record = read_record(self._spec.record_fds[r])
+            record = read_record(self._files.record_fds[r])
             if record is not None:
                 self._failures[r] = record
             elif r not in ended_by_us and not process.is_alive():
                 if self._state(r) == State.DONE and process.exitcode == 0:
                     continue
                 by_watchdog = self._ended_by_watchdog(r)
-                timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._spec.timeout_s / 2
+                timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._run.timeout_s / 2
                 self._failures[r] = Failure(
                     rank=rank,
                     time_ns=time.monotonic_ns(),
@@ -294,11 +284,11 @@ class Ranks:
 
     def _ended_by_watchdog(self, local_rank: int) -> bool:
         """Return True if NCCL's watchdog thread aborted a rank: a collective timed out or lost its connection."""
-        if "nccl" not in self._spec.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
+        if "nccl" not in self._run.backend or self._processes[local_rank].exitcode != -signal.SIGABRT:
             return False
         # If a Python thread aborts, its stack is marked as the current thread's.
         stacks = self._stacks(ask=False, ranks=[local_rank])
-        return "Current thread" not in stacks.get(self._spec.first_rank + local_rank, "")
+        return "Current thread" not in stacks.get(self._run.first_rank + local_rank, "")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -315,7 +305,7 @@ class Ranks:
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
-            first = self._spec.first_rank
+            first = self._run.first_rank
             # Read the stacks before sending the signal, which may interrupt a system call. A rank that is about to
             # report does not hang.
             reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
@@ -323,33 +313,33 @@ class Ranks:
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in reported}, boundaries)
         if overdue:
-            hanging = [self._spec.first_rank + r for r in overdue]
+            hanging = [self._run.first_rank + r for r in overdue]
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
         self.cause = cause = self._first_failure(elsewhere)
-        if cause.type is None and not cause.timeout and cause.rank - self._spec.first_rank in self._locals():
-            stacks = self._stacks(ask=False, ranks=[cause.rank - self._spec.first_rank])
+        if cause.type is None and not cause.timeout and cause.rank - self._run.first_rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._run.first_rank])
         raise worker_failed_error(
             cause,
-            world_size=self._spec.world_size,
+            world_size=self._run.world_size,
             ended=[r for r in ended if r != cause.rank],
             stacks=stacks,
             hanging=hanging if cause.timeout else [],
             others_done=bool(overdue),
-            timeout_s=self._spec.timeout_s,
+            timeout_s=self._run.timeout_s,
         )
 
     def _end_lingering(self, ranks: list[int]) -> None:
         """Kill processes that don't end although all work is done and the result has been written."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._spec.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
+        still = [self._run.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
         self.end()
         if not still:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warn(
-            f"{len(still)} of {self._spec.world_size} ranks did not exit within {self._spec.timeout_s:g} s after "
+            f"{len(still)} of {self._run.world_size} ranks did not exit within {self._run.timeout_s:g} s after "
             "finishing all work, and had to be ended. The stacks below show what they waited for (usually a thread "
             f"that is not a daemon).{text}",
             RuntimeWarning,
@@ -385,7 +375,7 @@ class Ranks:
 
     def end(self) -> list[int]:
         """End all ranks, first by a request, then by signals; return the global ranks whose work was not finished."""
-        running = [self._spec.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
+        running = [self._run.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
                 process.kill()  # the rank is waiting for work, so it has nothing to unwind
@@ -431,7 +421,7 @@ class Ranks:
     def _stacks(self, *, ask: bool = True, ranks: list[int] | None = None) -> dict[int, str]:
         """Return Python stacks by global rank: requested now, left by a crash, or from the rank's error."""
         ranks = list(self._locals()) if ranks is None else ranks
-        fds = self._spec.stack_fds
+        fds = self._files.stack_fds
         tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # A rank that is still starting has no handler yet: the signal would kill it.
@@ -447,26 +437,26 @@ class Ranks:
             text = read_text(fds[r])[: 1 << 20].decode(errors="replace")
             text = tracebacks.get(r) or text
             if text:
-                stacks[self._spec.first_rank + r] = text
+                stacks[self._run.first_rank + r] = text
             elif ask:
                 starting = "it is still starting (the script's imports?); " if self._state(r) == State.STARTING else ""
-                stacks[self._spec.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
+                stacks[self._run.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
     def result(self) -> Any:
         """Return the result of local rank 0's function."""
-        return ResultFile(self._spec.result_fd).read()
+        return ResultFile(self._files.result_fd).read()
 
     def rescued(self) -> Any:
         """Return the result that local rank 0 sent although its work has failed; ``None`` if it sent none."""
-        file = ResultFile(self._spec.result_fd)
+        file = ResultFile(self._files.result_fd)
         return file.read() if self._state(0) == State.FAILED and file.is_complete() else None
 
     def close(self) -> None:
         """End ranks that wait for more work, and release all processes' resources. No other rank may be alive."""
         for line in self._lines:
             line.close()
-        if self._spec.outlives_work and self._alive():
+        if self._run.outlives_work and self._alive():
             self._join(_TERMINATE_S)
             if self._alive():
                 self.end()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import multiprocessing
 import os
 import pickle
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction
-from typing import Any
 
+from trainloop._launch.forwarding import Targets
 from trainloop._support.platform import set_affinity
+from trainloop._support.scratch import Scratch
+from trainloop._transfer import PayloadHandle
 from trainloop._transfer.pages import path_of
+from trainloop.distributed import Rank
 from trainloop.resources.enforce import set_variable
 
-__all__ = ["LAUNCH_VARIABLE", "Work", "next_work"]
+__all__ = ["LAUNCH_VARIABLE", "RunSpec", "StartFiles", "Task", "Work", "next_work"]
 
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
@@ -30,11 +34,114 @@ _IN_FLIGHT_S = 60.0  # time for other ranks to receive descriptors: Linux limits
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work for a rank, and the changes of the caller's state since the previous work."""
+class RunSpec:
+    """The settings of a launch's ranks: the same in all their starts, and for all work that they get."""
 
-    spec: Any
-    """The rank's :class:`~trainloop._launch.rank_process.RankSpec`."""
+    first_rank: int
+    """Global rank of local rank 0."""
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    devices: tuple[str, ...]
+    backend: str
+    timeout_s: float
+    num_threads: int | None
+    store: tuple[str, int, str] | None = None
+    """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
+    interface: str | None = None
+    """Network interface for Gloo; ``None`` for Gloo's choice."""
+    init_method: str | None = None
+    """A ``file://`` rendezvous point of several nodes, given by the user."""
+    key: bytes | None = field(default=None, repr=False)
+    """Key with which ranks sign their messages; see :mod:`trainloop.distributed.key`."""
+    outlives_work: bool = False
+    """True if a rank waits for more work after the first."""
+
+    def rank_of(self, local_rank: int) -> Rank:
+        """Return the global and local rank of one of this node's ranks."""
+        return Rank(
+            rank=self.first_rank + local_rank,
+            world_size=self.world_size,
+            local_rank=local_rank,
+            local_world_size=self.local_world_size,
+            node_rank=self.node_rank,
+            num_nodes=self.num_nodes,
+        )
+
+
+@dataclass(frozen=True)
+class StartFiles:
+    """The files of one start of a launch's ranks: descriptors, as numbered in the process that holds this object."""
+
+    slots_fd: int
+    """The int64 slots that ranks and the launching process share."""
+    store_fd: int
+    result_fd: int
+    output_fd: int
+    """Descriptor to which ranks write what the caller passes to its streams and handlers; -1 for none."""
+    record_fds: tuple[int, ...]
+    """A file for the failure of each local rank."""
+    stack_fds: tuple[int, ...]
+    scratch: Scratch
+    """Folder for sockets and temporary files of multiprocessing, for all processes of this launch."""
+    caller_fd: int | None = None
+    """Descriptor of the caller's process (``pidfd_open``); ``None`` if the system has no pidfds."""
+
+    def descriptors(self, local_rank: int) -> list[int]:
+        """Return the descriptors that a rank needs."""
+        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, self.output_fd]
+        own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
+        own += [] if self.caller_fd is None else [self.caller_fd]
+        return [fd for fd in dict.fromkeys(own) if fd >= 0]
+
+    def numbered(self, received: Mapping[int, int]) -> StartFiles:
+        """Return the files with the numbers that the descriptors have in a rank; -1 if it did not receive one."""
+
+        def here(fd: int) -> int:
+            return received.get(fd, -1)
+
+        return replace(
+            self,
+            slots_fd=here(self.slots_fd),
+            store_fd=here(self.store_fd),
+            result_fd=here(self.result_fd),
+            output_fd=here(self.output_fd),
+            record_fds=tuple(map(here, self.record_fds)),
+            stack_fds=tuple(map(here, self.stack_fds)),
+            scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
+            caller_fd=None if self.caller_fd is None else here(self.caller_fd),
+        )
+
+    def map_slots(self) -> mmap.mmap:
+        """Map the int64 slots: the stop agreement's slots, then the ranks' states."""
+        return mmap.mmap(self.slots_fd, 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks do, and the state of the caller with which they do it; ranks that are kept get one after another."""
+
+    handle: PayloadHandle
+    fds: tuple[int, ...]
+    """Descriptors of the payload, and of the files that the payload refers to."""
+    settings: bytes = b""
+    """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
+    modules: bytes = b""
+    """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
+    targets: Targets = field(default_factory=Targets)
+    """The caller's streams and loggers that need the ranks' output."""
+    main: tuple[str | None, str | None] = (None, None)
+    """File and module name of the running script; see :func:`~trainloop._launch.main_guard.main_place`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A task for ranks, and the changes of the caller's state since the previous task."""
+
+    run: RunSpec
+    files: StartFiles
+    task: Task
     environment: dict[str, str | None]
     """Changed environment variables; ``None`` removes one."""
     folder: str | None = None

@@ -31,17 +31,18 @@ def test_long_work_with_many_descriptors_arrives(monkeypatch: pytest.MonkeyPatch
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     number = min(600, (soft - 100) // 2)
     files = [os.memfd_create(f"file-{i}") for i in range(number)]
-    spec: Any = os.urandom(5 << 20)
+    task: Any = os.urandom(5 << 20)
+    nothing: Any = None
     received: dict[int, int] = {}
     try:
         for descriptors in (files, []):
-            sender = threading.Thread(target=Work(spec, {}).send_over, args=(ours, descriptors))
+            sender = threading.Thread(target=Work(nothing, nothing, task, {}).send_over, args=(ours, descriptors))
             sender.start()
             given = next_work(theirs)
             sender.join()
             assert given is not None
             work, numbers = given
-            assert work.spec == spec
+            assert work.task == task
             assert list(numbers) == descriptors
             received.update(numbers)
         names = [os.readlink(f"/proc/self/fd/{received[fd]}") for fd in files]
