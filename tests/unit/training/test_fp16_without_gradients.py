@@ -92,3 +92,27 @@ def test_a_run_whose_steps_are_all_skipped_is_reported(first: int, epochs: int, 
     found = [str(one.message) for one in caught if "AMP has skipped" in str(one.message)]
     assert len(found) == (number is not None)
     assert all(f"the last {number} optimizer steps" in text for text in found)
+
+
+class OneBroken(Two):
+    """The gradients of its second network are NaN, though its loss is finite."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        weight = self.b.weight
+        broken = criterion(self.b(x), y) + 0 * (weight - weight).abs().sqrt().sum()
+        return MultiLoss({"a": criterion(self.a(x), y), "b": broken}, {"a": 0, "b": 1})
+
+
+class OneBrokenYields(OneBroken):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        yield from super().get_loss(batch_data, criterion, device).items()
+
+
+@pytest.mark.parametrize("cls", [OneBroken, OneBrokenYields])
+def test_an_optimizer_whose_steps_are_all_skipped_is_named(cls: type[Two]) -> None:
+    before = cls().b.weight
+    with pytest.warns(UserWarning, match=r"AMP has skipped the last 5 optimizer steps of optimizer 1 .*so its weights"):
+        a, b = trained(cls, frozen=False)
+    assert torch.equal(b, before)
+    assert not torch.equal(a, cls().a.weight)

@@ -451,6 +451,8 @@ class Gradients:
         self._run.loop.progress.found_inf = [
             found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
         ]
+        if len(optimizers) > 1:  # update() adds the others' values to the first tensor
+            self._run.loop.progress.found_inf = [found.clone() for found in self._run.loop.progress.found_inf]
         scaler.update()
 
 

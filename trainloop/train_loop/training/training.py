@@ -558,16 +558,20 @@ class Training(Run):
 
     def _warn_skipped(self, *, at_end: bool = False) -> None:
         """Warn, once per fit, if AMP has skipped many steps in a row or, at the end, all steps of the fit."""
-        in_a_row = self._skipped.in_a_row()
+        by_optimizer = self._skipped.in_a_row()
+        in_a_row = max(by_optimizer, default=0)
         many = in_a_row >= _MANY_SKIPPED or (at_end and 0 < in_a_row == self._skipped.steps)
         if not many or self._skipped.reported or not self.loop.is_global_zero:
             return
         self._skipped.reported = True
+        which = [i for i, n in enumerate(by_optimizer) if n == in_a_row]
+        of = "" if len(which) == len(by_optimizer) else f" of optimizer {', '.join(map(str, which))} (counted from 0)"
         _warn(
-            f"AMP has skipped the last {in_a_row} optimizer steps, because their gradients had NaN or infinite values, "
-            f"so the weights have not changed. The scale is now {self.place.scaler.get_scale():g}. If it is still "
-            "above 1, pass a smaller one, as in use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find "
-            "the operation with torch.autograd.set_detect_anomaly(True)."
+            f"AMP has skipped the last {in_a_row} optimizer steps{of}, because their gradients had NaN or infinite "
+            f"values, so {'its' if of else 'the'} weights have not changed. The scale is now "
+            f"{self.place.scaler.get_scale():g}. If it is still above 1, pass a smaller one, as in "
+            "use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find the operation with "
+            "torch.autograd.set_detect_anomaly(True)."
         )
 
     def _agree_at_epoch_end(self) -> int:
@@ -717,24 +721,29 @@ class Training(Run):
 
 
 class _Skipped:
-    """Count the last optimizer steps in a row that AMP has skipped. Only reading the number waits for the device."""
+    """Count the last steps in a row that AMP has skipped, for each optimizer. Only reading waits for the device."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.reported = False
-        self._before = self._since = 0  # skipped in a row until the last reading; steps since then
-        self._least: torch.Tensor | None = None  # over the steps since then; above zero if all of them were skipped
+        self._before: list[int] = []  # skipped in a row until the last reading
+        self._since = 0  # steps since then
+        self._least: torch.Tensor | None = None  # over these steps; above zero if all of them were skipped
 
     def add(self, found: Sequence[torch.Tensor]) -> None:
-        """Add a step, with its ``found_inf`` of each optimizer and device: it was skipped if none is zero."""
-        least = found[0] if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found]).amin(0)
+        """Add a step, with its ``found_inf`` of each optimizer and device: these were skipped unless it is zero."""
+        least = found[0].reshape(1) if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found])
+        if self._least is not None and self._least.shape != least.shape:  # other optimizers than before
+            self.in_a_row()
         self._least = least.clone() if self._least is None else torch.minimum(self._least, least)
         self.steps, self._since = self.steps + 1, self._since + 1
 
-    def in_a_row(self) -> int:
-        """Return the number of skipped steps; steps between two readings count only if all of them were skipped."""
+    def in_a_row(self) -> list[int]:
+        """Return each optimizer's number; steps between two readings count only if all of them were skipped."""
         if self._least is not None:
-            self._before = self._before + self._since if bool(self._least.item()) else 0
+            skipped = self._least.flatten().tolist()
+            before = self._before if len(self._before) == len(skipped) else [0] * len(skipped)
+            self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
             self._since, self._least = 0, None
         return self._before
 
