@@ -317,7 +317,9 @@ class Signalled(AbstractCallback):
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("place", ["between batches", "evaluation", "epoch end", "saving"])
-def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, signum: int, code: int) -> None:
+def test_a_signal_at_any_place_saves_once_and_ends(
+    tmp_path: Path, place: str, signum: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     held_out = DataLoader(make_data(), 10)
     options: dict[str, Any] = {"validation_loader": held_out, "end_auto_eval": True}
     whole = make_loop(**options)
@@ -333,6 +335,9 @@ def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, s
         signal.signal(signum, before)
     assert ended.value.code == code
     assert handled, "the user's own handler runs too"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "received" in line]
+    assert line.startswith(f"{signal.Signals(signum).name} received: training ends after step {first.global_step} (")
+    assert line.endswith(f"A checkpoint of this step is written to {tmp_path}, unless there is one.")
     state = keeper.last_state()
     assert state is not None
     assert state["place"]["global_step"] == first.global_step
