@@ -155,3 +155,18 @@ def test_a_line_says_which_signal_ends_the_run(
         "SIGHUP": "No checkpoint is written, because callbacks has no ModelCheckpoint.",
     }.get(name, f"A checkpoint of this step is written to {tmp_path}, unless there is one.")
     assert line == f"{name} received: training ends after step {loop.global_step} (epoch 1). {saved}"
+
+
+class AtTheEnd(AbstractCallback):
+    """A signal arrives after the last step, in the process that calls fit."""
+
+    def on_train_end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = make_loop(validation=False, progress_bar=True)
+    with pytest.raises(SystemExit, match="143"):
+        loop.fit(1, callbacks=[AtTheEnd("at the end")])
+    assert loop.global_step == 7
+    assert "SIGTERM received after the last step: the training is complete." in capfd.readouterr().out.splitlines()
