@@ -22,6 +22,7 @@ from trainloop._support.signals import ReceivedSignals, rank_signals, signals, u
 from trainloop._support.stopping import (
     CHECKPOINT,
     EARLY_STOP,
+    HANGUP,
     INTERRUPT,
     TERMINATE,
     GroupStop,
@@ -193,8 +194,8 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_become_requests_and_the_users_handlers_run(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGTERM, TERMINATE), (signal.SIGHUP, HANGUP)])
+def test_signals_become_requests_and_the_users_handlers_run(number: signal.Signals, reason: int) -> None:
     seen: list[int] = []
     before = signal.signal(number, lambda number, frame: seen.append(number))
     try:
@@ -202,7 +203,7 @@ def test_signals_become_requests_and_the_users_handlers_run(number: signal.Signa
         stop = LocalStop()
         with signals(stop):
             send(number)
-        assert stop.reached() == TERMINATE
+        assert stop.reached() == reason
         assert seen == [number]
         assert signal.getsignal(number) is mine
     finally:
@@ -406,7 +407,13 @@ def test_what_was_heard_before_ranks_are_there_is_told_to_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reasons", "end"), [(INTERRUPT | TERMINATE, KeyboardInterrupt), (12, SystemExit(143)), (8, SystemExit(138))]
+    ("reasons", "end"),
+    [
+        (INTERRUPT | TERMINATE, KeyboardInterrupt),
+        (12, SystemExit(143)),
+        (HANGUP, SystemExit(143)),
+        (8, SystemExit(138)),
+    ],
 )
 def test_how_a_signal_ends_fit(reasons: int, end: Any) -> None:
     received = ReceivedSignals()

@@ -125,3 +125,48 @@ def test_a_rank_that_fails_ends_the_others_of_a_launcher(tmp_path: Path) -> None
     assert waiting[0].startswith("RankTerminated: another rank has failed")
     assert waiting[1] == "RankTerminated"
     assert waiting[2] < 25
+
+
+class Signalled(AbstractCallback):
+    """The last rank receives a signal in its second step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("signalled")
+        self.number = number
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 2 and loop.rank == loop.world_size - 1:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("gpu_mode", ["single", "ddp"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+def test_a_line_says_which_signal_ends_the_run(
+    name: str, gpu_mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = make_loop(validation=False, gpu_mode=gpu_mode, devices=2 if gpu_mode == "ddp" else 1, progress_bar=True)
+    keepers = [ModelCheckpoint(tmp_path)] if name != "SIGHUP" else []
+    with pytest.raises(BaseException):  # noqa: B017
+        loop.fit(1, callbacks=[Signalled(getattr(signal, name)), *keepers])
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "received" in line]
+    saved = {
+        "SIGINT": "Ctrl-C writes no checkpoint.",
+        "SIGHUP": "No checkpoint is written, because callbacks has no ModelCheckpoint.",
+    }.get(name, f"A checkpoint of this step is written to {tmp_path}, unless there is one.")
+    assert line == f"{name} received: training ends after step {loop.global_step} (epoch 1). {saved}"
+
+
+class AtTheEnd(AbstractCallback):
+    """A signal arrives after the last step, in the process that calls fit."""
+
+    def on_train_end(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = make_loop(validation=False, progress_bar=True)
+    with pytest.raises(SystemExit, match="143"):
+        loop.fit(1, callbacks=[AtTheEnd("at the end")])
+    assert loop.global_step == 7
+    assert "SIGTERM received after the last step: the training is complete." in capfd.readouterr().out.splitlines()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from kit.small_loop import make_loop
 
-from trainloop import TrainLoop
-from trainloop.callbacks import ModelCheckpoint
+from trainloop import AbstractCallback, TrainLoop
+from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping
 
 
 def state_of(tl: TrainLoop) -> Any:
@@ -27,3 +27,45 @@ def test_pieces_are_one_run(mode: str, tmp_path: Path) -> None:
             pieces.fit(num_iterations=number)
     assert state_of(resumed) == state_of(whole)
     assert state_of(pieces) == state_of(whole)
+
+
+class Constant(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.insert_metric_result_into_history("score", 1.0)
+
+
+@pytest.mark.parametrize(
+    "mode, batches, stopping, ended",
+    [
+        # The end of each piece is judged and, in single, the end of the epoch of 7 batches in the middle of piece 3.
+        ("single", 2, EarlyStopping("score", patience=2), [2, 3, 5]),
+        ("single", 7, EarlyStopping("score", patience=2), [2, 4]),
+        ("single", 2, ThresholdEarlyStopping("score", 2.0, patience=1), [1, 3, 5]),
+        ("ddp", 2, EarlyStopping("score", patience=2), [2, 4]),
+    ],
+    ids=str,
+)
+def test_patience_counts_evaluations_over_all_pieces(mode: str, batches: int, stopping: Any, ended: list[int]) -> None:
+    tl = make_loop(gpu_mode=mode, devices=2 if mode == "ddp" else 1)
+    found = []
+    with tl.ranks():
+        for piece in range(6):
+            before = tl.global_step
+            tl.fit(num_iterations=batches, callbacks=[Constant("constant"), stopping])
+            if tl.early_stop:
+                found.append(piece)
+            assert tl.global_step > before  # after an end by the callback, too
+    assert found == ended
+
+
+def test_patience_continues_over_calls_with_epochs() -> None:
+    tl, stopping = make_loop(), EarlyStopping("score", patience=2)
+    found = []
+    for epochs in (1, 2, 1, 3):
+        before = tl.epoch
+        tl.fit(num_epochs=epochs, callbacks=[Constant("constant"), stopping])
+        found.append((tl.epoch - before, tl.early_stop))
+    assert found == [(1, False), (2, True), (1, False), (1, True)]
+    other = make_loop()
+    other.fit(num_epochs=5, callbacks=[Constant("constant"), stopping])  # begins with a new count
+    assert other.epoch == 3

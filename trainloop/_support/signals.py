@@ -28,13 +28,14 @@ from typing import Any
 from weakref import WeakSet
 
 from trainloop._support.platform import process_config, signals_blocked, unblock_signals
-from trainloop._support.stopping import CHECKPOINT, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.stopping import CHECKPOINT, HANGUP, INTERRUPT, TERMINATE, StopAgreement
 
 __all__ = [
     "REASON_OF_SIGNAL",
     "ReceivedSignals",
     "WorkerInit",
     "ends_by_sigterm",
+    "names_of",
     "rank_signals",
     "signals",
     "started",
@@ -42,8 +43,7 @@ __all__ = [
     "uninterrupted",
 ]
 
-# SIGHUP: the terminal was closed, or the connection lost.
-REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": TERMINATE, "SIGUSR1": CHECKPOINT}
+REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": HANGUP, "SIGUSR1": CHECKPOINT}
 """Request of each signal."""
 
 _SAME_SIGNAL_S = 30.0  # longest time until the last process of a group handles a signal that all of them received
@@ -52,7 +52,12 @@ _CHECK_S = 0.1
 
 def status_of(reasons: int) -> int:
     """Return the exit status of a process that a signal ends: 128 + the signal's number, as in shells."""
-    return 143 if reasons & TERMINATE else 138
+    return 143 if reasons & (TERMINATE | HANGUP) else 138
+
+
+def names_of(reasons: int) -> list[str]:
+    """Return the names of the signals among ``reasons``."""
+    return [name for name, reason in REASON_OF_SIGNAL.items() if reasons & reason]
 
 
 class ReceivedSignals:
@@ -67,11 +72,11 @@ class ReceivedSignals:
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
         self.reasons = 0
-        """``INTERRUPT``, ``TERMINATE`` and ``CHECKPOINT`` of :mod:`trainloop._support.stopping`, OR-ed."""
+        """The values of :data:`REASON_OF_SIGNAL`, OR-ed."""
 
     def note(self, reasons: int) -> None:
         """Add signals that another process, such as a rank, received. Reasons that are not signals are ignored."""
-        self.reasons |= reasons & (INTERRUPT | TERMINATE | CHECKPOINT)
+        self.reasons |= reasons & (INTERRUPT | TERMINATE | HANGUP | CHECKPOINT)
 
     def raise_if_any(self) -> None:
         """If a signal has arrived, raise ``KeyboardInterrupt``, or ``SystemExit`` with status 143 or 138."""

@@ -30,6 +30,7 @@ __all__ = [
     "CHECKPOINT",
     "EARLY_STOP",
     "END_EPOCH",
+    "HANGUP",
     "INTERRUPT",
     "TERMINATE",
     "GroupStop",
@@ -48,8 +49,10 @@ CHECKPOINT = 8
 """SIGUSR1: the job's time is almost up (Slurm's ``--signal=USR1@120``); the same as TERMINATE for the loop."""
 END_EPOCH = 16
 """A callback requested the end of the epoch; training continues with the next epoch."""
+HANGUP = 32
+"""SIGHUP: the terminal was closed, or the connection lost; the same as TERMINATE for the loop."""
 
-_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT, END_EPOCH)
+_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT, END_EPOCH, HANGUP)
 _BITS = 8  # lower bits of a vote, with the reasons seen; the upper bits are the boundary's number
 
 

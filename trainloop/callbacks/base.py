@@ -329,6 +329,11 @@ class Saver(AbstractCallback):
     values that these log must be in the checkpoint.
     """
 
+    @property
+    def dirpath(self) -> str:
+        """Absolute path or URL of the folder."""
+        return ""
+
     def save_due(self) -> None:
         """Write a checkpoint if one is due; called after the last hook of a step."""
 

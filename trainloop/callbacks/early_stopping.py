@@ -43,6 +43,11 @@ class EarlyStopping(_EndsByMetric):
     It decides at the end of each epoch, from the same values on all ranks. Epochs in which the metric is not evaluated
     don't count, and a NaN is not an improvement.
 
+    ``fit(num_iterations=...)`` that ends in the middle of an epoch evaluates, too, and this evaluation counts like the
+    one of a finished epoch. The best value and the count continue in the next call of ``fit``, so patience counts
+    evaluations over all pieces of a training. If this callback has ended the training (``tl.early_stop`` is True), the
+    next call of ``fit`` trains nevertheless: the best value stays, and a new count starts.
+
     Parameters
     ----------
     monitor : str
@@ -103,11 +108,12 @@ class EarlyStopping(_EndsByMetric):
 
     def reset(self) -> None:
         super().reset()
-        self.best, self.best_epoch, self.judged_step = None, 0, 0
+        self.best, self.best_epoch, self.judged_step, self.epochs_without_improvement = None, 0, 0, 0
 
     def on_train_begin(self) -> None:
-        # A new call of fit starts a new count. (If the run is resumed, load_state_dict restores the count afterwards.)
-        self.epochs_without_improvement = 0
+        # The count continues over calls of fit, unless it has ended the last one.
+        if self.ends_again(self.state_dict()):
+            self.epochs_without_improvement = 0
         self.stopped_epoch = None
 
     def on_batch_end(self) -> None:
@@ -154,7 +160,8 @@ class ThresholdEarlyStopping(_EndsByMetric):
     threshold : float
         Value to reach: the metric must not be worse.
     patience : int
-        Number of evaluations in a row that may be worse than the threshold. One more such evaluation ends training.
+        Number of evaluations in a row that may be worse than the threshold. One more such evaluation ends training. The
+        count continues in the next call of ``fit``, as in :class:`EarlyStopping`.
     mode : {'auto', 'min', 'max'}
         As in :class:`EarlyStopping`.
 
@@ -170,8 +177,13 @@ class ThresholdEarlyStopping(_EndsByMetric):
         self.threshold = threshold
         self.epochs_below = 0
 
-    def on_train_begin(self) -> None:
+    def reset(self) -> None:
+        super().reset()
         self.epochs_below = 0
+
+    def on_train_begin(self) -> None:
+        if self.ends_again(self.state_dict()):
+            self.epochs_below = 0
 
     @logs_nothing
     def on_epoch_end(self) -> None:

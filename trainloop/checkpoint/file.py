@@ -28,6 +28,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointInfo",
     "best",
+    "check_exists",
     "checkpoint_name",
     "checkpoints",
     "load",
@@ -258,7 +259,8 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        If the file does not exist, is truncated or damaged, or contains code. (The code is not run.)
+        If there is no such file or folder, or if the file is truncated or damaged, or contains code. (The code is not
+        run.)
     """
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
@@ -295,7 +297,7 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"{shown}: no such file. Pass a checkpoint's path, or resume_from='last'.") from error
+        raise CheckpointError(f"{shown}: no such file or folder. Pass a checkpoint's path.") from error
     except UnpicklingError as error:
         reason = str(error).strip().splitlines()
         named = next((f"{line.strip()} " for line in reason if "GLOBAL" in line or "Unsupported" in line), "")
@@ -366,6 +368,7 @@ def _verify(file: BinaryIO, shown: str) -> None:
 def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     """Return a folder's checkpoints: first the ones with a damaged end, sorted by name, then the others, oldest first.
 
+    The list is empty if the folder does not exist, as before the first checkpoint of a training.
     Only the last bytes of each file are read. Unfinished files have other names and are not listed.
     """
     where = location if isinstance(location, Folder) else folder(location)
@@ -391,7 +394,8 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
     """Return the best checkpoint in a folder, by the metric that ``ModelCheckpoint(monitor=...)`` ranked it by.
 
     The metric and its direction are stored in the checkpoints, so any process can call this function. If several runs
-    wrote into the folder, only the newest of those that have the metric counts.
+    wrote into the folder, only the newest of those that have the metric counts, and a warning names the best checkpoint
+    of each run.
 
     Parameters
     ----------
@@ -408,13 +412,14 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
     Raises
     ------
     CheckpointError
-        If no checkpoint in the folder was ranked by this metric, or if the metric is ambiguous.
+        If the folder does not exist, if no checkpoint in it was ranked by this metric, or if the metric is ambiguous.
 
     Examples
     --------
     >>> model.load_state_dict(load(best("checkpoints"))["model"])                             # doctest: +SKIP
     """
     where = location if isinstance(location, Folder) else folder(location)
+    check_exists(where)
     ranked = [(c.info, c) for c in checkpoints(where) if c.info is not None and c.info.monitor]
     names = sorted({info.monitor for info, _ in ranked})
     found = [
@@ -429,14 +434,35 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
             f"{where.location} has no single best checkpoint{chosen}. {known} (NaN does not count). Pass one of these "
             "names as monitor, or train with ModelCheckpoint(folder, monitor=...)."
         )
-    newest = found[-1][0]
-    sign = 1.0 if newest.minimize else -1.0
-    return min((f for f in found if f[0].run == newest.run), key=lambda f: sign * f[1])[2]
+    sign = 1.0 if found[-1][0].minimize else -1.0
+    runs: dict[str, tuple[float, Checkpoint]] = {}  # best value and checkpoint of each run
+    for info, value, one in found:
+        before = runs.pop(info.run, None)  # removed first, so that the newest run is the last item
+        runs[info.run] = before if before is not None and sign * before[0] <= sign * value else (value, one)
+    *others, (best_value, winner) = runs.values()
+    if others:
+        listed = "\n".join(f"  {other.path} ({value:.6g})" for value, other in others)
+        warn(
+            f"{where.location} has checkpoints of {len(runs)} runs. The best one of the newest run is used: "
+            f"{winner.path} ({found[-1][0].monitor} = {best_value:.6g}). The best ones of the other runs, oldest run "
+            f"first:\n{listed}\nTo use one of these, pass its path to trainloop.checkpoint.load. Give each run its own "
+            "folder."
+        )
+    return winner
+
+
+def check_exists(where: Folder) -> None:
+    """Raise CheckpointError if a folder of checkpoints does not exist."""
+    if not where.exists():
+        raise CheckpointError(
+            f"{where.location}: no such folder. Pass the folder in which training writes checkpoints."
+        )
 
 
 def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True) -> tuple[str, dict[str, Any]] | None:
     """Return the path and the state of the newest complete checkpoint in a folder; None if there is no checkpoint yet.
 
+    It is also None if the folder does not exist, as before the first checkpoint of a training.
     Newer checkpoints that are damaged or missing are skipped, with a single warning. ``whole`` is as in :func:`load`.
 
     Raises

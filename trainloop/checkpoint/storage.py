@@ -102,6 +102,10 @@ class Folder:
             return {entry.name: _kind_of(entry) for entry in sorted(entries, key=lambda entry: entry.name)}
         return {}
 
+    def exists(self) -> bool:
+        """Return True if the folder exists."""
+        return os.path.isdir(self.location)
+
     def open(self, name: str) -> BinaryIO:
         """Open the file ``name`` for reading and seeking. Raise FileNotFoundError if it does not exist."""
         return open(self.path(name), "rb")
@@ -301,6 +305,10 @@ class _RemoteFolder(Folder):
         except FileNotFoundError:
             return {}
         return dict(sorted((entry["name"].rstrip("/").rpartition("/")[2], entry["type"]) for entry in entries))
+
+    def exists(self) -> bool:
+        system, path = self._connect()
+        return bool(system.isdir(path))
 
     def open(self, name: str) -> BinaryIO:
         system, path = self._connect()

@@ -26,6 +26,7 @@ attributes of a :class:`~trainloop.train_loop.run.run.Run` or, in training, a
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,7 +37,7 @@ from trainloop._launch import keeping
 from trainloop._metrics import EpochEnd, named_losses
 from trainloop._support.carried import check_carried
 from trainloop._support.keywords import refuses_unknown
-from trainloop._support.signals import signals
+from trainloop._support.signals import names_of, signals
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
 from trainloop.data.feed.marks import LoaderMarks
@@ -327,7 +328,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             If there is no checkpoint to resume from, or if it doesn't fit the loop.
         KeyboardInterrupt, SystemExit
             After Ctrl-C, or after a SIGTERM or SIGHUP (exit code 143) or SIGUSR1 (138). The model then has the weights
-            of the last finished step.
+            of the last finished step. Rank 0 prints a line with the signal, the step and the checkpoint's folder.
         """
         with signals() as received:  # from the first line to the last
             if self.running is not None:
@@ -390,11 +391,18 @@ class TrainLoop(LoopState, Generic[ModelT]):
             if resume is not None and nothing_left:
                 run_state.take_up_finished(self, resume, nothing_left)
                 self.left_behind = False
+                received.raise_if_any()
                 return self.model
             self.wrapper_args = wrapper_args
-            received.note(execute(self, Training.train, job=job))
+            ended_by: int = execute(self, Training.train, job=job)
+            late = names_of(received.reasons & ~ended_by)
+            received.note(ended_by)
             self.note(cut_marks=None if self.cut is None else LoaderMarks(self.train_loader))
             self.left_behind = not gather
+        if late and self.is_global_zero:
+            self.report(
+                f"{' and '.join(late)} received after the last step: the training is complete.", logging.WARNING
+            )
         received.raise_if_any()
         return self.model
 

@@ -134,7 +134,10 @@ def fit(
 
 def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str, Any], metric: Metric) -> Outcome:
     if not loop.epoch and not len(loop.history):
-        loop.fit(**({"num_epochs": params.get("num_epochs", DEFAULT_EPOCHS)} if fit_args is None else fit_args))
+        given = dict(fit_args or {})
+        if not given.keys() & {"num_epochs", "num_iterations"}:
+            given["num_epochs"] = params.get("num_epochs", DEFAULT_EPOCHS)
+        loop.fit(**given)
     predictions, truth = None, None
     if loop.validation_loader is not None:
         predictions, truth, _ = loop.predict_on_validation_set()

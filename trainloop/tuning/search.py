@@ -111,8 +111,9 @@ def tune(
         trained again. The folder contains pickles, which can execute arbitrary code when they are read. Therefore you
         or root must own it, and other users must not be able to write to it.
     fit_args : mapping, optional
-        Arguments of ``fit``, such as ``{'num_epochs': 5}``, if ``make_loop`` returns an untrained loop. By default,
-        ``num_epochs`` is the search parameter with that name or, if there is none, 10.
+        Arguments of ``fit``, such as ``{'num_epochs': 5}``, if ``make_loop`` returns an untrained loop. Without
+        ``num_epochs`` and ``num_iterations``, ``num_epochs`` is the search parameter with that name or, if there is
+        none, 10.
     data : (x, y), optional
         Data for objects with ``fit`` and ``predict``. Each fold trains on its own rows.
     targets : sequence, optional
@@ -122,7 +123,7 @@ def tune(
     parallel_folds : bool
         If False, the folds of a trial train one after the other.
     progress : bool
-        Show how many trials are done, running or failed, and which resources are in use.
+        Print, to stderr, how many trials are done, running or failed, which resources are in use, and each failure.
     lease_timeout_s : float, optional
         Seconds to wait for CPUs and GPUs that other runs have leased. Default: one day.
     time_limit_s : float, optional
@@ -145,6 +146,7 @@ def tune(
     Returns
     -------
     TuneResult
+        If all trials fail, its ``best_trial`` raises an error with the first traceback.
 
     Raises
     ------

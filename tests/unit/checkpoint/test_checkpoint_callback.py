@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainloop import checkpoint
 from trainloop.callbacks.checkpoints import checkpoint as under_test
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import storage
+from trainloop.checkpoint.export import export
 from trainloop.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -360,17 +362,40 @@ def test_the_best_of_the_newest_run_with_the_metric(tmp_path: Path) -> None:
     for values in ([0.1, 0.2], [0.5, 0.4, math.nan]):
         StandIn(ModelCheckpoint(tmp_path, monitor="val_loss")).run(len(values), values=values)
     StandIn(ModelCheckpoint(tmp_path, monitor="accuracy")).run(1, name="accuracy", values=[0.9])
-    found = checkpoint.best(tmp_path, "val_loss")
+    with pytest.warns(UserWarning, match=r"checkpoints of 2 runs. The best one .*\(val_loss = 0.4\)") as warned:
+        found = checkpoint.best(tmp_path, "val_loss")
     assert found.info is not None
     assert found.info.value == 0.4
+    (other,) = [one for one in checkpoint.checkpoints(tmp_path) if one.info and one.info.value == 0.1]
+    assert f"oldest run first:\n  {other.path} (0.1)\n" in str(warned[0].message)
     with pytest.raises(CheckpointError, match=r"ranked by 'accuracy', 'val_loss'.*Pass one of these names as monitor"):
         checkpoint.best(tmp_path)
     with pytest.raises(CheckpointError, match=r"no single best checkpoint by monitor='val_los'"):
         checkpoint.best(tmp_path, "val_los")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"None was ranked"):
         ModelCheckpoint(tmp_path / "empty").load_best(nn.Linear(4, 4))
     with pytest.raises(ConfigurationError, match=r"belongs to no loop. Pass the model"):
         ModelCheckpoint(tmp_path, monitor="val_loss").load_best()
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "chekpoints"
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoint.best(folder),
+        lambda: checkpoint.best("memory://chekpoints"),
+        lambda: ModelCheckpoint(folder).load_best(nn.Linear(4, 4)),
+        lambda: checkpoint.load(folder),
+        lambda: export(folder, tmp_path / "weights.safetensors"),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match=r"chekpoints: no such (file or )?folder"):
+            call()
+    keeper = ModelCheckpoint(tmp_path / "gone", monitor="val_loss")
+    StandIn(keeper).run(1, values=[math.nan])
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="gone: no such folder"):
+        keeper.load_best()
 
 
 @pytest.mark.parametrize("name", ["best.pt", "kept/best.pth", Path("model.safetensors"), "s3://bucket/best.ckpt"])

@@ -239,7 +239,10 @@ def test_the_place_of_a_resume_is_in_the_log_without_a_bar(tmp_path: Path, monke
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert [record.getMessage() for record in records] == ["resumed at epoch 2, step 11"]
+    assert [record.getMessage() for record in records] == [
+        f"resume_from='last': no checkpoint in {tmp_path} yet. Training starts from scratch.",
+        "resumed at epoch 2, step 11",
+    ]
 
 
 def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +320,9 @@ class Signalled(AbstractCallback):
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("place", ["between batches", "evaluation", "epoch end", "saving"])
-def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, signum: int, code: int) -> None:
+def test_a_signal_at_any_place_saves_once_and_ends(
+    tmp_path: Path, place: str, signum: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     held_out = DataLoader(make_data(), 10)
     options: dict[str, Any] = {"validation_loader": held_out, "end_auto_eval": True}
     whole = make_loop(**options)
@@ -333,6 +338,9 @@ def test_a_signal_at_any_place_saves_once_and_ends(tmp_path: Path, place: str, s
         signal.signal(signum, before)
     assert ended.value.code == code
     assert handled, "the user's own handler runs too"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "received" in line]
+    assert line.startswith(f"{signal.Signals(signum).name} received: training ends after step {first.global_step} (")
+    assert line.endswith(f"A checkpoint of this step is written to {tmp_path}, unless there is one.")
     state = keeper.last_state()
     assert state is not None
     assert state["place"]["global_step"] == first.global_step
@@ -381,6 +389,15 @@ def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
 def test_last_without_a_checkpoint_callback_is_told() -> None:
     with pytest.raises(ConfigurationError, match=r"resume_from='last' needs a ModelCheckpoint in callbacks"):
         make_loop().fit(num_epochs=1, resume_from="last")
+
+
+def test_last_without_a_checkpoint_says_that_training_starts_from_scratch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"resume_from='last': no checkpoint in {tmp_path} yet. Training starts from scratch.\n"
+    for begins in (True, False):
+        make_loop(progress_bar=True).fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+        assert (line in capsys.readouterr().out) == begins
 
 
 def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> None:

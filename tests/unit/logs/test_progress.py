@@ -141,6 +141,26 @@ def test_rows_stand_under_their_head(capsys: pytest.CaptureFixture[str], clock: 
         assert len({len(line) for line in block}) == 1
 
 
+def test_columns_that_come_and_go_have_one_head(capsys: pytest.CaptureFixture[str], clock: list[float]) -> None:
+    shown = Display(True)
+    for epoch in range(6):
+        shown.begin_epoch(epoch, 6, 1)
+        val = {"val_loss": 0.5} if epoch % 2 else {}
+        late = {"late": 7.0} if epoch > 3 else {}
+        shown.row({"epoch": epoch + 1, "loss": 1.0, **val, **late}, MEASURED)
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split() for line in lines if "epoch" in line]
+    assert heads[1:] == [
+        ["epoch", "loss", "val_loss", *LAST],
+        ["epoch", "loss", "val_loss", "late", *LAST],
+    ]
+    assert len(lines) == 6 + 3
+    first, last = lines[4], lines[8]  # a row without val_loss, below a head that has it; a row with all
+    assert first.split() == ["3", "1", "0.0", "2,000", "25%"]
+    assert len(first) == len(lines[2])
+    assert last.split() == ["6", "1", "0.5", "7", "0.0", "2,000", "25%"]
+
+
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 

@@ -264,3 +264,18 @@ def test_optimizer_settings_between_pieces_hold() -> None:
     before = [p.clone() for p in model.parameters()]
     tl.fit(num_iterations=2)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_epoch_counts_an_unfinished_epoch_between_pieces_and_is_its_index_within() -> None:
+    seen: list[int] = []
+
+    class Looks(AbstractCallback):
+        def on_batch_end(self) -> None:
+            seen.append(self.train_loop_obj.epoch)
+
+    tl, after = make_loop(), []
+    for _ in range(3):  # an epoch has 7 batches
+        tl.fit(num_iterations=3, callbacks=[Looks("looks")])
+        after.append(tl.epoch)
+    assert after == [1, 1, 2]
+    assert seen == [0] * 7 + [1] * 2

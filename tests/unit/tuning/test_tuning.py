@@ -347,7 +347,13 @@ def test_an_untrained_loop_is_trained() -> None:
     fit(made)
     fit(made, params={"num_epochs": 3})
     fit(made, fit_args={"num_iterations": 5}, params={"num_epochs": 3})
-    assert made.fits == [{"num_epochs": 10}, {"num_epochs": 3}, {"num_iterations": 5}]
+    fit(made, fit_args={"grad_accumulation": 2}, params={"num_epochs": 3})
+    assert made.fits == [
+        {"num_epochs": 10},
+        {"num_epochs": 3},
+        {"num_iterations": 5},
+        {"grad_accumulation": 2, "num_epochs": 3},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainloop.callbacks.base import Saver, count_of, logs_nothing
 from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
-from trainloop.checkpoint.file import Bits, bits_of, changed, names_under, without
+from trainloop.checkpoint.file import Bits, bits_of, changed, check_exists, names_under, without
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
@@ -219,7 +219,7 @@ class ModelCheckpoint(Saver):
         Raises
         ------
         CheckpointError
-            If no checkpoint was ranked by a metric, or if the best checkpoint is damaged.
+            If the folder does not exist, if no checkpoint was ranked by a metric, or if the best one is damaged.
         """
         self._finish_writing()
         path, monitor = self.best_path, self.monitor
@@ -232,6 +232,7 @@ class ModelCheckpoint(Saver):
             path, monitor = found.path, found.info.monitor if found.info else monitor
         path = distributed.broadcast_object(path)
         if path is None:
+            check_exists(self._folder)
             raise CheckpointError(
                 f"no checkpoint in {self.dirpath} was ranked by monitor={self.monitor!r}. Pass monitor to "
                 "ModelCheckpoint, and train for at least one epoch. If training has warned that writing failed, free "

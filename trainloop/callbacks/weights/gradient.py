@@ -115,13 +115,13 @@ class GradientStats(GradientCallbackBase):
     """Log the gradients' norms to the history, TensorBoard and other loggers.
 
     It logs the total 2-norm as ``grad_norm``, the largest absolute value as ``grad_max``, and, with ``per_parameter``,
-    each parameter's norm as ``grad_norm/<name>``. With several optimizers, the names are ``grad_norm/optimizer0`` and
-    so on. All values are measured before clipping.
+    each parameter's norm as ``grad_norm/<name>``. With several optimizers, the names are ``grad_norm/optimizer0``,
+    ``grad_max/optimizer0`` and so on. All values are measured before clipping.
 
     Parameters
     ----------
     every_n_steps : int
-        Log at the first step and at every n-th step.
+        Log at the first step and at every n-th step. Default: 50.
     per_parameter : bool
         Log the norm of each parameter, too.
 

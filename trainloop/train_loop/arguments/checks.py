@@ -309,7 +309,8 @@ def check_length(num_epochs: Any, num_iterations: Any) -> tuple[int, int]:
     num_epochs, num_iterations = int(num_epochs), int(num_iterations)
     if (num_epochs > 0) == (num_iterations > 0):
         raise ConfigurationError(
-            f"num_epochs={num_epochs}, num_iterations={num_iterations}: exactly one must be positive."
+            f"num_epochs={num_epochs}, num_iterations={num_iterations}: exactly one must be positive. Say how long to "
+            "train, as in fit(num_epochs=10), or in batches: fit(num_iterations=1000)."
         )
     return num_epochs, num_iterations
 

@@ -35,7 +35,7 @@ class Display:
         """Value of ``time.perf_counter()`` at which the loop next calls :meth:`look`."""
         self._bar: Any = None
         self.columns: list[str] = []
-        """Columns of the table, as in the header that was printed last."""
+        """Columns of the table, as in the header that was printed last. A row may leave some of them empty."""
         self._epoch_began = 0.0
 
     def write(self, text: str) -> None:
@@ -111,17 +111,26 @@ class Display:
         self.next_look = math.inf
 
     def row(self, row: Mapping[str, float], timings: Timings) -> None:
-        """Print an epoch's row, and the header of the table if its columns have changed."""
+        """Print an epoch's row, and the header of the table if the row has a column that the header lacks."""
         if not self.enabled:
             return
         cells = {name: str(value) if isinstance(value, int) else f"{value:.5g}" for name, value in row.items()}
         cells["seconds"] = f"{time.perf_counter() - self._epoch_began:.1f}"
         cells |= _speed(timings)
-        # A metric may first appear in a later epoch, for example if evaluation runs every n epochs.
-        if list(cells) != self.columns:
-            self.columns = list(cells)
-            print("  ".join(name.rjust(_width(name)) for name in cells), flush=True)
-        print("  ".join(cell.rjust(_width(name)) for name, cell in cells.items()), flush=True)
+        # A metric may appear only in some epochs, for example if evaluation runs every n epochs.
+        if not set(cells).issubset(self.columns):
+            self.columns = _merged(self.columns, list(cells))
+            print("  ".join(name.rjust(_width(name)) for name in self.columns), flush=True)
+        print("  ".join(cells.get(name, "").rjust(_width(name)) for name in self.columns), flush=True)
+
+
+def _merged(before: list[str], now: list[str]) -> list[str]:
+    """Return the names of both lists: those of ``now`` in their order, the others after the name they followed."""
+    merged = list(now)
+    for i, name in enumerate(before):
+        if name not in merged:
+            merged.insert(merged.index(before[i - 1]) + 1 if i else 0, name)
+    return merged
 
 
 def _speed(timings: Timings) -> dict[str, str]:

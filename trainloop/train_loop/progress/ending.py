@@ -9,7 +9,7 @@ from trainloop.callbacks.base import Saver, overrides
 from trainloop.train_loop.arguments.options import End
 from trainloop.train_loop.progress.loop_state import LoopState
 
-__all__ = ["described_ends", "end_that_holds", "has_work_at_end", "nothing_left"]
+__all__ = ["described_ends", "described_signals", "end_that_holds", "has_work_at_end", "nothing_left"]
 
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
@@ -17,6 +17,16 @@ def described_ends(ends: Sequence[End], epoch: int) -> str:
     names = " and ".join(dict.fromkeys(end.name for end in ends))
     reasons = "; ".join(dict.fromkeys(end.reason for end in ends if end.reason))
     return f"{names} ended training after epoch {epoch}{': ' if reasons else '.'}{reasons}"
+
+
+def described_signals(names: Sequence[str], step: int, epoch: int, folders: Sequence[str]) -> str:
+    """Return a line that says which signals end training after ``step``, and where a checkpoint is written."""
+    line = f"{' and '.join(names)} received: training ends after step {step} (epoch {epoch})."
+    if folders:
+        return f"{line} A checkpoint of this step is written to {' and '.join(folders)}, unless there is one."
+    if list(names) == ["SIGINT"]:
+        return f"{line} Ctrl-C writes no checkpoint."
+    return f"{line} No checkpoint is written, because callbacks has no ModelCheckpoint."
 
 
 def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:

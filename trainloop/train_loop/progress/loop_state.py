@@ -196,7 +196,12 @@ class LoopState:
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs, which is also the index of the running epoch, counted from 0."""
+        """Number of finished epochs, which is also the index of the running epoch, counted from 0.
+
+        An epoch in whose middle ``fit(num_iterations=...)`` has ended counts as finished, because it was evaluated and
+        has a row in the history. If the next call continues this epoch, ``epoch`` is its index again until the end of
+        that call or of the epoch.
+        """
         return self.progress.epoch
 
     @epoch.setter

@@ -14,7 +14,7 @@ class Progress:
     """How far a loop has trained; only the loop's own code changes it, and callbacks read it from the loop."""
 
     epoch: int = 0
-    """Number of finished epochs, which is also the index of the running epoch, counted from 0."""
+    """Number of finished epochs, which is also the index of the running epoch, from 0; see ``LoopState.epoch``."""
     global_step: int = 0
     """Number of optimizer steps."""
     total_iteration_idx: int = -1

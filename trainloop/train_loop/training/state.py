@@ -370,13 +370,15 @@ def checkpoint_to_resume(loop: LoopState, resume_from: Any) -> dict[str, Any] | 
         )
     whole = loop.gpu_mode != "fsdp"  # in fsdp, each rank reads its part
     if resume_from == "last":
-        keepers = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
+        keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "last_state")]
         if not keepers:
             raise ConfigurationError(
                 "resume_from='last' needs a ModelCheckpoint in callbacks, to know which folder to search. "
                 "Add the ModelCheckpoint of the first run, or pass a checkpoint's path."
             )
         state = keepers[0].last_state(whole=whole)
+        if state is None:
+            loop.report(f"resume_from='last': no checkpoint in {keepers[0].dirpath} yet. Training starts from scratch.")
     else:
         state = checkpoint.load(resume_from, whole=whole)
     if state is not None and not _callbacks_may_fit_model(loop):

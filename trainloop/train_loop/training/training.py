@@ -14,6 +14,7 @@ loss several times, and for a ``get_loss`` that yields its losses.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import sys
@@ -30,8 +31,8 @@ from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
 from trainloop._support.reduction import divisor_of
-from trainloop._support.signals import status_of
-from trainloop._support.stopping import CHECKPOINT, EARLY_STOP, END_EPOCH, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.signals import names_of, status_of
+from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
 from trainloop.callbacks.loop import Loop
@@ -46,7 +47,7 @@ from trainloop.optim import drop_gradients, named_trained_parameters
 from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
-from trainloop.train_loop.progress.ending import described_ends, has_work_at_end
+from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
@@ -355,9 +356,14 @@ class Training(Run):
             return
         if self.clock.steps:  # in the middle of an epoch
             self.clock.end_epoch()
-        if ended_by & (TERMINATE | CHECKPOINT):
-            for saver in self.savers:
-                saver.save_now("SIGTERM" if ended_by & TERMINATE else "SIGUSR1")
+        received = names_of(ended_by)
+        writes = [] if received == ["SIGINT"] else self.savers
+        if loop.is_global_zero:
+            folders = [saver.dirpath for saver in writes]
+            line = described_signals(received, loop.global_step, self.history_epoch + 1, folders)
+            self.display.event(line, logging.WARNING)
+        for saver in writes:
+            saver.save_now(received[-1])
         self._notify_exception(KeyboardInterrupt() if ended_by & INTERRUPT else SystemExit(status_of(ended_by)))
 
     def _print_end(self) -> None:
