@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from kit.checkpoints import StandIn, resumed, steps, written
 from kit.small_loop import make_loop
 from torch import nn
 
-from trainloop import checkpoint
-from trainloop.callbacks.checkpoints import checkpoint as under_test
+from trainloop import checkpoint, distributed
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import storage
 from trainloop.checkpoint.export import export
@@ -76,9 +76,9 @@ def test_a_step_that_amp_skipped_is_not_written_twice(tmp_path: Path) -> None:
 def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 2 s, a checkpoint a minute: written at the first step past each minute; the clock asked now and then."""
     now = [100.0]
-    monkeypatch.setattr(under_test.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     asked = []
-    monkeypatch.setattr(under_test.distributed, "exchange_ints", lambda values: asked.append(values) or [values])
+    monkeypatch.setattr(distributed, "exchange_ints", lambda values: asked.append(values) or [values])
     keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_minutes=1, keep=None)
     loop = StandIn(keeper)
     keeper.on_train_begin()
@@ -236,7 +236,7 @@ def test_a_name_in_use_by_another_run_gets_a_version(tmp_path: Path) -> None:
 
 def test_newer_than_all_before_though_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     StandIn(ModelCheckpoint(tmp_path)).run(2)
-    monkeypatch.setattr(under_test.time, "time_ns", lambda: 1000)
+    monkeypatch.setattr(time, "time_ns", lambda: 1000)
     StandIn(ModelCheckpoint(tmp_path)).run(1, steps=3)
     assert steps(tmp_path) == [5, 10, 3]
     found = checkpoint.load_newest(tmp_path)
@@ -440,7 +440,7 @@ def test_a_write_that_failed_is_tried_again_at_the_end(tmp_path: Path, monkeypat
         raise RuntimeError("the store is away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(under_test.checkpoint, "save", fails)
+        patched.setattr(checkpoint, "save", fails)
         with pytest.warns(
             RuntimeWarning, match=r"could not be written .*RuntimeError: the store is away.*checkpoint: none yet"
         ):
@@ -465,7 +465,7 @@ def test_the_best_is_one_that_could_be_written(
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*args)
 
-    monkeypatch.setattr(under_test.checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "save", full)
     loop.run_epoch(val_loss=0.6)
     with pytest.raises(CheckpointError, match=r"ranked by monitor='val_loss'\. .* writing failed, free space"):
         keeper.load_best()

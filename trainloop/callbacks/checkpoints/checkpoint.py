@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,15 +13,17 @@ from trainloop import checkpoint, distributed
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import Saver, count_of, logs_nothing
+from trainloop.callbacks.checkpoints.due import DueSteps
+from trainloop.callbacks.checkpoints.excluded import ExcludedParts
 from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
-from trainloop.checkpoint.file import Bits, bits_of, changed, check_exists, names_under, without
+from trainloop.checkpoint.file import check_exists
 from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import criterion_module, optimizers_of
+from trainloop.optim import criterion_module
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["ModelCheckpoint"]
 
 _FILES = (".pt", ".pth", ".ckpt", ".safetensors", ".bin", ".tar", ".pkl", ".h5", ".onnx")
-_ASKS_PER_INTERVAL = 20
 _OTHERS_S = 2.0  # seconds to wait for other ranks' shards after an exception
 
 
@@ -139,8 +139,7 @@ class ModelCheckpoint(Saver):
         if safetensors:
             import_extra("safetensors.torch", "ModelCheckpoint: safetensors=True", "safetensors")
         self.safetensors = safetensors
-        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        self._left_out: Bits = {}
+        self._excluded = ExcludedParts((exclude,) if isinstance(exclude, str) else tuple(exclude))
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
@@ -157,9 +156,7 @@ class ModelCheckpoint(Saver):
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
-        self._saved_time = 0.0
-        self._ask_step = 0  # the next step at which rank 0 reads its clock
-        self._asked = (0.0, 0)
+        self._due = DueSteps()
         self._failed = False
         self._host_copy = checkpoint.HostCopy()
         self._writing: BackgroundWrite | None = None
@@ -175,6 +172,11 @@ class ModelCheckpoint(Saver):
     @property
     def monitor(self) -> str | None:
         return self._metric.name if self._metric is not None else None
+
+    @property
+    def exclude(self) -> Sequence[str]:
+        """Names of the parts that are left out."""
+        return self._excluded.names
 
     @property
     def dirpath(self) -> str:
@@ -265,10 +267,9 @@ class ModelCheckpoint(Saver):
         step = self.train_loop_obj.global_step
         if step == self._saved_step:
             return  # AMP skipped this step
-        if self.every_n_steps is not None and step % self.every_n_steps == 0:
-            self._save("steps")
-        elif self.every_n_minutes is not None and self._time_is_up(60 * self.every_n_minutes):
-            self._save("time")
+        reason = self._due.reason(step, self.every_n_steps, self.every_n_minutes)
+        if reason is not None:
+            self._save(reason)
 
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
@@ -301,7 +302,7 @@ class ModelCheckpoint(Saver):
         if self._saved_step == loop.global_step and not self._failed:
             return None
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, None, "error")
-        error = error_of(partial(self._write, without(state, self._left_out) if self.exclude else state, info))
+        error = error_of(partial(self._write, self._excluded.removed_unchecked(state), info))
         self._report(error, info.step)
         return self.last_path if error is None else None
 
@@ -346,16 +347,16 @@ class ModelCheckpoint(Saver):
             self._checkpoints.folder.check_writable()
         if self._is_sharded():
             check_offered(self.dirpath, safetensors=self.safetensors)
-        self._check_exclude()
+        self._excluded.check(self.train_loop_obj)
 
     def on_train_begin(self) -> None:
         self._fit = distributed.broadcast_object(self._fit)  # each host has created its own ID
         self._saved_step, self._restarted = None, False
         self._failed, self._received = False, None
-        self._left_out = self._now_left_out(self.train_loop_obj.model.state_dict())
+        self._excluded.begin(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.folder.remove_dead()
-        self._restart_clock()
+        self._due.restart(self.train_loop_obj.global_step)
 
     def on_restart(self, failure: Any) -> None:
         """Write the checkpoint of this step again if it was not yet complete when the failure occurred."""
@@ -409,15 +410,9 @@ class ModelCheckpoint(Saver):
         self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
         self._saved_step = loop.global_step
         state = loop.checkpoint_state(keep_shards=True) if self._is_sharded() else loop.checkpoint_state()
-        if state is not None and self.exclude:
-            moved = changed(self._left_out, self._now_left_out(state["model"]))
-            if moved:
-                raise CheckpointError(
-                    f"ModelCheckpoint: {moved[0]} has changed in training, but exclude={self.exclude!r} leaves it out "
-                    "of checkpoints. Freeze it before fit with requires_grad_(False) and eval(), or do not exclude it."
-                )
-            state = without(state, self._left_out)
-        self._restart_clock()
+        if state is not None:
+            state = self._excluded.removed(state)
+        self._due.restart(self.train_loop_obj.global_step)
         if reason in ("steps", "time"):
             value = self._value_within()
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, value, reason)
@@ -448,31 +443,6 @@ class ModelCheckpoint(Saver):
         error = write()
         if loop.is_global_zero:
             self._report(error, info.step)
-
-    def _now_left_out(self, model: dict[str, Any]) -> Bits:
-        return bits_of(model, names_under(model, self.exclude)) if self.exclude else {}
-
-    def _check_exclude(self) -> None:
-        """Raise an error if ``exclude`` names a part that the model does not have, or that is trained."""
-        if not self.exclude:
-            return
-        loop = self.train_loop_obj
-        names = list(loop.model.state_dict())
-        for part in self.exclude:
-            if not names_under(names, [part]):
-                tops = dict.fromkeys(name.partition(".")[0] for name in names)
-                raise ConfigurationError(
-                    f"ModelCheckpoint: exclude={part!r}: the model has no such part. Use the name of a module, "
-                    f"parameter or buffer: {', '.join(tops)}, or one inside these."
-                )
-        groups = [group for optimizer in optimizers_of(loop.optimizer) for group in optimizer.param_groups]
-        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
-        for name, parameter in loop.model.named_parameters():
-            if id(parameter) in trained and names_under([name], self.exclude):
-                raise ConfigurationError(
-                    f"ModelCheckpoint: exclude={self.exclude!r} leaves out {name}, which is trained. Freeze it with "
-                    "requires_grad_(False), or do not exclude it."
-                )
 
     def _is_sharded(self) -> bool:
         return self.train_loop_obj.gpu_mode == "fsdp"
@@ -506,31 +476,6 @@ class ModelCheckpoint(Saver):
                 f"{error}). Training continues. Newest complete checkpoint: {newest}. Free space, or change dirpath.",
                 RuntimeWarning,
             )
-
-    # -- time ----------------------------------------------------------------------------------------------------------
-
-    def _restart_clock(self) -> None:
-        self._saved_time = time.monotonic()
-        self._ask_step = self.train_loop_obj.global_step + 1
-        self._asked = (self._saved_time, self.train_loop_obj.global_step)
-
-    def _time_is_up(self, interval_s: float) -> bool:
-        """Return True if a checkpoint is due by rank 0's clock. All ranks call it at each step.
-
-        Each reading of the clock needs an exchange between ranks, so the clock is read only about twenty times per
-        interval, and at the interval's end. Rank 0 estimates the next step at which to read it from the duration of
-        steps, and sends it to the other ranks.
-        """
-        step = self.train_loop_obj.global_step
-        if step < self._ask_step:
-            return False
-        now = time.monotonic()
-        left_s = self._saved_time + interval_s - now
-        step_s = max((now - self._asked[0]) / max(step - self._asked[1], 1), 1e-6)
-        pause = max(1, int(min(left_s, interval_s / _ASKS_PER_INTERVAL) / step_s))
-        is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
-        self._ask_step, self._asked = step + pause, (now, step)
-        return bool(is_up)
 
 
 def _judged(state: dict[str, Any], model: nn.Module, monitor: str | None) -> dict[str, Any]:
