@@ -27,7 +27,6 @@ __all__ = [
     "check_counts",
     "count_of",
     "logs_nothing",
-    "overrides",
     "overrides_of_user",
     "require_loader",
     "warn_of_misnamed_hooks",
@@ -219,6 +218,13 @@ class AbstractCallback:
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that :meth:`rank_state_dict` returned on this rank."""
 
+    def uses_hook(self, name: str) -> bool:
+        """Return True if the loop must call a hook: if it is overridden, in the class or on the instance.
+
+        Override it for a hook that only some settings need, since each call in every step costs time.
+        """
+        return name in self.__dict__ or getattr(type(self), name) is not getattr(AbstractCallback, name)
+
     def reset(self) -> None:
         """Forget everything about the loop that this callback worked for; another loop is about to use it.
 
@@ -385,7 +391,7 @@ class HookTable:
         local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            hooks = (_on_its_ranks(cb, name) for cb in local if overrides(cb, name))
+            hooks = (_on_its_ranks(cb, name) for cb in local if cb.uses_hook(name))
             setattr(self, name, (*model_hooks, *map(guarded, hooks)))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
@@ -397,7 +403,7 @@ class HookTable:
                     not hasattr(getattr(cb, name), "logs_nothing"),
                 )
                 for cb in callbacks_in_turn
-                if overrides(cb, name)
+                if cb.uses_hook(name)
             )
             for name, callbacks_in_turn in (("on_epoch_end", savers_last), ("on_train_end", ordered))
         }
@@ -412,11 +418,6 @@ class HookTable:
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and misspelled names: __init__ sets every real hook.
         raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
-
-
-def overrides(callback: AbstractCallback, name: str) -> bool:
-    """Return True if a hook is overridden, in the class or on the instance (``callback.on_epoch_end = function``)."""
-    return name in callback.__dict__ or getattr(type(callback), name) is not getattr(AbstractCallback, name)
 
 
 def overrides_of_user(callback: AbstractCallback, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import Net, Scores, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainloop import AbstractCallback
@@ -20,9 +20,10 @@ from trainloop.callbacks import (
     ExponentialMovingAverage,
     LRScheduler,
     ModelCheckpoint,
+    ModelPerformanceEvaluation,
     StochasticWeightAveraging,
 )
-from trainloop.callbacks.base import HookTable, overrides, warn_of_misnamed_hooks
+from trainloop.callbacks.base import HookTable, warn_of_misnamed_hooks
 from trainloop.errors import ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -68,7 +69,7 @@ def test_inherited_and_borrowed_hooks_count() -> None:
 
     callback = Both([], "both")
     callback.on_train_end = lambda: None  # type: ignore[method-assign]  # set on the instance
-    assert [name for name in AbstractCallback.HOOKS if overrides(callback, name)] == [
+    assert [name for name in AbstractCallback.HOOKS if callback.uses_hook(name)] == [
         "on_batch_end",
         "on_epoch_end",
         "on_train_end",
@@ -343,3 +344,19 @@ def test_callbacks_of_one_loop_can_be_used_in_another(tmp_path: Path, first: lis
     used = callbacks("used")
     fit(0, first, used)
     assert fit(5, [5.0, 6.0, 4.0], used) == fit(5, [5.0, 6.0, 4.0], callbacks("new"))
+
+
+def test_an_override_of_a_hook_that_only_some_settings_need_is_called() -> None:
+    """Also if its class of this package would leave the hook out."""
+    calls = []
+
+    class Own(ModelPerformanceEvaluation):
+        def on_batch_end(self) -> None:
+            super().on_batch_end()
+            calls.append(self.train_loop_obj.global_step)
+
+    plain = ModelPerformanceEvaluation(["accuracy"], on_each_epoch=False)
+    assert not plain.uses_hook("on_batch_end")
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[Own(["accuracy"], on_each_epoch=False), plain])
+    assert calls == list(range(1, STEPS_PER_EPOCH + 1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, require_loader
+from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, overrides_of_user, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
@@ -79,9 +79,10 @@ class ModelPerformanceEvaluation(AbstractCallback):
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
         self._latest: tuple[Any, dict[str, float]] | None = None  # key that identifies the weights; metrics
-        if self.on_iteration_frequency:
-            # Set the hook only if it is needed, because a hook in every step costs time.
-            self.on_batch_end = self._after_batch  # type: ignore[method-assign]
+
+    def uses_hook(self, name: str) -> bool:
+        needed = name != "on_batch_end" or self.on_iteration_frequency > 0 or overrides_of_user(self, name)
+        return needed and super().uses_hook(name)
 
     def on_train_loop_registration(self) -> None:
         self.check_loaders()
@@ -97,9 +98,10 @@ class ModelPerformanceEvaluation(AbstractCallback):
         if self.on_each_epoch and self.train_loop_obj.epoch % (self.eval_frequency or 1) == 0:
             self.evaluate_model_performance()
 
-    def _after_batch(self) -> None:
-        if (self.train_loop_obj.total_iteration_idx + 1) % self.on_iteration_frequency == 0:
-            self.evaluate_model_performance(prefix=f"iterfreq{self.on_iteration_frequency}_")
+    def on_batch_end(self) -> None:
+        every = self.on_iteration_frequency
+        if every and (self.train_loop_obj.total_iteration_idx + 1) % every == 0:
+            self.evaluate_model_performance(prefix=f"iterfreq{every}_")
 
     def on_train_end(self) -> None:
         self.evaluate_model_performance(prefix="train_end_")
@@ -133,15 +135,6 @@ class ModelPerformanceEvaluation(AbstractCallback):
         y_pred, y_true, metadata = predict()
         metrics = evaluate_result_package(self.result_package, y_pred, y_true, {**metadata, **(self.args or {})})
         return {prefix + name: value for name, value in metrics.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A bound method in the instance's dict refers to this instance, which would be pickled as well.
-        return {name: value for name, value in self.__dict__.items() if name != "on_batch_end"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.on_iteration_frequency:
-            self.on_batch_end = self._after_batch  # type: ignore[method-assign]
 
 
 class ConfusionMatrix(AbstractCallback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainloop.callbacks.base import Saver, overrides
+from trainloop.callbacks.base import Saver
 from trainloop.train_loop.arguments.options import End
 from trainloop.train_loop.progress.loop_state import LoopState
 
@@ -69,4 +69,4 @@ def has_work_at_end(loop: LoopState) -> bool:
     """Return True if work follows the last epoch: a test, or hooks of callbacks."""
     if loop.end_auto_eval and loop.test_loader is not None:
         return True
-    return any(overrides(callback, "on_train_end") and not isinstance(callback, Saver) for callback in loop.callbacks)
+    return any(callback.uses_hook("on_train_end") and not isinstance(callback, Saver) for callback in loop.callbacks)

@@ -28,7 +28,7 @@ from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, name
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
-from trainloop.callbacks.base import HookTable, overrides
+from trainloop.callbacks.base import HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers, with_workers
@@ -351,7 +351,7 @@ class Run:
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
-        has_hooks = any(overrides(callback, "on_log") for callback in self.loop.callbacks)
+        has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
         if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
         else:

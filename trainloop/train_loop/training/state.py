@@ -18,7 +18,7 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import overrides, overrides_of_user
+from trainloop.callbacks.base import overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
@@ -142,7 +142,7 @@ def states_before_cut(run: TrainingRun) -> dict[str, Any]:
     # A copy of an average is as large as the model. This callback only evaluates its average at an epoch's end.
     fixed = "ExponentialMovingAverage"
     changing = [
-        overrides(callback, "on_epoch_end") and all(kind.__name__ != fixed for kind in type(callback).__mro__)
+        callback.uses_hook("on_epoch_end") and all(kind.__name__ != fixed for kind in type(callback).__mro__)
         for callback in loop.callbacks
     ]
     here = run.place.collective or loop.is_global_zero
@@ -279,7 +279,7 @@ def _callback_states(loop: LoopState, method: str) -> list[dict[str, Any]]:
         {"name": callback.callback_name, "type": type(callback).__name__, "state": getattr(callback, method)()}
         for callback in loop.callbacks
         # Most callbacks have no per-rank state.
-        if method == "state_dict" or overrides(callback, method)
+        if method == "state_dict" or callback.uses_hook(method)
     ]
     return states if method == "state_dict" else [plain(one, f"{one['type']}.{method}()") for one in states]
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from trainloop._metrics import Recorder
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import overrides
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, is_scheduled, is_watched
@@ -135,7 +134,7 @@ class WholeStepTraining(Training):
         if self.place.scaler.is_enabled():
             return "with fp16, a step may be skipped after backward (use bf16)"
         if self.hooks.on_after_gradient_update:
-            users = [cb.callback_name for cb in loop.callbacks if overrides(cb, "on_after_gradient_update")]
+            users = [cb.callback_name for cb in loop.callbacks if cb.uses_hook("on_after_gradient_update")]
             whose = f"of {', '.join(users)} " if users else ""
             return f"on_after_gradient_update {whose}runs between backward and the optimizer's step"
         if gradients.sums is not None:
