@@ -34,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from trainloop import AbstractCallback, MultiOptimizer
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.callbacks.reports import tensorboard
-from trainloop.callbacks.reports.tensorboard import EventFile
+from trainloop.callbacks.reports.event_files import EventFile
 from trainloop.errors import ConfigurationError
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -377,10 +377,10 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
     class Fills(AbstractCallback):
         def on_epoch_begin(self) -> None:
             if self.train_loop_obj.epoch == 1:
-                assert board._run is not None
-                board._run.close()
-                board._run._file = open("/dev/full", "wb")  # noqa: SIM115
-                board._run._records = RecordWriter(board._run._file)
+                assert board._log.file is not None
+                board._log.file.close()
+                board._log.file._file = open("/dev/full", "wb")  # noqa: SIM115
+                board._log.file._records = RecordWriter(board._log.file._file)
 
     loop = make_loop()
     with pytest.warns(

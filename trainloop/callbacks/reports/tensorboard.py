@@ -7,7 +7,6 @@ import itertools
 import os
 import platform
 import re
-import socket
 import sys
 import time
 import warnings
@@ -23,6 +22,7 @@ from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
@@ -115,20 +115,18 @@ class TensorBoard(Tracker):
         )
         self.graph_input = graph_input
         self._given = self.log_dir
-        self._last_step: int | None = None  # newest step in the folder; None if others may have written there
-        self._first_step: int | None = None  # first step of this run
+        self._log = EventLog()
         self._failed = False
         self._rates: dict[int, dict[str, Any]] = {}
         self._once_written = False
         self._settings: dict[str, Any] = {}
         self._charted: set[str] = set()  # quantities that have a chart
-        self._newest: tuple[int, dict[str, float]] = (0, {})  # step and all scalars that were written last
 
     # -- the folder --------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         super().reset()
-        self._last_step, self._newest = None, (0, {})
+        self._log = EventLog()
         self.log_dir = self._given  # another training has another folder
 
     def on_train_loop_registration(self) -> None:
@@ -154,7 +152,8 @@ class TensorBoard(Tracker):
     def on_train_begin(self) -> None:
         super().on_train_begin()
         loop = self.train_loop_obj
-        self._rates, self._first_step, self._failed = {}, None, False
+        self._rates, self._failed = {}, False
+        self._log.begin_run()
         self._settings, self._charted = settings_of(loop), set()
 
     @contextmanager
@@ -173,24 +172,14 @@ class TensorBoard(Tracker):
                 RuntimeWarning,
             )
 
-    @property
-    def _events(self) -> EventFile:
-        """Event file, created at the first write."""
-        if self._run is None:
-            assert self.log_dir is not None, "on_train_loop_registration comes first"
-            first = self.train_loop_obj.global_step if self._first_step is None else self._first_step
-            if first <= 1 and self._given not in (None, self.log_dir):
-                text = f"{self._given} has the curves of another run, so this run writes to {self.log_dir}"
-                self.train_loop_obj.report(f"TensorBoard: {text}.")
-            self._run = EventFile(self.log_dir)
-            if self._run.continues and (self._last_step is None or first <= self._last_step):
-                from tensorboard.compat.proto.event_pb2 import SessionLog
-
-                # As in SummaryWriter(purge_step=first), readers discard values of earlier files from this step on.
-                self._run.write(step=first, session_log=SessionLog(status=SessionLog.START))
-                if self._newest[0] == first:  # these steps were written before the checkpoint, and are now discarded
-                    self._run.write_scalars([self._newest])
-        return self._run
+    def _open(self) -> EventFile:
+        """Return the event file, created at the first write."""
+        assert self.log_dir is not None, "on_train_loop_registration comes first"
+        now, elsewhere = self.train_loop_obj.global_step, self._given not in (None, self.log_dir)
+        if self._log.file is None and elsewhere and self._log.first_step(now) <= 1:
+            text = f"{self._given} has the curves of another run, so this run writes to {self.log_dir}"
+            self.train_loop_obj.report(f"TensorBoard: {text}.")
+        return self._log.open_at(self.log_dir, now)
 
     # -- the values --------------------------------------------------------------------------------------------------
 
@@ -198,8 +187,7 @@ class TensorBoard(Tracker):
         # The rate is read before the optimizer and the schedulers step, so it is the step's rate. A hook for gradients
         # would prevent compile='step' from compiling.
         step = self.train_loop_obj.global_step + 1
-        if self._first_step is None:
-            self._first_step = step
+        self._log.begin_step(step)
         every = self.log_every_n_steps
         if every is None or not self.learning_rate:
             return
@@ -213,16 +201,13 @@ class TensorBoard(Tracker):
         if self.log_every_n_steps is not None and not self._failed and rows:
             with self._writing():
                 super().on_log(rows)
-            self._last_step = rows[-1][0]
+            self._log.note(rows[-1][0])
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         # If LearningRateMonitor has logged the same names, its values are used.
         rows = [(step, {**_floats(self._rates.pop(step, {})), **scalars}) for step, scalars in rows]
-        self._events.write_scalars(rows)
-        for step, scalars in rows:
-            newest, before = self._newest
-            if step >= newest:
-                self._newest = step, {**(before if step == newest else {}), **scalars}
+        self._open()
+        self._log.write_scalars(rows)
 
     def _send_epochs(self) -> None:
         if not self._failed:
@@ -231,7 +216,7 @@ class TensorBoard(Tracker):
 
     def _send_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
         super()._send_epoch(epoch, step, values)
-        self._last_step = max(step, self._last_step or 0)
+        self._log.note(step)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
@@ -259,7 +244,7 @@ class TensorBoard(Tracker):
             values = values[values.isfinite()]  # numpy's histogram needs finite values
             if values.numel():
                 summary = histogram(f"parameters/{name}", values.numpy(), bins=64)
-                self._events.write(step=loop.global_step, summary=summary)
+                self._open().write(step=loop.global_step, summary=summary)
 
     def _write_layout(self) -> None:
         """Write the layout again if there is a new quantity. TensorBoard uses the newest layout."""
@@ -269,19 +254,19 @@ class TensorBoard(Tracker):
         quantities = set(map(quantity_of, names))
         if not quantities <= self._charted:
             self._charted |= quantities
-            self._events.write(step=self.train_loop_obj.global_step, summary=chart_layout(names))
+            self._open().write(step=self.train_loop_obj.global_step, summary=chart_layout(names))
 
     def _write_settings(self) -> None:
         from torch.utils.tensorboard.summary import hparams, text
 
         given = {**self._settings, **(self.hyperparams or {})}
-        self._events.write(summary=text("run", description_of(self.train_loop_obj, given)))
+        self._open().write(summary=text("run", description_of(self.train_loop_obj, given)))
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
         }
         metrics = {self._epoch_name(name): 0.0 for name in self.train_loop_obj.history}
         for summary in hparams(plain, metrics):
-            self._events.write(summary=summary)
+            self._open().write(summary=summary)
 
     def write_figure(self, tag: str, figure: Any, close: bool = True) -> None:
         """Write a ``matplotlib.figure.Figure`` as an image at this step, on rank 0 only.
@@ -341,7 +326,7 @@ class TensorBoard(Tracker):
         """Write a result of ``torch.utils.tensorboard.summary`` (text, audio, ...), on rank 0 only."""
         if self._writes:
             with self._writing():
-                self._events.write(step=self.train_loop_obj.global_step, summary=summary)
+                self._open().write(step=self.train_loop_obj.global_step, summary=summary)
 
     @property
     def _writes(self) -> bool:
@@ -369,16 +354,14 @@ class TensorBoard(Tracker):
                     module.training = training
                 if sink is not None:
                     model.__dict__["_log_sink"] = sink
-        self._events.write(graph_def=graph_def.SerializeToString())
+        self._open().write(graph_def=graph_def.SerializeToString())
 
     # -- end of training, and restart ----------------------------------------------------------------------------------
 
     def _finish(self, exception: BaseException | None) -> None:
-        if self._run is not None:
-            # close() flushes. After a failed write, an error in close() is ignored, and the buffered values are lost.
-            with suppress(OSError) if self._failed else self._writing():
-                self._run.close()
-            self._run = None
+        # close() flushes. After a failed write, an error in close() is ignored, and the buffered values are lost.
+        with suppress(OSError) if self._failed else self._writing():
+            self._log.close()
         self._rates = {}
 
     def on_restart(self, failure: Any) -> None:
@@ -386,7 +369,7 @@ class TensorBoard(Tracker):
 
         ``load_state_dict`` does the same, but is not called if there was no checkpoint.
         """
-        self._last_step = None
+        self._log.distrust()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rates": {}}
@@ -397,7 +380,7 @@ class TensorBoard(Tracker):
             "log_dir": self.log_dir,
             "folder_of_run": self._folder_of_run(),
             "once_written": self._once_written,
-            "newest": list(self._newest),
+            "newest": list(self._log.newest),
             "step_names": sorted(self._step_names),
         }
 
@@ -415,95 +398,15 @@ class TensorBoard(Tracker):
             own = state.get("folder_of_run", "")
             self.log_dir = os.path.join(self._given, own) if own else self._given
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
-        self._last_step = None  # the run that wrote the checkpoint may have written later values
+        self._log.distrust()  # the run that wrote the checkpoint may have written later values
         self._step_names |= set(state.get("step_names", ()))
         step, scalars = state.get("newest", (0, {}))
-        self._newest = step, dict(scalars)
+        self._log.newest = step, dict(scalars)
         self._finish(None)
-
-
-SUFFIX = ".trainloop"
-"""Suffix of event files from trainloop. It distinguishes them from files of other writers."""
-
-
-class EventFile:
-    """An event file with tensorboard's records.
-
-    It replaces tensorboard's ``EventFileWriter``, which opens the file again for each record and writes in a thread.
-    If the disk is full, that thread prints a traceback. The names of files created in the same second may also be in
-    the wrong order.
-
-    Parameters
-    ----------
-    log_dir : str
-        Folder of the file, created if it is missing. If it is a URL, such as ``s3://...``, tensorboard's own file
-        system layer writes the file.
-
-    Attributes
-    ----------
-    path : str
-        Path of the file. TensorBoard reads a folder's files in the order of their names, so names are in the order of
-        creation, even within one second.
-    continues : bool
-        True if the folder already had files of this class. Always False for URLs.
-    """
-
-    def __init__(self, log_dir: str) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        remote = "://" in log_dir
-        earlier = [] if remote else sorted(Path(log_dir).glob(f"events.out.tfevents.*{SUFFIX}"))
-        self.continues = bool(earlier)
-        begun = int(time.time())
-        if earlier:
-            begun = max(begun, int(earlier[-1].name.split(".")[3]) + 1)
-        owner = f"{socket.gethostname()}.{os.getpid()}.{next(_files)}"
-        self.path = os.path.join(log_dir, f"events.out.tfevents.{begun:010d}.{owner}{SUFFIX}")
-        if remote:
-            from tensorboard.compat import tf
-
-            tf.io.gfile.makedirs(log_dir)
-            self._file: Any = tf.io.gfile.GFile(self.path, "wb")
-        else:
-            os.makedirs(log_dir, exist_ok=True)
-            self._file = open(self.path, "xb")  # noqa: SIM115  # stays open until close()
-        self._records = RecordWriter(self._file)
-        self._last_wall_time = time.time()
-        self.write(file_version="brain.Event:2")
-
-    def write(self, **fields: Any) -> None:
-        """Write an ``Event`` with these fields, such as a step and a summary."""
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
-
-    def write_scalars(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
-        """Write one event for each row (a step and its scalars), and flush.
-
-        The time of each step is not known. Wall times are spread evenly over the time since the previous call.
-        """
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        rows = [row for row in rows if row[1]]
-        begun, self._last_wall_time = self._last_wall_time, time.time()
-        for i, (step, scalars) in enumerate(rows, 1):
-            event = Event(wall_time=begun + (self._last_wall_time - begun) * i / len(rows), step=step)
-            for name, value in scalars.items():
-                event.summary.value.add(tag=name, simple_value=value)
-            self._records.write(event.SerializeToString())
-        self._records.flush()
-
-    def close(self) -> None:
-        """Close the file; may be called twice."""
-        self._file.close()
 
 
 def _floats(rates: dict[str, Any]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
-
-
-_files = itertools.count()  # counts the files of this process, so that names are unique
 
 
 def _new_folder(name: str) -> str:
