@@ -53,8 +53,8 @@ def written(results: str, starting: str) -> str:
         [
             BEGIN,
             "",
-            f"The numbers are relative to a hand-written PyTorch loop, on {cores} CPU cores: 0.5 means half the time, or "
-            "half the\nmemory in the last row.",
+            f"The numbers are relative to a hand-written PyTorch loop, on {cores} CPU cores: 0.5 means half the time, "
+            "or half\nthe memory in the last row.",
             "",
             rule,
             lines[0],
