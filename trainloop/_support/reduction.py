@@ -124,9 +124,9 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
 
     The result is a number on the CPU, and a 0-d tensor on other devices, since reading it would wait for the device.
     """
-    attached = getattr(loss, "trainloop_divisor", None)
+    attached: Any = loss.__dict__.get("trainloop_divisor")
     if attached is not None:
-        return attached
+        return attached  # type: ignore[no-any-return]
     node: Any = loss.grad_fn
     while node is not None and type(node).__name__ in _FACTORS:
         # A factor without a graph does not change what the loss is a mean over; any other operand makes a new loss.
