@@ -126,7 +126,7 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
     """
     attached: Any = loss.__dict__.get("trainloop_divisor")
     if attached is not None:
-        return attached  # type: ignore[no-any-return]
+        return attached
     node: Any = loss.grad_fn
     while node is not None and type(node).__name__ in _FACTORS:
         # A factor without a graph does not change what the loss is a mean over; any other operand makes a new loss.

@@ -90,8 +90,8 @@ def read(*, devices: bool = True, only_torch: bool = False) -> States:
     if the machine has MPS. No device is initialised.
     """
     # np.random.rand() and most augmentation code use the legacy global generator.
-    slow = (None, None) if only_torch else (random.getstate(), np.random.get_state(legacy=False))
-    states = States(*slow, torch.get_rng_state())
+    python, of_numpy = (None, None) if only_torch else (random.getstate(), np.random.get_state(legacy=False))
+    states = States(python, of_numpy, torch.get_rng_state())
     if devices and torch.cuda.is_initialized():
         states = states._replace(cuda=torch.cuda.get_rng_state_all(), cuda_device=torch.cuda.current_device())
     if devices and torch.backends.mps.is_available():

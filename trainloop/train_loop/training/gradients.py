@@ -281,7 +281,7 @@ class Gradients:
         """
         scaler = self._place.scaler
         if isinstance(loss, Tensor):
-            (scaler.scale(loss) if self.scales else loss).backward()
+            scaler.scale(loss).backward()
         elif self._parts:
             self._backward_of_parts(loss)
         elif len(self.optimizers) == 1:
