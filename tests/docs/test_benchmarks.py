@@ -76,6 +76,14 @@ def test_each_part_of_make_bench_runs(part: str, tmp_path: Path) -> None:
     assert len(pages.commits_of(page)) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "page"), [("failure_recorder", "RECORDER"), ("starting", "STARTING")])
+def test_a_longer_benchmark_writes_its_page(command: str, page: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", f"benchmarks.{command}", "--tiny", "--out", str(tmp_path)]
+    subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
+    assert len(pages.commits_of((tmp_path / f"{page}.rst").read_text())) == 1
+
+
 def test_a_tiny_run_keeps_the_pages() -> None:
     with pytest.raises(SystemExit, match="its figures mean nothing"):
         bench.main(["--tiny"])
