@@ -16,7 +16,7 @@
 # make dist      build sdist and wheel of the last commit twice, compare and check them, try the wheel; they are in dist/
 # make soak      disturb hundreds of short trainings at random: make soak ARGS='--trials 300 --seed 1'
 # make soak-restarts  strike runs that have to survive: make soak-restarts ARGS='--failures 1000 --seed 1'
-# make bench     run the benchmarks, write benchmarks/RESULTS.rst
+# make bench     run the benchmarks, write benchmarks/RESULTS.rst, the picture and README's table; benchmarks/__main__.py names the others
 # make gpu       on a machine with a GPU, with its own python3: the plan of the first day (benchmarks/gpu_plan.py), ten minutes
 # make clean     remove what these made
 #
@@ -144,7 +144,7 @@ soak: $(VENV)/test.stamp
 soak-restarts: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python tests/faults/soak_restarts.py $(ARGS)
 
-bench: $(VENV)/examples.stamp
+bench: $(VENV)/examples.stamp $(VENV)/bench.stamp
 	$(BIN)/python -m benchmarks $(ARGS)
 
 gpu:

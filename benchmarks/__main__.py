@@ -1,60 +1,77 @@
-"""Run all benchmarks and write RESULTS.rst: python -m benchmarks [--rounds 9]"""
+"""Run the benchmarks of steps, epochs and data: python -m benchmarks [--rounds 9]
+
+They write RESULTS.rst, the picture and README's table. What takes longer has commands of its own, each with its page:
+``python -m benchmarks.starting``, ``.failure_recorder``, ``.restarts``, ``.fsdp``, ``.tabular``.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import ddp, growth, picture, step
-from benchmarks.timing import machine
-
-HERE = Path(__file__).parent
+from benchmarks import ddp, epochs, growth, picture, readme, step
+from benchmarks.pages import HERE, Page, Size, heading, parser, size_of
 
 
 def printed_by(script: str, *arguments: str) -> list[str]:
     """The output of a benchmark that runs in a process of its own, so that its memory is measured alone."""
-    command = [sys.executable, script, *arguments]
+    command = [sys.executable, str(HERE / script), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(command, cwd=HERE.parent, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, flush=True)
-    return done.stdout.splitlines()
+    return ["::\n", *(f"    {line}".rstrip() for line in done.stdout.splitlines()), ""]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds per table (9)")
-    rounds = parser.parse_args().rounds
-    where, begin = machine(), time.perf_counter()
-    parts = [
-        ("In one process", step.tables(rounds)),
-        ("With two ranks", ddp.tables(rounds)),
-        ("Import, evaluation, long epochs", [*growth.tables(rounds), growth.long_epoch()]),
-    ]
-    lines_of_scripts = [
-        ("Memory of the data", printed_by("benchmarks/data_memory.py")),
-        ("The order of a shuffled epoch", printed_by("benchmarks/epoch_order.py")),
-        ("Checkpoints of 200 MB", printed_by("benchmarks/checkpoint.py", "--dir", str(HERE))),
-    ]
-    minutes = (time.perf_counter() - begin) / 60
-    title = "Benchmark results"
-    lines = [
-        f"{title}\n{'=' * len(title)}\n",
-        f"``make bench`` wrote this page in {minutes:.0f} minutes. The tables have medians of {rounds} rounds, with\n"
-        "one thread per process. Ratios are relative to the hand-written PyTorch loop.\n",
-        where,
-        "",
-    ]
-    for heading, tables in parts:
-        lines += [f"{heading}\n{'-' * len(heading)}\n", *(t if isinstance(t, str) else t.text() for t in tables)]
-    for heading, printed in lines_of_scripts:
-        lines += [f"{heading}\n{'-' * len(heading)}\n", "::\n", *(f"    {line}".rstrip() for line in printed), ""]
-    (HERE / "RESULTS.rst").write_text("\n".join(lines))
-    print(f"wrote {HERE / 'RESULTS.rst'}")
-    picture.write()
+def _memory(size: Size, out: Path) -> list[str]:
+    return printed_by("data_memory.py", *["--mib", "2"] * size.tiny)
+
+
+def _order(size: Size, out: Path) -> list[str]:
+    return printed_by("epoch_order.py", *["--sizes", "1000"] * size.tiny)
+
+
+def _checkpoint(size: Size, out: Path) -> list[str]:
+    return printed_by("checkpoint.py", "--dir", str(out), *["--rounds", "1", "--every", "1"] * size.tiny)
+
+
+def _growth(size: Size, out: Path) -> list[str]:
+    return [*(table.text() for table in growth.tables(size)), growth.long_epoch(size)]
+
+
+PARTS: dict[str, tuple[str, Callable[[Size, Path], list[str]]]] = {
+    "step": ("In one process", lambda size, out: [table.text() for table in step.tables(size)]),
+    "epochs": ("Epochs, evaluation, predictions", lambda size, out: [table.text() for table in epochs.tables(size)]),
+    "ddp": ("With two ranks", lambda size, out: [table.text() for table in ddp.tables(size)]),
+    "growth": ("Import, metrics, long epochs", _growth),
+    "memory": ("Memory of the data", _memory),
+    "order": ("The order of a shuffled epoch", _order),
+    "checkpoint": ("Checkpoints of 200 MB", _checkpoint),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = parser(__doc__, rounds=9)
+    made.add_argument("--only", nargs="+", choices=PARTS, help="parts of the page, into another folder (all)")
+    given = made.parse_args(arguments)
+    if given.only and given.out == HERE:
+        made.error("--only: the page has all parts. Pass --out FOLDER, to keep the page.")
+    size = size_of(given)
+    page = Page("RESULTS", "Benchmark results", "make bench")
+    lines: list[str] = []
+    for name in given.only or PARTS:
+        title, part = PARTS[name]
+        lines += [heading(title), *part(size, given.out)]
+    note = (
+        f"The tables have medians of {size.rounds} rounds,\nwith one thread per process. Ratios are relative to the "
+        "hand-written PyTorch loop."
+    )
+    page.write(given.out, note, lines)
+    if not given.only:
+        picture.write(given.out)
+        readme.write(given.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
 
-STEPS, EVERY = 96, 24
+CHECKPOINTS = 4  # of a run
 
 
 class Wide(TTModel):
@@ -73,33 +73,34 @@ class Costs:
         self.cpu += run.cpu
 
 
-def run(where: str | None, async_save: bool = False) -> Costs:
-    """Train, with a checkpoint every ``EVERY`` steps, or none where ``where`` is None."""
+def run(where: str | None, every: int, async_save: bool = False) -> Costs:
+    """Train, with a checkpoint every few steps, or none where ``where`` is None."""
+    steps = CHECKPOINTS * every
     torch.manual_seed(0)
     model = Wide()
     optimizer = torch.optim.SGD(model.used.parameters(), lr=0.1)
-    data = DataLoader(TensorDataset(torch.randn(STEPS * 64, 512)), batch_size=64)
+    data = DataLoader(TensorDataset(torch.randn(steps * 64, 512)), batch_size=64)
     before, after = Clock(999), Clock(1001)
     callbacks: list[AbstractCallback] = [before, after]
     if where is not None:
         callbacks.append(
-            ModelCheckpoint(where, every_n_epochs=None, every_n_steps=EVERY, keep=1, async_save=async_save)
+            ModelCheckpoint(where, every_n_epochs=None, every_n_steps=every, keep=1, async_save=async_save)
         )
     loop = TrainLoop(model, data, optimizer=optimizer, end_auto_eval=False, progress_bar=False)
     cpu = time.process_time()
     loop.fit(num_epochs=1, callbacks=callbacks)
     cpu = time.process_time() - cpu
-    waits = [after.times[i] - before.times[i] for i in range(EVERY - 1, STEPS, EVERY)]
+    waits = [after.times[i] - before.times[i] for i in range(every - 1, steps, every)]
     return Costs(waits[:1], waits[1:], [after.times[-1] - after.times[0]], [cpu])
 
 
-def measure(rounds: int, where: str) -> dict[str, Costs]:
+def measure(rounds: int, where: str, every: int) -> dict[str, Costs]:
     """Interleaved rounds, so that a machine that slows down slows all; one more before them to warm up."""
     costs = {"no checkpoints": Costs(), "synchronous": Costs(), "async_save": Costs()}
     for turn in range(rounds + 1):
         for name, total in costs.items():
             with tempfile.TemporaryDirectory(dir=where) as folder:
-                once = run(None if name == "no checkpoints" else folder, name == "async_save")
+                once = run(None if name == "no checkpoints" else folder, every, name == "async_save")
             if turn:
                 total.add(once)
     return costs
@@ -109,10 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", default=".", help="where to write: the disk that is measured (.)")
+    parser.add_argument("--every", type=int, default=24, help="steps from one checkpoint to the next (24)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    costs = measure(args.rounds, args.dir)
-    print(f"load {os.getloadavg()[0]:.1f}; {args.rounds} runs of {STEPS} steps, a checkpoint every {EVERY}; medians")
+    costs = measure(args.rounds, args.dir, args.every)
+    load, steps = os.getloadavg()[0], CHECKPOINTS * args.every
+    print(f"load {load:.1f}; {args.rounds} runs of {steps} steps, a checkpoint every {args.every}; medians")
     for name, cost in costs.items():
         first, later = (1e3 * statistics.median(seconds) for seconds in (cost.first, cost.later))
         total, cpu = statistics.median(cost.total), statistics.median(cost.cpu)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_models import GPT, ResNet18
-from benchmarks.timing import machine
+from benchmarks.pages import provenance
 from benchmarks.work import MLP
 from trainloop import AbstractCallback, TrainLoop
 from trainloop._launch import launch
@@ -315,7 +315,7 @@ def main() -> None:
         WholeStepTraining.backend = "aot_eager"  # no C++ compiler, no Triton
         torch.set_num_threads(1)
     torch.manual_seed(0)
-    tell(machine=machine(), cuda=CUDA)
+    tell(machine=provenance(), cuda=CUDA)
     measures = Bench(arguments.tiny).parts()
     for part in arguments.parts:
         tell(begins=part)

@@ -1,4 +1,4 @@
-"""Growth over time and size: imports, a long epoch's cost and memory, evaluation: python -m benchmarks.growth"""
+"""Growth over time and size: imports, a long epoch's cost and memory: python -m benchmarks.growth"""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from functools import partial
 
 import psutil
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
 from benchmarks import others, step, work
+from benchmarks.pages import Size
 from benchmarks.timing import BY_HAND, Table, interleaved
 from trainloop import AbstractCallback, TrainLoop
 
@@ -37,8 +36,9 @@ class Meter(AbstractCallback):
             self.readings.append((time.perf_counter(), psutil.Process().memory_info().rss))
 
 
-def long_epoch(steps: int = 20_000) -> str:
+def long_epoch(size: Size) -> str:
     """Cost and memory of each tenth of an epoch of many steps, with ten metrics logged at each."""
+    steps = max(10, size.steps(20_000))
     torch.set_num_threads(1)
     model = work.Logging()
     meter = Meter(steps // 10)
@@ -62,33 +62,23 @@ def long_epoch(steps: int = 20_000) -> str:
     return text
 
 
-def growth_with_metrics(rounds: int) -> Table:
+def growth_with_metrics(size: Size) -> Table:
     """A step's cost by the number of metrics that are logged in it."""
     torch.set_num_threads(1)
     runs = {}
     for number in (0, 1, 10, 50):
         model = work.Logging()
         model.number = number
-        loader = work.loader_of(work.data_for(model, 1000))
+        loader = work.loader_of(work.data_for(model, size.steps(1000)))
         runs[f"{number or 'no'} metric{'' if number < 2 else 's'}"] = partial(step.with_trainloop, model, loader, 1)
     note = (
         "Metrics that are logged at each step, without callbacks. Ratios are relative to the same loop without\n"
         "metrics, which logs only the loss."
     )
-    table = Table("Metrics", note, steps=1000, base="no metric")
-    return interleaved(runs, table, rounds=rounds)
+    return interleaved(runs, Table("Metrics", note, steps=size.steps(1000), base="no metric"), size)
 
 
-def evaluate_by_hand(model: nn.Module, loader: DataLoader) -> None:
-    model.eval()
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for x, y in loader:
-            total += others.CRITERION(model(x), y).item() * len(x)
-            count += len(x)
-
-
-def tables(rounds: int = 9) -> list[Table]:
+def tables(size: Size) -> list[Table]:
     torch.set_num_threads(1)
     imports = interleaved(
         {
@@ -101,23 +91,11 @@ def tables(rounds: int = 9) -> list[Table]:
             "more than that.",
             unit="ms",
         ),
-        rounds=rounds,
+        size,
     )
-    model = work.MLP()
-    data = work.data_for(model, 1000)
-    loader = DataLoader(data, batch_size=work.BATCH)
-    loop = TrainLoop(model, None, criterion=others.CRITERION, accelerator="cpu", progress_bar=False)
-    evaluation = interleaved(
-        {
-            BY_HAND: partial(evaluate_by_hand, model, loader),
-            "trainloop": lambda: (loop.evaluate_model_loss(loader), None)[1],
-        },
-        Table("Evaluation", "Computing the mean loss over 1,000 batches of 32.", steps=1000),
-        rounds=rounds,
-    )
-    return [imports, evaluation, growth_with_metrics(rounds)]
+    return [imports, growth_with_metrics(size)]
 
 
 if __name__ == "__main__":
-    tables()
-    long_epoch()
+    tables(Size(9))
+    long_epoch(Size(1))

@@ -18,7 +18,7 @@ SHOWN = {
     "Transformer": "a transformer",
     "DDP, two ranks": "ddp, two CPU ranks",
 }
-OURS, BASE = "trainloop", "PyTorch"
+OURS, BASE, FLOORS = "trainloop", "PyTorch", "public torch calls"
 TITLE = "Time of a step, as a ratio to the hand-written PyTorch loop; shorter is faster"
 MOST = 2.5  # longer bars are broken
 
@@ -36,6 +36,8 @@ def tables(text: str) -> dict[str, list[tuple[str, float]]]:
         rules = [j for j in range(i, len(lines)) if re.fullmatch("=+( =+)+", lines[j])][:3]
         if len(rules) == 3 and lines[rules[0] + 1].startswith("loop"):
             edges = [match.span() for match in re.finditer("=+", lines[rules[0]])]
+            if " ratio " not in lines[rules[0] + 1]:
+                continue
             (ratio,) = (edge for edge in edges if edge[0] == lines[rules[0] + 1].index("ratio"))
             for row in lines[rules[1] + 1 : rules[2]]:
                 rows.append((row[slice(*edges[0])].strip(), float(row[slice(*ratio)])))
@@ -53,7 +55,7 @@ def drawn(text: str) -> str:
         body.append(f'<text x="8" y="{y + 14}" class="head">{escape(name)}</text>')
         y += ROW
         for loop, ratio in of_table[title]:
-            if loop == BASE:
+            if loop == BASE or loop.startswith(FLOORS):
                 continue
             length = min(ratio, MOST) * scale
             kind = "ours" if loop.startswith(OURS) else "theirs"
@@ -85,10 +87,11 @@ def drawn(text: str) -> str:
     )
 
 
-def write() -> None:
-    """Draw the results that are there."""
-    PICTURE.write_text(drawn(RESULTS.read_text()))
-    print(f"wrote {PICTURE}")
+def write(folder: Path = HERE) -> None:
+    """Draw the results that are in a folder; pictures of other results than the repository's are drawn beside them."""
+    path = PICTURE if folder == HERE else folder / PICTURE.name
+    path.write_text(drawn((folder / RESULTS.name).read_text()))
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler, WeightedRandomSampler
 
-from benchmarks.timing import machine
+from benchmarks.pages import provenance
 from trainloop import distributed
 from trainloop._metrics import LogCall, Recorder
 from trainloop._metrics.exchange import Gathered, Summed
@@ -274,7 +274,7 @@ def main() -> None:
     numbers = given.ranks
     found = {number: measured(number) for number in numbers}
     columns = ",".join(f"{number} ranks" for number in numbers)
-    lines = [".. Written by python -m benchmarks.scale", "", machine(), ""]
+    lines = [".. Written by python -m benchmarks.scale", "", provenance(), ""]
     for title, key in (("Milliseconds, all ranks on these cores", "seconds"), ("Bytes of the busiest rank", "bytes")):
         lines += [f".. csv-table:: {title}", f"   :header: operation,{columns}", ""]
         for name in found[numbers[0]]:

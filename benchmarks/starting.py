@@ -1,25 +1,32 @@
 """The cost of starting ranks: whole scripts, second calls, ranks that stay up, memory: python -m benchmarks.starting
 
-Beside a hand-written loop with ``mp.spawn`` and, where they are installed, Lightning (``ddp_spawn``) and Accelerate
+Beside two hand-written loops with ``mp.spawn`` and, where they are installed, Lightning (``ddp_spawn``) and Accelerate
 (``debug_launcher``, which forks the script: for those that have used no threads and no GPU). Each script trains
 one step on 2 or 8 ranks. CPU seconds are of all its processes, from the first import to the end, and mean the same on a
 busy machine; seconds are the median of interleaved rounds.
+
+The caller of the first hand-written script makes the same model and optimizer as the caller of ``TrainLoop``, as with
+any library whose loop takes them. The second one makes them only in its ranks, so that it imports less.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import importlib.util
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks import readme
+from benchmarks.pages import HERE, Page, Size, heading, parser, size_of
+from benchmarks.timing import BY_HAND, Table, interleaved, restructured
 
 MODEL = """
 import json, os, sys, tempfile, time
@@ -36,7 +43,7 @@ def make():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)), data
 """
 
-BY_HAND = (
+IN_RANKS = (
     MODEL
     + """
 import torch.distributed as dist, torch.multiprocessing as mp
@@ -117,6 +124,10 @@ if __name__ == "__main__":
 """
 )
 
+IN_CALLER = IN_RANKS.replace(
+    "    with tempfile", "    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)\n    with tempfile"
+)
+
 LIGHTNING = (
     MODEL
     + """
@@ -185,42 +196,92 @@ def run(script: str, *arguments: str, **environment: str) -> tuple[float, float,
     return seconds, cpu, json.loads(done.stdout.splitlines()[-1])
 
 
+OTHER = "PyTorch, made in the ranks"
+
+
+def whole_script(ranks: int, size: Size) -> Table:
+    """Whole scripts in turn; their seconds, and the CPU seconds of all their processes."""
+    scripts = {
+        BY_HAND: (IN_CALLER, "spawn"),
+        OTHER: (IN_RANKS, "spawn"),
+        "trainloop, fork server": (TRAINLOOP, "forkserver"),
+        "trainloop, spawn": (TRAINLOOP, "spawn"),
+    }
+    for library, name, script in (("lightning", "Lightning, spawn", LIGHTNING), ("accelerate", FORKS, ACCELERATE)):
+        if importlib.util.find_spec(library) is not None:
+            scripts[name] = script, "spawn"
+
+    def once(script: str, method: str) -> tuple[float, float]:
+        while True:
+            try:
+                return run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2]
+            except subprocess.CalledProcessError as error:  # at times the ranks of a hand-written loop abort at the end
+                print(f"once more: {error}", flush=True)
+
+    note = (
+        f"``PyTorch`` is a bare ``mp.spawn`` whose caller makes the same model and optimizer; ``{OTHER}`` makes\n"
+        "them only there. CPU time does not include that of the fork server."
+    )
+    table = Table(
+        f"The whole script, {'two' if ranks == 2 else ranks} ranks",
+        note,
+        unit="s",
+        aims={"trainloop, fork server": 0.95},
+    )
+    return interleaved({name: partial(once, *script) for name, script in scripts.items()}, table, size, warm_up=0)
+
+
+FORKS = "Accelerate, fork"
+
+
+def further_calls(ranks: int, whole: Table) -> list[str]:
+    """A second call, a call inside ``tl.ranks()``, and the memory of idle ranks; one run with each start method."""
+    found = {method: run(TRAINLOOP, str(ranks), "more", TRAINLOOP_START_METHOD=method)[2] for method in METHODS}
+    base = whole.median(BY_HAND)
+    rows = [("measurement", *(f"{name} {unit}" for name in METHODS.values() for unit in ("s", "ratio")))]
+    memory = [("MB", *METHODS.values())]
+    for what, value in found["spawn"].items():
+        if isinstance(value, list):
+            seconds = [found[method][what][0] for method in METHODS]
+            rows.append((what, *(f(s) for s in seconds for f in ("{:.2f}".format, lambda s: f"{s / base:.3f}"))))
+        else:
+            memory.append((what.removeprefix("MB "), *(f"{found[method][what]:.0f}" for method in METHODS)))
+    title = f"Further calls and memory, {'two' if ranks == 2 else ranks} ranks"
+    note = (
+        "Ratios are to the whole script of ``PyTorch``. The aims are 0.15 for a second call, and 0.02 inside\n"
+        "``tl.ranks()``."
+    )
+    return [restructured(title, note, rows), restructured(f"Memory of {ranks} idle ranks", "Megabytes.", memory)]
+
+
+METHODS = {"forkserver": "fork server", "spawn": "spawn"}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="ranks (2 8)")
-    given = parser.parse_args()
-    for ranks in given.ranks:
-        contenders = {
-            "PyTorch": (BY_HAND, "spawn"),
-            "trainloop, spawn": (TRAINLOOP, "spawn"),
-            "trainloop, forkserver": (TRAINLOOP, "forkserver"),
-        }
-        for name, script in {"lightning": LIGHTNING, "accelerate": ACCELERATE}.items():
-            if importlib.util.find_spec(name) is not None:
-                contenders[name] = script, "spawn"
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-        for _ in range(given.rounds):
-            for name, (script, method) in contenders.items():
-                try:
-                    times[name].append(run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2])
-                # At times the ranks of a hand-written loop abort as they end.
-                except subprocess.CalledProcessError as error:
-                    print(f"  {name} failed once: {error}")
-        times = {name: found for name, found in times.items() if found}
-        wall, cpu = (statistics.median(t[i] for t in times["PyTorch"]) for i in (0, 1))
-        print(f"{ranks} ranks, whole script, seconds and CPU seconds, with their ratios to the hand-written one:")
-        for name, found in times.items():
-            own_wall, own_cpu = (statistics.median(t[i] for t in found) for i in (0, 1))
-            print(f"  {name:24} {own_wall:7.2f} {own_cpu:7.2f}   {own_wall / wall:.2f} {own_cpu / cpu:.2f}", flush=True)
-        for method in ("spawn", "forkserver"):
-            more = run(TRAINLOOP, str(ranks), "more", TRAINLOOP_START_METHOD=method)[2]
-            for what, value in more.items():
-                if isinstance(value, list):
-                    ratios = f"{value[0] / wall:.3f} {value[1] / cpu:.3f}"
-                    print(f"  {what + ', ' + method:30} {value[0]:7.2f} {value[1]:7.2f}   {ratios}", flush=True)
-                else:
-                    print(f"  {what + ', ' + method:30} {value:7.0f}", flush=True)
+    made = parser(__doc__, rounds=5)
+    made.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (2 8)")
+    arguments = made.parse_args()
+    size = size_of(arguments)
+    page = Page("STARTING", "Starting ranks: measured", "python -m benchmarks.starting")
+    lines: list[str] = []
+    for ranks in arguments.ranks or ([2] if size.tiny else [2, 8]):
+        table = whole_script(ranks, size)
+        other = dataclasses.replace(
+            table,
+            title=f"{table.title}, compared with the second script",
+            note=f"The same times, relative to ``{OTHER}``.",
+            base=OTHER,
+            aims={},
+        )
+        lines += [heading(f"{ranks} ranks"), table.text(), other.text(), *further_calls(ranks, table)]
+    note = (
+        "It measures a script that trains one\nstep on CPU ranks, from the first import to the end of the script: "
+        f"medians of {size.rounds} interleaved rounds.\nLightning's strategy is ``ddp_spawn``. Accelerate's "
+        "``debug_launcher`` forks the script, which works only if the\nscript has not used threads or a GPU."
+    )
+    page.write(arguments.out, note, lines)
+    if arguments.out == HERE:
+        readme.write()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks import others, work
+from benchmarks.pages import Size
 from benchmarks.timing import BY_HAND, Table, interleaved
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import TensorBoard
@@ -24,6 +25,10 @@ CPU = torch.device("cpu")
 
 def by_hand(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
     work.train_by_hand(model, loader, others.sgd(model), epochs, CPU)
+
+
+def at_the_floor(model: nn.Module, loader: DataLoader[Any], epochs: int, *, metrics: int = 0) -> None:
+    work.train_at_the_floor(model, loader, others.sgd(model), epochs, metrics)
 
 
 def with_trainloop(
@@ -61,7 +66,7 @@ class SecondsAfter(AbstractCallback):
 
 def as_one_graph(model: Any, loader: DataLoader[Any], epochs: int) -> float:
     """``compile='step'``, without the time that it takes to compile."""
-    clock = SecondsAfter(len(loader) // 10)
+    clock = SecondsAfter(max(1, len(loader) // 10))
     loop = loop_of(model, loader, progress_bar=False, compile="step")
     loop.fit(num_epochs=epochs, callbacks=[clock])
     return clock.seconds * len(loader) / (len(loader) - clock.first)
@@ -90,28 +95,32 @@ def compare(
     note: str,
     make_model: Callable[[], nn.Module],
     contenders: dict[str, Callable[..., float | None]],
+    size: Size,
     *,
     batches: int,
-    rounds: int,
-    aims: dict[str, float] | None = None,
     make_data: Callable[[Any], Any] = lambda data: data,
+    **aims: Any,
 ) -> Table:
     """Train copies of one model for an epoch, by each contender in turn."""
-    model = make_model()
+    model, batches = make_model(), size.steps(batches)
     loader = work.loader_of(make_data(work.data_for(model, batches)))
     runs = {name: partial(_once, train, model, loader) for name, train in contenders.items()}
-    return interleaved(runs, Table(title, note, steps=batches, aims=aims or {}), rounds=rounds)
+    return interleaved(runs, Table(title, note, steps=batches, **aims), size)
 
 
 def _once(train: Callable[..., float | None], model: nn.Module, loader: DataLoader[Any]) -> float | None:
     return train(copy.deepcopy(model), loader, 1)
 
 
-def tables(rounds: int = 9) -> list[Table]:
+FLOOR, FLOOR_WITH_TENSORBOARD = "public torch calls", "public torch calls, TensorBoard"
+
+
+def tables(size: Size) -> list[Table]:
     torch.set_num_threads(1)
     lightning = importlib.util.find_spec("lightning") is not None
     in_memory: dict[str, Callable[..., float | None]] = {
         BY_HAND: by_hand,
+        FLOOR: at_the_floor,
         "trainloop": with_trainloop,
         "trainloop, bar": partial(with_trainloop, progress_bar=True),
         "trainloop, compile='step'": as_one_graph,
@@ -121,6 +130,7 @@ def tables(rounds: int = 9) -> list[Table]:
         in_memory["Lightning, bar"] = others.with_lightning(bar=True)
     logging: dict[str, Callable[..., float | None]] = {
         BY_HAND: by_hand,
+        FLOOR_WITH_TENSORBOARD: partial(at_the_floor, metrics=10),
         "PyTorch, 10 add_scalar": with_ten_scalars,
         "trainloop, 10 metrics": with_trainloop,
         "trainloop, 10 metrics, TensorBoard": partial(with_trainloop, tensorboard=True),
@@ -132,29 +142,34 @@ def tables(rounds: int = 9) -> list[Table]:
         compare(
             "MLP, in memory",
             "An MLP with layers of size 32, 64 and 10, batches of 32 from a shuffled TensorDataset, and SGD; 2,000\n"
-            "steps in one call of ``fit``.",
+            f"steps in one call of ``fit``. The floor, ``{FLOOR}``, does the same training by one indexing operation\n"
+            "for each tensor of a batch, forward, backward, ``step()`` and ``zero_grad()``. Losses stay on the device.",
             work.MLP,
             in_memory,
+            size,
             batches=2000,
-            rounds=rounds,
-            aims={"trainloop": 0.75, "trainloop, bar": 0.75, "trainloop, compile='step'": 0.40},
+            floor=FLOOR,
+            floor_aims={"trainloop": 1.05},
+            aims={"trainloop, bar": 0.75, "trainloop, compile='step'": 0.40},
         ),
         compare(
             "MLP, ten metrics a step",
-            "The same training; ``PyTorch`` logs nothing.",
+            "The same training; ``PyTorch`` logs nothing. The floor writes ten values a step by TensorBoard's own\n"
+            "``EventFileWriter``, as one event.",
             work.Logging,
             logging,
+            size,
             batches=2000,
-            rounds=rounds,
-            aims={"trainloop, 10 metrics, TensorBoard": 0.85},
+            floor=FLOOR_WITH_TENSORBOARD,
+            floor_aims={"trainloop, 10 metrics, TensorBoard": 1.10},
         ),
         compare(
             "MLP, a Dataset that is read row by row",
             "The dataset has a Python ``__getitem__``, so no library can read a whole batch at once.",
             work.MLP,
             pair,
+            size,
             batches=2000,
-            rounds=rounds,
             aims={"trainloop": 1.03},
             make_data=work.RowByRow,
         ),
@@ -163,21 +178,21 @@ def tables(rounds: int = 9) -> list[Table]:
             "Two convolutions over 16 x 16 images.",
             work.CNN,
             pair,
+            size,
             batches=150,
-            rounds=rounds,
-            aims={"trainloop": 1.0},
+            aims={"trainloop": 0.95},
         ),
         compare(
             "Transformer",
             "Two layers, width 64, sequences of 32.",
             work.Transformer,
             pair,
+            size,
             batches=60,
-            rounds=rounds,
             aims={"trainloop": 1.0},
         ),
     ]
 
 
 if __name__ == "__main__":
-    tables()
+    tables(Size(9))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import os
-import platform
 import random
 import statistics
 import time
@@ -13,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import torch
+from benchmarks.pages import Size
 
 BY_HAND = "PyTorch"
 
@@ -35,34 +32,49 @@ class Table:
     """What a contender's ratio is meant to stay under."""
     base: str = BY_HAND
     """Whom the ratios are to."""
+    floor: str | None = None
+    """The contender that does the same work by public calls of torch and nothing else."""
+    floor_aims: dict[str, float] = field(default_factory=dict)
+    """What a contender's ratio to the floor is meant to stay under, of CPU time."""
 
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
-    def ratio(self, name: str) -> float:
-        return self.median(name) / self.median(self.base)
+    def ratio(self, name: str, base: str | None = None) -> float:
+        return self.median(name) / self.median(base or self.base)
 
-    def cpu_ratio(self, name: str) -> float:
-        return statistics.median(self.cpu_seconds[name]) / statistics.median(self.cpu_seconds[self.base])
+    def cpu_ratio(self, name: str, base: str | None = None) -> float:
+        return statistics.median(self.cpu_seconds[name]) / statistics.median(self.cpu_seconds[base or self.base])
 
     def text(self) -> str:
         """The table as reStructuredText, cheapest first."""
         scale = 1e6 / self.steps if self.unit.startswith("µs") else 1e3 if self.unit.startswith("ms") else 1.0
-        rows = [("loop", self.unit, "ratio", "its quartiles", "ratio of CPU time", "aim")]
+        to_floor = ("to the floor", "of CPU time") if self.floor else ()
+        rows = [("loop", self.unit, "ratio", "its quartiles", "ratio of CPU time", *to_floor, "aim")]
         base = self.median(self.base)
         for name in sorted(self.seconds, key=self.median):
             values = sorted(s / base for s in self.seconds[name])
             low, high = values[len(values) // 4], values[(3 * len(values)) // 4]
-            aim = f"{self.aims[name]:.2f}" if name in self.aims else ""
-            cpu = f"{self.cpu_ratio(name):.2f}" if name in self.cpu_seconds else ""
+            aims = [f"{self.aims[name]:.2f}"] if name in self.aims else []
+            if name in self.floor_aims:
+                aims.append(f"{self.floor_aims[name]:.2f} of the floor")
+            has_cpu = name in self.cpu_seconds
+            floors: tuple[str, ...] = ()
+            if self.floor:
+                compared = name == self.floor or name in self.floor_aims
+                floors = (
+                    f"{self.ratio(name, self.floor):.2f}" if compared else "",
+                    f"{self.cpu_ratio(name, self.floor):.2f}" if compared and has_cpu else "",
+                )
             rows.append(
                 (
                     name,
                     f"{self.median(name) * scale:.1f}",
                     f"{self.ratio(name):.2f}",
                     f"{low:.2f} to {high:.2f}",
-                    cpu,
-                    aim,
+                    f"{self.cpu_ratio(name):.2f}" if has_cpu else "",
+                    *floors,
+                    ", ".join(aims),
                 )
             )
         return restructured(self.title, self.note, rows)
@@ -111,55 +123,44 @@ class PairedTable:
 def restructured(title: str, note: str, rows: Sequence[Sequence[str]]) -> str:
     """A title, a note, and a table whose first row is its head, as reStructuredText."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rule = " ".join("=" * width for width in widths)
+    rule = rule_of(widths)
     lines = [" ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     return "\n".join([title, "~" * len(title), "", note, "", rule, lines[0], rule, *lines[1:], rule, ""])
 
 
+def rule_of(widths: Sequence[int]) -> str:
+    """The line above and below a table's head."""
+    return " ".join("=" * width for width in widths)
+
+
 def interleaved(
-    contenders: Mapping[str, Callable[[], float | None]], table: Table, *, rounds: int = 9, warm_up: int = 1
+    contenders: Mapping[str, Callable[[], float | tuple[float, float] | None]],
+    table: Table,
+    size: Size,
+    *,
+    warm_up: int = 1,
 ) -> Table:
     """Time each contender once a round, in an order that turns by one each round.
 
-    A contender does ``table.steps`` steps, and may return the seconds it took where it knows better than its caller
-    (a rank in another process, say).
+    A contender does ``table.steps`` steps. It may return the seconds that it took, or these and its CPU seconds, where
+    it knows better than its caller (a rank in another process, say).
     """
     names = list(contenders)
-    for turn in range(rounds + warm_up):
+    warm_up = 0 if size.tiny else warm_up
+    for turn in range(size.rounds + warm_up):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             gc.collect()
             start, cpu_start = time.perf_counter(), time.process_time()
             own = contenders[name]()
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-            if turn >= warm_up:
-                table.seconds.setdefault(name, []).append(seconds if own is None else own)
-                if own is None and table.in_process:
-                    table.cpu_seconds.setdefault(name, []).append(cpu)
+            if turn < warm_up:
+                continue
+            if isinstance(own, tuple):
+                seconds, cpu = own
+            elif own is not None:
+                seconds = own
+            table.seconds.setdefault(name, []).append(seconds)
+            if isinstance(own, tuple) or (own is None and table.in_process):
+                table.cpu_seconds.setdefault(name, []).append(cpu)
     print(table.text(), flush=True)
     return table
-
-
-def machine() -> str:
-    """The machine of this run: processor, cores, memory, versions."""
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = {}
-    for name in ("torch", "numpy", "lightning", "accelerate", "pytorch-ignite"):
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            packages[name] = "not installed"
-    packages["torch"] = torch.__version__
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = [
-        f"* {model}, {cores} cores; load at the start: {os.getloadavg()[0]:.1f}",
-        f"* Python {platform.python_version()}, {platform.system()} {platform.release()}",
-        "* " + ", ".join(f"{name} {version}" for name, version in packages.items()),
-        f"* GPUs: {', '.join(gpus) if gpus else 'none'}",
-    ]
-    return "\n".join(lines)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -114,3 +119,47 @@ def train_by_hand(
             optimizer.zero_grad()
             total += loss.detach()
         (total / len(loader)).item()
+
+
+def train_at_the_floor(
+    model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer, epochs: int, metrics: int = 0
+) -> None:
+    """The same training by public calls of torch and nothing else, for rows of tensors in memory.
+
+    One indexing operation for each tensor of a batch, forward, backward, ``step()`` and ``zero_grad()``. Losses stay on
+    the device.
+    With ``metrics``, each step writes that many values by TensorBoard's own writer, as one event.
+    """
+    criterion = nn.CrossEntropyLoss()
+    inputs, targets = loader.dataset.tensors  # type: ignore[attr-defined]
+    step = 0
+    with tempfile.TemporaryDirectory() as folder:
+        writer = EventFileWriter(folder) if metrics else None
+        model.train()
+        for _ in range(epochs):
+            losses, values = [], []
+            for index in torch.randperm(len(inputs)).split(BATCH):
+                loss = criterion(model(inputs[index]), targets[index])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+                values += losses[-1:] * metrics
+                if writer is not None and len(losses) % 128 == 0:
+                    step = _write(writer, values, metrics, step)
+            if writer is not None:
+                step = _write(writer, values, metrics, step)
+            torch.stack(losses).mean().item()
+        if writer is not None:
+            writer.close()
+
+
+def _write(writer: EventFileWriter, values: list[Tensor], metrics: int, step: int) -> int:
+    """Write the values of each step as one event; empty the list, and return the next step."""
+    numbers = torch.stack(values).tolist() if values else []
+    values.clear()
+    for first in range(0, len(numbers), metrics):
+        pairs = [Summary.Value(tag=f"metric_{i}", simple_value=numbers[first + i]) for i in range(metrics)]
+        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=pairs)))
+        step += 1
+    return step

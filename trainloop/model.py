@@ -214,18 +214,18 @@ class TTBasicModel(TTModel, ABC):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """Return ``criterion(self(*inputs), target)``."""
-        inputs, target = _inputs_and_target(batch_data)
+        *inputs, target = _checked(batch_data)
         if criterion is None:
             raise ConfigurationError(
                 f"{type(self).__name__}.get_loss needs a criterion, but criterion is None. Pass "
                 "TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss that does not use one."
             )
-        return criterion(self(*(_to(x, device) for x in inputs)), _to(target, device))
+        return criterion(self(*[_to(x, device) for x in inputs]), _to(target, device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         """Return the model's outputs unchanged, the targets, and no metadata."""
-        inputs, target = _inputs_and_target(batch_data)
-        return self(*(_to(x, device) for x in inputs)), target, {}
+        *inputs, target = _checked(batch_data)
+        return self(*[_to(x, device) for x in inputs]), target, {}
 
 
 class ModelWrap(TTModel):
@@ -323,17 +323,20 @@ def check_signatures(model: Any) -> None:
             ) from None
 
 
-def _inputs_and_target(batch_data: Any) -> tuple[list[Any], Any]:
+def _checked(batch_data: Any) -> Any:
+    """Return a batch of the form ``(*inputs, target)``; raise an error for any other batch."""
     if not isinstance(batch_data, (list, tuple)) or len(batch_data) < 2:
         size = f" of length {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
         raise ConfigurationError(
             f"TTBasicModel needs batches (*inputs, target), but got a {type(batch_data).__name__}{size}. For other "
             "batches, subclass TTModel, and write get_loss and get_predictions."
         )
-    return list(batch_data[:-1]), batch_data[-1]
+    return batch_data
 
 
 def _to(value: Any, device: torch.device) -> Any:
+    if type(value) is Tensor and value.device == device:
+        return value
     if hasattr(value, "to"):  # checked first, because a PackedSequence is a tuple, too
         return value.to(device)
     return map_parts(lambda part: _to(part, device), value)

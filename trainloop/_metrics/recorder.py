@@ -207,9 +207,10 @@ class Recorder:
         whole = loss.detach()
         if whole.ndim:
             whole = whole.reshape(())
-        if isinstance(weight, Tensor):
+        if type(weight) is not int and isinstance(weight, Tensor):
             weight = self._kept(weight)
-        self._parts[""].pending.append((self.step, self._kept(whole), weight))
+        kept = self._cpu.keep(whole) if whole.is_cpu else self._kept(whole)
+        self._parts[""].pending.append((self.step, kept, weight))
         return whole
 
     def _add(self, series: _Series, value: Tensor, weight: Tensor | float) -> None:

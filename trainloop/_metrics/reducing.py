@@ -114,11 +114,18 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) -> StepValues:
     """Return each metric's value of each step, from (options, steps, values, weights) of each rank."""
     return {
-        name: _reduced_in_steps(
+        name: entries[0][1:3]
+        if len(entries) == 1 and _are_results(*entries[0])
+        else _reduced_in_steps(
             entries[0][0].reduce, *(np.concatenate([entry[i] for entry in entries]) for i in (1, 2, 3))
         )
         for name, entries in found.items()
     }
+
+
+def _are_results(options: Options, steps: Any, values: Any, weights: Any) -> bool:
+    """Return True if there is one value for each step, so that nothing is to be reduced: the usual case of one rank."""
+    return bool((steps[1:] > steps[:-1]).all() and (options.reduce != "mean" or (weights > 0).all()))
 
 
 def _reduced_in_steps(

@@ -13,6 +13,9 @@ from torch import Tensor
 __all__ = ["LateRead", "Slots"]
 
 
+_FIRST = 16
+
+
 class Slots:
     """Numbers on one device, kept there as float64 until they are read all at once.
 
@@ -46,7 +49,8 @@ class Slots:
             if slot is None:
                 dtype = torch.float32 if self._device.type == "mps" else torch.float64
                 with torch.inference_mode(False):  # slots created in inference mode could be used in that mode only
-                    block = torch.empty(max(256, len(self._slots)), dtype=dtype, device=self._device)
+                    # Small at first: an evaluation of a few batches has few values, and each slot costs a microsecond.
+                    block = torch.empty(max(_FIRST, len(self._slots)), dtype=dtype, device=self._device)
                     slots = block.unbind()
                 self._blocks.append(block)
                 self._slots.extend(slots)

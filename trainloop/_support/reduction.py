@@ -124,7 +124,7 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
 
     The result is a number on the CPU, and a 0-d tensor on other devices, since reading it would wait for the device.
     """
-    attached = getattr(loss, "trainloop_divisor", None)
+    attached: Any = loss.__dict__.get("trainloop_divisor")
     if attached is not None:
         return attached
     node: Any = loss.grad_fn

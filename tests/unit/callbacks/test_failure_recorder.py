@@ -52,6 +52,24 @@ class Spectral(Net):
         nn.utils.parametrizations.spectral_norm(self.layers[0])
 
 
+class Counters(Net):
+    """Its forward changes buffers of one form in place and replaces one; its output depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("a", "b", "c", "replaced"):
+            self.register_buffer(name, torch.ones(2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor, buffer in enumerate((self.a, self.b, self.c), start=2):
+            buffer *= 1 + factor / 100
+        self.replaced = self.replaced * 1.01
+        self.steps += 1
+        scale = sum(part.sum() for part in (self.a, self.b, self.c, self.replaced)) / 100 + self.steps / 100
+        return super().forward(x * scale)
+
+
 class Carries(CarriesHidden, Net):
     pass
 
@@ -140,6 +158,8 @@ KINDS = {
     "carried, accumulated": Kind(Carries, accumulation=3),
     "spectral": Kind(Spectral),
     "spectral, accumulated": Kind(Spectral, accumulation=3),
+    "counters": Kind(Counters),
+    "counters, accumulated": Kind(Counters, accumulation=3),
     "summed": Kind(criterion=lambda: nn.CrossEntropyLoss(reduction="sum"), accumulation=2),
     "weighted": Kind(criterion=lambda: nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), accumulation=3),
     "ignored": Kind(criterion=lambda: nn.CrossEntropyLoss(ignore_index=0), accumulation=3),

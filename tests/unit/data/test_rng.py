@@ -69,6 +69,30 @@ def test_isolated_leaves_no_trace() -> None:
     assert [first, draw()] == expected
 
 
+def test_states_without_those_of_python_and_numpy_restore_only_torch() -> None:
+    """What a feed reads at the beginning of an epoch whose order only torch draws, and a checkpoint has of it."""
+    rng.seed_all(3)
+    own = rng.read(only_torch=True)
+    captured = own.captured()
+    first = torch.rand(2).tolist()
+    outside = [random.random(), float(np.random.rand())]
+    rng.restore(captured)
+    assert torch.rand(2).tolist() == first
+    assert [random.random(), float(np.random.rand())] != outside
+    assert captured["python"] is None
+
+
+def test_a_normal_number_that_numpy_has_kept_is_kept_around_a_block() -> None:
+    np.random.seed(4)
+    expected = np.random.randn(3).tolist()
+    np.random.seed(4)
+    drawn = [float(np.random.randn())]
+    with rng.isolated():
+        np.random.randn(4)
+    drawn += [float(np.random.randn()) for _ in range(2)]
+    assert drawn == expected
+
+
 def test_peeking_changes_nothing_and_depends_on_the_state() -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from trainloop._metrics import EpochEnd, LateRead, LogCall, Recorder, exact_sum, named_losses, rows_of
 from trainloop._metrics.exchange import Gathered
+from trainloop._metrics.reducing import Options, step_values
 from trainloop.errors import ConfigurationError
 
 PLAIN = LogCall()
@@ -588,3 +589,25 @@ def test_on_cuda_nothing_waits_until_it_is_read() -> None:
     assert end.metrics["x"] == 1.5
     assert end.losses[""] == 3.0
     assert end.steps["x"][1].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum", "min", "max"])
+def test_a_rank_alone_gets_the_bits_that_two_ranks_get(reduce: str) -> None:
+    """One value in each step is the result; with a second rank without values, the same is computed."""
+    options = Options(True, True, reduce, True, None)
+    steps, values = np.array([3, 4, 7]), np.array([0.1, math.nan, -2.5])
+    weights = np.array([3.0, 5.0, 1.0])
+    nothing = (options, np.array([], np.int64), np.array([]), np.array([]))
+    alone = step_values({"a": [(options, steps, values, weights)]})["a"]
+    both = step_values({"a": [(options, steps, values, weights), nothing]})["a"]
+    for mine, theirs in zip(alone, both, strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+
+
+def test_a_value_without_weight_is_no_result() -> None:
+    options = Options(True, True, "mean", True, None)
+    entry = options, np.array([1, 2]), np.array([5.0, 6.0]), np.array([1.0, 0.0])
+    steps, values = step_values({"a": [entry]})["a"]
+    assert steps.tolist() == [1, 2]
+    assert values[0] == 5.0
+    assert math.isnan(values[1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import operator
 import os
 import platform
 import sys
@@ -136,7 +137,10 @@ class FailureRecorder(AbstractCallback):
         self._place: dict[str, Any] = {}
         self._buffers: list[tuple[str, nn.Module, str]] = []  # buffers that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
-        self._copies: dict[str, Tensor] = {}
+        self._planned: list[Any] = []  # the buffers that the next three attributes are for
+        self._groups: list[tuple[list[str], list[Tensor]]] = []  # buffers that are copied together, and their paths
+        self._large: dict[str, Tensor] = {}  # buffers that are not copied
+        self._copies: list[Tensor] = []  # of each group
         self._carriers: list[tuple[str, nn.Module, str]] | None = None
         self._carried: dict[str, Any] = {}
         self._num_checks, self._next_check = 0, 0.0
@@ -205,13 +209,33 @@ class FailureRecorder(AbstractCallback):
             return value
 
     def _copy_buffers(self) -> None:
-        now = {path: module._buffers[name] for path, module, name in self._buffers}
-        self._seen = {path: (buffer, buffer._version) for path, buffer in now.items() if buffer is not None}
-        self._copies, left = {}, _MAX_BUFFER_BYTES
-        for path, (buffer, _) in sorted(self._seen.items(), key=lambda entry: entry[1][0].nbytes):
+        now = [module._buffers[name] for _, module, name in self._buffers]
+        if len(now) != len(self._planned) or not all(map(operator.is_, now, self._planned)):
+            self._plan_copies(now)
+        try:
+            self._copies = [_joined(group) for _, group in self._groups]
+        except RuntimeError:  # a buffer has another shape or dtype now
+            self._plan_copies(now)
+            self._copies = [_joined(group) for _, group in self._groups]
+        self._seen = {path: (buffer, buffer._version) for path, buffer in self._large.items()}
+
+    def _plan_copies(self, now: list[Any]) -> None:
+        """Group the smallest buffers, by their forms: a copy of many small tensors costs as much as a copy of one."""
+        named = {path: buffer for (path, *_), buffer in zip(self._buffers, now, strict=True) if buffer is not None}
+        self._planned, self._large = now, {}
+        groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
+        left = _MAX_BUFFER_BYTES
+        for path, buffer in sorted(named.items(), key=lambda entry: entry[1].nbytes):
             left -= buffer.nbytes
-            if left >= 0:
-                self._copies[path] = buffer.detach().clone()
+            if left < 0:
+                self._large[path] = buffer
+                continue
+            alone = type(buffer) is not Tensor or buffer.layout is not torch.strided or buffer.is_quantized
+            form = path if alone else (buffer.shape, buffer.dtype, buffer.device)
+            paths, group = groups.setdefault(form, ([], []))
+            paths.append(path)
+            group.append(buffer)
+        self._groups = list(groups.values())
 
     def backward_ended(self, loss: Any) -> None:
         """Check values if a check is due. The training loop calls this right after each backward."""
@@ -359,6 +383,11 @@ class FailureRecorder(AbstractCallback):
         parameters = {f"{r}.{n}": p for r, part in modules.items() for n, p in part.named_parameters()}
         buffers = {f"{r}.{n}": b for r, part in modules.items() for n, b in part.named_buffers()}
         changed = [path for path, mark in self._seen.items() if path in buffers and self._moved(buffers[path], mark)]
+        copies = {
+            path: copy
+            for (paths, _), joined in zip(self._groups, self._copies)
+            for path, copy in zip(paths, [joined] if len(paths) == 1 else joined.unbind(), strict=True)
+        }
         amp = loop.options.amp.on(run.place.device)
         return {
             "stage": stage,
@@ -376,8 +405,8 @@ class FailureRecorder(AbstractCallback):
             "random": [rng.as_captured(state) for state in self._states],
             "random_unread": self._random.unread(),
             "parameters": parameters,
-            "buffers": {**buffers, **{path: copy for path, copy in self._copies.items() if path in buffers}},
-            "not_put_back": [path for path in changed if path not in self._copies],
+            "buffers": {**buffers, **{path: copy for path, copy in copies.items() if path in buffers}},
+            "not_put_back": changed,
             "gradients": {name: g for name, p in parameters.items() if (g := run.gradients.so_far(p)) is not None},
             "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
             "training": {f"{r}.{n}": m.training for r, part in modules.items() for n, m in part.named_modules()},
@@ -393,6 +422,11 @@ class FailureRecorder(AbstractCallback):
     @staticmethod
     def _moved(buffer: Tensor, mark: tuple[Any, int]) -> bool:
         return buffer is not mark[0] or buffer._version != mark[1]
+
+
+def _joined(group: list[Tensor]) -> Tensor:
+    """Return a copy of a tensor, or of several tensors of one form, by one operation."""
+    return group[0].detach().clone() if len(group) == 1 else torch.stack(group).detach()
 
 
 def recorded_modules(loop: Any) -> dict[str, nn.Module]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -90,7 +90,7 @@ class TrainFeed:
         self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
         self._generators = generators_of(self._users_loader)
         self._seed, self._draws_globally = seed, seed is None
-        self._at_epoch_begin: dict[str, Any] | None = None
+        self._at_epoch_begin: _States | None = None
         self._resumed: dict[str, Any] | None = None  # position to start from
         self._position: Any = _LIVE
         self._global_rng: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ class TrainFeed:
         """
         self._at_epoch_begin = self._states()
         if skip_steps and self._global_rng:  # the epoch began with the checkpoint's states, not the current states
-            self._at_epoch_begin["global"] = self._global_rng
+            self._at_epoch_begin = self._at_epoch_begin._replace(of_process=self._global_rng)
         # One item per micro-batch; the items are grouped into steps below.
         read = self._items_of_new_workers if self._replaces_workers else self._items
         items = read(skip_steps * grad_accumulation if skip_batches is None else skip_batches)
@@ -286,7 +286,7 @@ class TrainFeed:
             Function that is called with the user's state and a name for it. If it raises an error, because a checkpoint
             can't contain the state, a warning reports the error, and the state is left out.
         """
-        states = self._states() if self._at_epoch_begin is None else self._at_epoch_begin
+        states = (self._states() if self._at_epoch_begin is None else self._at_epoch_begin).captured()
         position = self._source.position
         if self._resumed is not None or position is None:
             return {**states, "position": self._resumed}
@@ -328,12 +328,32 @@ class TrainFeed:
         if self.loader is not self._users_loader:
             end_workers(self.loader)
 
-    def _states(self) -> dict[str, Any]:
-        """Return the current random states, and True under "workers" if persistent workers are running."""
+    def _states(self) -> _States:
+        """Return the current states. A later :meth:`_States.captured` costs time, and is called only by checkpoints."""
+        return _States(
+            generators={name: generator.get_state() for name, generator in self._generators.items()},
+            of_process=rng.read(only_torch=self._source.draws_only_torch) if self._draws_globally else None,
+            workers=self._replaces_workers or persistent_workers(self.loader) is not None,
+        )
+
+
+class _States(NamedTuple):
+    """What determines an epoch's order."""
+
+    generators: dict[str, Any]
+    """States of the loader's generators, by name."""
+    of_process: rng.States | dict[str, Any] | None
+    """States of the global generators, if the order is drawn from them; a dict if they are from a checkpoint."""
+    workers: bool
+    """True if persistent workers are running."""
+
+    def captured(self) -> dict[str, Any]:
+        """Return the states as plain types and tensors."""
+        of_process = self.of_process
         return {
-            "generators": {name: generator.get_state() for name, generator in self._generators.items()},
-            "global": rng.capture() if self._draws_globally else None,
-            "workers": self._replaces_workers or persistent_workers(self.loader) is not None,
+            "generators": self.generators,
+            "global": of_process.captured() if isinstance(of_process, rng.States) else of_process,
+            "workers": self.workers,
         }
 
 

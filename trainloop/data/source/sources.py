@@ -14,7 +14,16 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, MapDataPipe
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+from torch.utils.data.dataloader import default_collate
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, shard_size
@@ -70,6 +79,11 @@ class Source:
     def draws_order(self) -> bool:
         """True if a pass's order may depend on the seed."""
         return True
+
+    @property
+    def draws_only_torch(self) -> bool:
+        """True if reading a pass draws no numbers from the generators of Python and numpy."""
+        return False
 
     @property
     def order_digest(self) -> int | None:
@@ -264,6 +278,19 @@ class Tensors(Source):
         self.num_samples = None if plan is None else plan.num_taken
         self.global_batch_size = None if plan is None else plan.batch_size
 
+    @property
+    def draws_only_torch(self) -> bool:
+        """True for torch's own samplers, collate function and dataset. They may have changed since the last pass."""
+        batches, dataset = self.loader.batch_sampler, self.loader.dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        return (
+            type(batches) is BatchSampler
+            and type(batches.sampler) in (SequentialSampler, RandomSampler)
+            and type(dataset) is TensorDataset
+            and self.loader.collate_fn is default_collate
+        )
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # In each pass, since the dataset's tensors and indices may have changed.
         rows = TensorRows.of(self.loader)
@@ -271,8 +298,9 @@ class Tensors(Source):
         sizes: RankSizes = (0,)
         for batch in islice(batches, first_batch, None):
             # Yield the same tuple while nothing changes, so that step weights can be reused by identity.
-            if len(batch[0]) != sizes[0]:
-                sizes = (len(batch[0]),)
+            size = batch[0].shape[0]  # len(), of a tensor, is a function in Python
+            if size != sizes[0]:
+                sizes = (size,)
             yield sizes, batch
 
 

@@ -59,7 +59,8 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module in training:
-            module.training = True
+            if not module.training:  # reading is ten times as fast as assigning
+                module.training = True
 
 
 def mean_loss(

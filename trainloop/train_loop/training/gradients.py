@@ -203,6 +203,14 @@ class Gradients:
         if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
 
+    def is_whole(self, count: int) -> bool:
+        """Return True if one micro-batch of this process is the whole step, of ``count`` micro-batches.
+
+        Its loss is already the mean over the step's units, so its gradients are the step's: scaling would only add
+        rounding errors, and there is nothing to :meth:`complete`.
+        """
+        return count == 1 and self.trained is None
+
     # -- for each micro-batch ----------------------------------------------------------------------------------------
 
     def scaled(self, read: BatchLoss, scale: float | None, count: int, size: int) -> Any:
@@ -227,8 +235,8 @@ class Gradients:
         step.weighted = step.weighted or weight is not None
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             return loss if self.ranks == 1 else loss * self.ranks
-        if self.ranks == 1 and count == 1:
-            return loss  # the loss is already the mean over the step's units: scaling would only add rounding errors
+        if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
+            return loss
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
@@ -365,10 +373,6 @@ class Gradients:
         """
         self._run.stage = "complete"
         step, in_parts = self.weight, bool(self._parts)
-        if self.trained is None and len(step.given) <= 1 and not in_parts:  # one process, one micro-batch: see scaled
-            step.given.clear()
-            step.weighted, self._joined = False, {}
-            return None
         try:
             if len(step.given) > 1:
                 step.check()
@@ -403,7 +407,7 @@ class Gradients:
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
-        if self._joined:
+        if self._joined and not self.is_whole(len(scaled_losses)):
             scaled_losses = [
                 _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
             ]
@@ -439,11 +443,11 @@ class Gradients:
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
         self._run.stage = "step"
-        scaler = self._place.scaler
         if not self.scales:
             for optimizer in optimizers:
                 optimizer.step()
             return
+        scaler = self._place.scaler
         for optimizer in optimizers:
             scaler.step(optimizer)
         # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.

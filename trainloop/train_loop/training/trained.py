@@ -255,16 +255,16 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     -----
     A class that overrides ``train()`` decides for itself and for all modules inside it.
     """
+    modules = list(model.modules())
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
-        kept = [module for module in model.modules() if not module.training]
+        kept = [module for module in modules if not module.training]
+        if not kept and all(type(module).train is nn.Module.train for module in modules):
+            return []  # they are in training mode already; train() would assign each module's mode
     model.train()
     if kept:
         decided = {
-            id(part)
-            for module in model.modules()
-            if type(module).train is not nn.Module.train
-            for part in module.modules()
+            id(part) for module in modules if type(module).train is not nn.Module.train for part in module.modules()
         }
         for module in kept:
             if id(module) not in decided:

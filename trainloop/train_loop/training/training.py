@@ -616,19 +616,21 @@ class Training(Run):
         """
         loop, place, recorder, gradients, watch = self.loop, self.place, self.recorder, self.gradients, self.watch
         batches, sizes, scales, _, counts = step
-        gradients.begin_step(counts is not None)
+        if self._in_ranks:
+            gradients.begin_step(counts is not None)
         # A rank with fewer micro-batches still calls every hook, since callbacks may exchange values in them.
         count = max(counts) if counts else len(batches)
+        whole = gradients.is_whole(count)
         scaled_losses: list[Any] = []
         recorder.step = loop.progress.global_step + 1
         for i in range(count):
             self.stage = "forward"
             if first and i >= begun:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
-            later = gradients.weight.reduced_later
-            model = place.model if later else place.wrapper
-            around: AbstractContextManager[Any] = _ALONE
+            model, around = place.wrapper, _ALONE
             if self._in_ranks:
+                later = gradients.weight.reduced_later
+                model = place.model if later else model
                 around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             with around:
@@ -640,12 +642,17 @@ class Training(Run):
                         watch.forward_begins(i == 0)
                     if self.expects is not None:
                         self.expects(sizes[i])
-                    with place.autocast:
+                    if place.autocasts:
+                        with place.autocast:
+                            output = model.get_loss(batches[i], loop.criterion, place.device)
+                    else:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
                     read = read_loss(output, sizes[i], gradients.sums)
                     if self.class_losses.uneven:
                         self._check_averages(read, count)
-                    scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
+                    scaled = read.loss
+                    if not whole:
+                        scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
                     self.stage = "backward"
                     try:
                         gradients.backward(scaled)
@@ -658,7 +665,7 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        factor = gradients.complete(gradients.learned)
+        factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:

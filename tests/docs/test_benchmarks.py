@@ -1,0 +1,89 @@
+"""The benchmarks run, and README, the picture and the guides show what their pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import pages, picture, readme
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.rst"))}
+# Pages that benchmarks/pages.py does not write: several commands measure for them, or nothing has been measured.
+OF_SEVERAL_RUNS = {"FSDP", "GPU", "RESTARTS", "SOAK", "TABULAR"}
+
+
+def paragraphs_with_pages() -> list[tuple[str, str, list[str]]]:
+    """Each paragraph of README and the guides that names a page of results: its file, its text and these pages."""
+    found = []
+    for path in [ROOT / "README.rst", *sorted((ROOT / "docs").glob("guides/*.rst"))]:
+        text = path.read_text()
+        if path.name == "README.rst":
+            text = text.replace(readme.block_of(text), "")  # it is compared as a whole
+        for paragraph in re.split(r"\n\s*\n", text):
+            named = re.findall(r"benchmarks/([A-Z]+)\.rst", paragraph)
+            if named:
+                found.append((path.name, paragraph, named))
+    return found
+
+
+def test_readme_has_the_figures_of_the_pages() -> None:
+    text = (ROOT / "README.rst").read_text()
+    assert readme.block_of(text) == readme.written(PAGES["RESULTS"], PAGES["STARTING"]), "python -m benchmarks.readme"
+
+
+def test_the_picture_is_of_the_page() -> None:
+    assert picture.PICTURE.read_text() == picture.drawn(PAGES["RESULTS"]), "python -m benchmarks.picture"
+
+
+def test_paragraphs_that_name_a_page_have_its_figures() -> None:
+    paragraphs = paragraphs_with_pages()
+    assert len(paragraphs) >= 5
+    for name, paragraph, named in paragraphs:
+        for figure in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", paragraph):
+            assert any(figure in PAGES[page] for page in named), f"{name}: {figure} is not in {named}: {paragraph}"
+
+
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - OF_SEVERAL_RUNS))
+def test_a_page_is_of_one_commit(name: str) -> None:
+    text = PAGES[name]
+    assert len(pages.commits_of(text)) == 1
+    assert re.search(r"^\* .*\btorch \d", text, re.MULTILINE)
+    assert text.count("wrote this page") == 1
+
+
+def test_a_page_that_an_edit_has_changed_is_noticed() -> None:
+    """The comparison sees a figure of README that is not on the page."""
+    changed = PAGES["RESULTS"].replace("trainloop ", "trainlo0p ", 1)
+    assert readme.written(changed, PAGES["STARTING"]) != readme.block_of((ROOT / "README.rst").read_text())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=pytest.mark.slow if part == "memory" else pytest.mark.long) for part in bench.PARTS],
+)
+def test_each_part_of_make_bench_runs(part: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "--tiny", "--out", str(tmp_path), "--only", part]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
+    page = (tmp_path / "RESULTS.rst").read_text()
+    assert f"\n{bench.PARTS[part][0]}\n---" in page
+    assert len(pages.commits_of(page)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "page"), [("failure_recorder", "RECORDER"), ("starting", "STARTING")])
+def test_a_longer_benchmark_writes_its_page(command: str, page: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", f"benchmarks.{command}", "--tiny", "--out", str(tmp_path)]
+    subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
+    assert len(pages.commits_of((tmp_path / f"{page}.rst").read_text())) == 1
+
+
+def test_a_tiny_run_keeps_the_pages() -> None:
+    with pytest.raises(SystemExit, match="its figures mean nothing"):
+        bench.main(["--tiny"])
