@@ -14,7 +14,7 @@ from trainloop.data.loader import loaders
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
-from trainloop.data.source.indexed import Indexed, eval_shard, given_shard
+from trainloop.data.source.indexed import Indexed, eval_shard, presharded_shard
 from trainloop.data.source.sources import Columns, Opaque, Source
 from trainloop.data.source.tensors import TensorRows
 from trainloop.data.stream.streams import stream_loader
@@ -66,11 +66,11 @@ class EvalFeed:
         loaders.check_iterable(loader, name)
         if world_size > 1 and seed is None:
             seed = 0
-        given = world_size > 1 and loaders.is_distributed(loader)
-        self._source = _source_of(loader, rank, world_size, seed, name, given)
+        presharded = world_size > 1 and loaders.is_distributed(loader)
+        self._source = _source_of(loader, rank, world_size, seed, name, presharded)
         length = None if loaders.is_stream(loader) else length_of(loader)
         # A distributed loader knows only the length of its shard.
-        self.num_batches = length * world_size if length is not None and given else length
+        self.num_batches = length * world_size if length is not None and presharded else length
         """Batches of a pass over all ranks; None if unknown before reading."""
         self._seed = seed
         self._users_loader = loader
@@ -134,10 +134,9 @@ class EvalFeed:
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""
         rank, known = self._rank, self._source.sizes_known and not self._source.counts
-        least = 1 if known else 0  # a batch may contain nothing countable
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
-            size = sizes[rank] if known else sizes
-            if size >= least:
+            size = (sizes[rank] or None) if known else sizes  # otherwise 0 is a batch without anything countable
+            if size is not None:
                 yield (round_index * self._world_size + rank, size), batch
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
@@ -159,21 +158,21 @@ class EvalFeed:
         return self._source.row_order(sizes)
 
 
-def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, given: bool) -> Source:
+def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str, presharded: bool) -> Source:
     """Return the source for a loader of any kind, split by whole batches."""
     # Evaluation has its own random numbers, so that it does not affect training.
     if seed is not None:
         seed = derive_seed(seed, "evaluation")
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
-    if given or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
+    if presharded or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
-    if loaders.is_indexed(loader, given):
-        shard = (given_shard if given else eval_shard)(loader, rank, world_size, seed)
+    if loaders.is_indexed(loader, presharded):
+        shard = (presharded_shard if presharded else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
     # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both, and
     # counts the samples of each batch.
-    shared = world_size > 1 and not given
+    shared = world_size > 1 and not presharded
     if loaders.is_stream(loader) and not loaders.iterates_itself(loader):
         loader = stream_loader(loader, rank=0, world_size=1, shared=shared, with_places=False, name=name)
-    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=False)
+    return Opaque(loader, rank, world_size, seed, name, presharded=presharded, with_position=False)

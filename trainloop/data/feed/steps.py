@@ -67,7 +67,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
 
 
 def steps_of_exchanged(
-    items: Iterator[tuple[int, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
+    items: Iterator[tuple[int | None, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
 ) -> Iterator[StepBatches]:
     """Yield steps from items with this rank's sizes only; ranks exchange their sizes once per step.
 
@@ -77,8 +77,7 @@ def steps_of_exchanged(
     Parameters
     ----------
     items : iterator of (size, batch)
-        This rank's micro-batches with their numbers of samples; a negative size means that this rank has no part in a
-        batch.
+        This rank's micro-batches with their numbers of samples; None if this rank has no part in a batch.
     grad_accumulation, rank
         As in :func:`steps_of_known`.
     exchange_ints : callable
@@ -87,12 +86,12 @@ def steps_of_exchanged(
     while True:
         group = list(islice(items, grad_accumulation))
         # Always exchange grad_accumulation numbers, so that ranks whose data has ended exchange as many as the others.
-        mine = [size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
-        sizes = [[size for size in of_rank if size >= 0] for of_rank in exchange_ints(mine)]
+        mine = [_NONE if size is None else size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
+        sizes = [[size for size in of_rank if size != _NONE] for of_rank in exchange_ints(mine)]
         if not any(sizes):
             return
         weights = weigh_step(sizes, rank)
-        yield StepBatches([batch for size, batch in group if size >= 0], sizes[rank], *weights)
+        yield StepBatches([batch for size, batch in group if size is not None], sizes[rank], *weights)
 
 
 def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:

@@ -18,7 +18,7 @@ from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import end_workers, isolated_base_seed, persistent_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import generators_of, set_states
-from trainloop.data.source.indexed import Indexed, given_shard, train_shard
+from trainloop.data.source.indexed import Indexed, presharded_shard, train_shard
 from trainloop.data.source.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
 from trainloop.data.source.tensors import TensorRows
 from trainloop.errors import ConfigurationError
@@ -361,15 +361,15 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
     """Return the source for a loader of any kind, with each rank's part of every global batch."""
     if isinstance(loader, SplitBatches):
         return Columns(loader, rank, world_size, seed, name)
-    given = loaders.is_distributed(loader)
-    if given:
+    presharded = loaders.is_distributed(loader)
+    if presharded:
         loader = loaders.for_rank(loader, rank, world_size, name)
     rows = TensorRows.of(loader)
     if seed is None:
         return UserLoader(loader, name) if rows is None else Tensors(loader, name)
-    if loaders.is_indexed(loader, given):
-        shard = (given_shard if given else train_shard)(loader, rank, world_size, seed)
+    if loaders.is_indexed(loader, presharded):
+        shard = (presharded_shard if presharded else train_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, rows)
     if isinstance(loader, DataLoader) and not loaders.iterates_itself(loader):
-        return Stream(loader, rank, world_size, seed, name, given)
-    return Opaque(loader, rank, world_size, seed, name, given=given, with_position=True)
+        return Stream(loader, rank, world_size, seed, name, presharded)
+    return Opaque(loader, rank, world_size, seed, name, presharded=presharded, with_position=True)

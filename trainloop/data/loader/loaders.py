@@ -34,15 +34,15 @@ def iterates_itself(loader: Any) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def is_indexed(loader: Any, given: bool) -> bool:
+def is_indexed(loader: Any, presharded: bool) -> bool:
     """Return True if a loader reads the indices that its sampler yields, so that another sampler can split it.
 
     Parameters
     ----------
-    given : bool
+    presharded : bool
         True if the loader is already split over ranks. The loader's own ``__iter__`` may split it.
     """
-    return isinstance(loader, DataLoader) and not is_stream(loader) and not (given and iterates_itself(loader))
+    return isinstance(loader, DataLoader) and not is_stream(loader) and not (presharded and iterates_itself(loader))
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:

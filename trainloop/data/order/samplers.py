@@ -4,7 +4,7 @@
 * :class:`BatchShardSampler`: of the user's own batches, every ``world_size``-th.
 * :class:`~trainloop.data.order.whole_batches.WholeBatches`: the same for evaluation, which puts rows into the dataset's
   order.
-* :class:`GivenShard`: all batches of a sampler that already gives each rank a shard.
+* :class:`PreshardedShard`: all batches of a sampler that already gives each rank a shard.
 
 :class:`LoggedBatchSampler` passes a shard's indices to the loader.
 """
@@ -252,7 +252,7 @@ class BatchShardSampler(_UserBatches):
         return group[self.rank] if self.rank < len(group) else None, sizes
 
 
-class GivenShard(_UserBatches):
+class PreshardedShard(_UserBatches):
     """The batches of a sampler that already gives each rank a shard, unchanged.
 
     Parameters

@@ -20,8 +20,8 @@ from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.orders import length_of, order_by_position
 from trainloop.data.order.samplers import (
     BatchShardSampler,
-    GivenShard,
     LoggedBatchSampler,
+    PreshardedShard,
     RankShard,
     RankSizes,
     ShardSampler,
@@ -38,11 +38,11 @@ def index_sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def given_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
+def presharded_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
     """Return the shard of a loader that is already split over ranks: everything that the loader yields."""
     plain = loaders.plain_batches(loader)
     equal = plain is not None and type(plain.sampler) is DistributedSampler
-    return GivenShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
+    return PreshardedShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
@@ -109,16 +109,16 @@ class Indexed(Source):
             )
         self.loader = copy_loader(loader, **changes)
 
-        given, world_size = isinstance(shard, GivenShard), shard.num_replicas
-        self.shares = not given
-        plan = plan_of(loader, 1 if given else world_size)
+        presharded, world_size = isinstance(shard, PreshardedShard), shard.num_replicas
+        self.shares = not presharded
+        plan = plan_of(loader, 1 if presharded else world_size)
         if plan is not None:
             self.num_batches: int | None = plan.num_batches
-            self.num_samples: int | None = plan.num_taken * (world_size if given else 1)
+            self.num_samples: int | None = plan.num_taken * (world_size if presharded else 1)
             self.global_batch_size: int | None = plan.batch_size * world_size
         else:
             length = length_of(index_sampler_of(loader))
-            self.num_batches = None if length is None else length if given else shard_size(length, 0, world_size)
+            self.num_batches = None if length is None else length if presharded else shard_size(length, 0, world_size)
         if plain is not None:
             self.global_batch_size = plain.batch_size * world_size
 
@@ -147,13 +147,13 @@ class Indexed(Source):
         items = self._read(epoch, first_batch) if rows is None else self._index(rows, first_batch)
         return self._with_own_sizes(items) if self.counts or not self.sizes_known else items
 
-    def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int, Any]]:
+    def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int | None, Any]]:
         """Yield the items with only this rank's size, counted if it is unknown or may differ from the plan."""
         rank, counter = self._rank, self._counter
         for sizes, batch in items:
             size = sizes[rank]
             if size == 0:
-                yield -1, None
+                yield None, None
             elif size < 0:
                 yield counter.count(batch), batch
             else:

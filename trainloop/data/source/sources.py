@@ -98,7 +98,7 @@ class Source:
         """Yield this rank's part of each global batch of an epoch from ``first_batch`` on, with its size or sizes.
 
         After ``position.load()``, yield the parts that follow the loaded position. If this rank has no part in a global
-        batch, its entry in ``sizes`` is 0, or its ``size`` is -1, and the batch must be ignored.
+        batch, its entry in ``sizes`` is 0, or its ``size`` is None, and the batch must be ignored.
         """
         raise NotImplementedError
 
@@ -309,25 +309,27 @@ class Stream(Source):
 
     sizes_known = False
 
-    def __init__(self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, given: bool) -> None:
-        self._name, self.shares = name, not given
-        self._seed = derive_seed(seed, "stream", rank) if given else derive_seed(seed, "stream")
+    def __init__(
+        self, loader: DataLoader[Any], rank: int, world_size: int, seed: int, name: str, presharded: bool
+    ) -> None:
+        self._name, self.shares = name, not presharded
+        self._seed = derive_seed(seed, "stream", rank) if presharded else derive_seed(seed, "stream")
         # A stream that is already this rank's shard is read as by one process.
-        shared = world_size > 1 and not given
+        shared = world_size > 1 and not presharded
         self.loader = stream_loader(
-            loader, *((0, 1) if given else (rank, world_size)), shared=shared, with_places=True, name=name
+            loader, *((0, 1) if presharded else (rank, world_size)), shared=shared, with_places=True, name=name
         )
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
         # A stream's length, and how workers divide it, depend on the dataset: an estimate, not a guarantee.
         length = length_of(loader.dataset)
-        plan = BatchPlan(length or 0, batch_size or 1, 1 if given else world_size, loader.drop_last)
+        plan = BatchPlan(length or 0, batch_size or 1, 1 if presharded else world_size, loader.drop_last)
         self.num_batches = None if length is None else plan.num_batches
-        self.num_samples = None if length is None or batch_size is None or given else length
-        self._places = StreamPlaces(self.loader, own_share=given)
+        self.num_samples = None if length is None or batch_size is None or presharded else length
+        self._places = StreamPlaces(self.loader, presharded=presharded)
         self.position = self._places if self.loader.dataset.stateful else None
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         # The seed is the same on all ranks, unlike for a map-style dataset's batches: ranks must read one stream.
         seed = derive_seed(self._seed, epoch)
         seed_stream(self.loader, seed)
@@ -350,7 +352,7 @@ class Opaque(Source):
     ----------
     seed : int or None
         None to draw from the global generators, without isolation.
-    given : bool
+    presharded : bool
         True if the iterable is already this rank's shard, so that the rank keeps all batches.
     with_position : bool
         True to track the iterable's position, if it has a state, so that training can resume from it.
@@ -359,18 +361,26 @@ class Opaque(Source):
     sizes_known = False
 
     def __init__(
-        self, loader: Any, rank: int, world_size: int, seed: int | None, name: str, *, given: bool, with_position: bool
+        self,
+        loader: Any,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+        name: str,
+        *,
+        presharded: bool,
+        with_position: bool,
     ) -> None:
         self.loader = loader if seed is None else libraries.same_on_all_ranks(loader)
-        self._name, self.shares = name, not given
-        self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if given else []))
-        self._rank, self._step = (0, 1) if given else (rank, world_size)
+        self._name, self.shares = name, not presharded
+        self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if presharded else []))
+        self._rank, self._step = (0, 1) if presharded else (rank, world_size)
         self._counter = SampleCounter(name, getattr(loader, "batch_size", None))
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
 
-    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Any]]:
+    def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         first, place = first_batch * self._step + self._rank, self._place
         with isolated or nullcontext():

@@ -213,13 +213,13 @@ class StreamPlaces:
     ----------
     loader : DataLoader
         Loader of a :class:`~trainloop.data.stream.streams.StreamShard`.
-    own_share : bool
+    presharded : bool
         True if the stream is already this rank's shard; else every rank reads all of it and keeps a part.
     """
 
-    def __init__(self, loader: Any, own_share: bool) -> None:
+    def __init__(self, loader: Any, presharded: bool) -> None:
         self._loader = loader
-        self._own_share = own_share
+        self._presharded = presharded
         self._places: dict[int, tuple[int, bytes]] = {}
         self._ended = False
         self.resumes = False
@@ -261,7 +261,7 @@ class StreamPlaces:
             "of": type(self._loader.dataset.dataset).__name__,
             "workers": workers,
             "num_workers": self._loader.num_workers,
-            "own_share": self._own_share,
+            "own_share": self._presharded,
         }
 
     def load(self, state: dict[str, Any], *, begins: bool, same_ranks: bool, same_batches: bool) -> bool:
@@ -270,10 +270,10 @@ class StreamPlaces:
         Without workers, if each rank keeps a part of the whole stream, the stream's position fits any number of ranks.
         """
         shard, num_workers = self._loader.dataset, self._loader.num_workers
-        same = state.get("num_workers") == num_workers and state["own_share"] == self._own_share
+        same = state.get("num_workers") == num_workers and state["own_share"] == self._presharded
         if not same or state["of"] != type(shard.dataset).__name__ or not shard.stateful:
             return False
-        if not (same_ranks or not self._own_share) or not (same_batches or not num_workers):
+        if not (same_ranks or not self._presharded) or not (same_batches or not num_workers):
             return False
         places: dict[int, dict[str, Any]] = state["workers"]
         fresh = {"group": 0, "ended": False, "rng": None, "waits": False, "begins": True}

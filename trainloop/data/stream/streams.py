@@ -25,10 +25,12 @@ from trainloop.errors import ConfigurationError
 class StreamPart:
     """A rank's samples of one global batch of a stream."""
 
-    def __init__(self, batch: Any, size: int, place: tuple[int, bytes] | None = None, is_turn: bool = False) -> None:
+    def __init__(
+        self, batch: Any, size: int | None, place: tuple[int, bytes] | None = None, is_turn: bool = False
+    ) -> None:
         self.batch = batch
         self.size = size
-        """Samples in ``batch``; -1 if the rank has no samples."""
+        """Samples in ``batch``; None if the rank has no samples."""
         self.place = place
         """The worker and its position after this part, pickled; None if the dataset has no state."""
         self.is_turn = is_turn
@@ -221,7 +223,7 @@ class PartCollate:
 
     def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
         samples, group_index, place = group
-        part = self._part(samples, group_index) if samples else StreamPart(None, -1, is_turn=samples is None)
+        part = self._part(samples, group_index) if samples else StreamPart(None, None, is_turn=samples is None)
         if place is not None:
             part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw, too
         return part
