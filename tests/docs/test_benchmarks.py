@@ -16,7 +16,10 @@ from benchmarks import pages, picture, readme
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.rst"))}
 # Pages that benchmarks/pages.py does not write: several commands measure for them, or nothing has been measured.
-OF_SEVERAL_RUNS = {"FSDP", "GPU", "RESTARTS", "SOAK", "TABULAR"}
+OF_SEVERAL_RUNS = {"FSDP", "GPU", "RESTARTS", "SOAK", "SURVIVAL", "TABULAR"}
+
+LONGER = {"RECORDER": "failure_recorder", "STARTING": "starting", "RESTARTS": "restarts"}
+"""Pages that take longer, and the modules that write them."""
 
 
 def paragraphs_with_pages() -> list[tuple[str, str, list[str]]]:
@@ -77,9 +80,11 @@ def test_each_part_of_make_bench_runs(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "page"), [("failure_recorder", "RECORDER"), ("starting", "STARTING")])
+@pytest.mark.parametrize(
+    ("command", "page"), [("failure_recorder", "RECORDER"), ("starting", "STARTING"), ("restarts", "RESTARTS")]
+)
 def test_a_longer_benchmark_writes_its_page(command: str, page: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-m", f"benchmarks.{command}", "--tiny", "--out", str(tmp_path)]
+    run = [sys.executable, "-m", f"benchmarks.{LONGER[page]}", "--tiny", "--out", str(tmp_path)]
     subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
     assert len(pages.commits_of((tmp_path / f"{page}.rst").read_text())) == 1
 
