@@ -230,7 +230,7 @@ def main() -> None:
             continue
         parts.append(part(size).text())
         print(parts[-1], flush=True)
-    page.write(arguments.out, NOTE, parts)
+    page.write(arguments.out, size, NOTE, parts)
 
 
 if __name__ == "__main__":
