@@ -32,8 +32,8 @@ ROWS = [
     ),
 ]
 STARTS = (
-    "The hand-written script of the rows from STARTING is an ``mp.spawn`` whose caller makes the same model and optimizer",
-    "first. A script that makes them only in its processes imports less; the page compares with this one, too.",
+    "The hand-written script of the rows from STARTING is an ``mp.spawn`` whose caller makes the same model and",
+    "optimizer first. A script that makes them only in its processes imports less; the page compares with it, too.",
     "",
 )
 MEMORY = "memory for a {} MiB dataset in two processes"
