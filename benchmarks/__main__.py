@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"The tables have medians of {size.rounds} rounds,\nwith one thread per process. Ratios are relative to the "
         "hand-written PyTorch loop."
     )
-    page.write(given.out, note, lines)
+    page.write(given.out, size, note, lines)
     if not given.only:
         picture.write(given.out)
         readme.write(given.out)

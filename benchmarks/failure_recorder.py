@@ -109,7 +109,7 @@ def main() -> None:
         "It measures the CPU time of one\nepoch in ``single``, including the start of ``fit``: medians of "
         f"{size.rounds} interleaved rounds, with one thread."
     )
-    page.write(arguments.out, note, [table(size)])
+    page.write(arguments.out, size, note, [table(size)])
 
 
 if __name__ == "__main__":

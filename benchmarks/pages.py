@@ -19,6 +19,12 @@ HERE = Path(__file__).parent
 LIBRARIES = ("torch", "numpy", "lightning", "accelerate", "pytorch-ignite")
 
 
+QUIET = 0.7
+"""Load at the start, up to which figures count."""
+PRELIMINARY = "**Preliminary:** the machine was not quiet, or there were fewer than three rounds. Measure again."
+"""What a page says whose figures README does not show."""
+
+
 @dataclass
 class Size:
     """How much is measured."""
@@ -67,12 +73,14 @@ class Page:
 
     def __init__(self, name: str, title: str, command: str) -> None:
         self.name, self.title, self.command = name, title, command
+        self._load = os.getloadavg()[0]
         self._head = provenance()
         self._begin = time.perf_counter()
 
-    def write(self, folder: Path, note: str, parts: Iterable[str]) -> Path:
+    def write(self, folder: Path, size: Size, note: str, parts: Iterable[str]) -> Path:
         """Write the page: a note, the provenance, and the parts."""
         minutes = (time.perf_counter() - self._begin) / 60
+        preliminary = [PRELIMINARY, ""] if size.rounds < 3 or self._load > QUIET else []
         lines = [
             self.title,
             "=" * len(self.title),
@@ -81,6 +89,7 @@ class Page:
             "",
             f"``{self.command}`` wrote this page in {minutes:.0f} minutes. {note}".rstrip(),
             "",
+            *preliminary,
             self._head,
             "",
             *parts,

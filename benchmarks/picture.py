@@ -6,6 +6,8 @@ import re
 from html import escape
 from pathlib import Path
 
+from benchmarks.pages import PRELIMINARY
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "RESULTS.rst"
 PICTURE = HERE.parent / "docs" / "_static" / "benchmarks.svg"
@@ -49,6 +51,7 @@ def drawn(text: str) -> str:
     """The picture of a RESULTS.rst, as SVG."""
     of_table, y = tables(text), 34
     machine = next(line.removeprefix("* ").partition(";")[0] for line in text.splitlines() if line.startswith("* "))
+    machine += "; preliminary" if PRELIMINARY in text else ""
     body: list[str] = []
     scale = WIDTH / MOST
     for title, name in SHOWN.items():

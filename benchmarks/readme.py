@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.pages import HERE
+from benchmarks.pages import HERE, PRELIMINARY
 from benchmarks.picture import tables
 from benchmarks.timing import rule_of
 
@@ -31,12 +31,21 @@ ROWS = [
         ("trainloop, fork server", "Accelerate, fork", "Lightning, spawn"),
     ),
 ]
+STARTS = (
+    "The hand-written script of the rows from STARTING is an ``mp.spawn`` whose caller makes the same model and",
+    "optimizer first. A script that makes them only in its processes imports less; the page compares with it, too.",
+    "",
+)
 MEMORY = "memory for a {} MiB dataset in two processes"
 
 
 def written(results: str, starting: str) -> str:
     """Return the block between the marks, from the texts of the two pages."""
     pages = {"RESULTS": results, "STARTING": starting}
+    if PRELIMINARY in results:
+        text = "are preliminary, so they are not repeated here. They are relative to a hand-written PyTorch loop."
+        return "\n".join([BEGIN, "", f"The figures of {_link('RESULTS')}", text, "", END])
+    pages = {name: "" if PRELIMINARY in page else page for name, page in pages.items()}
     rows = [("measurement", "trainloop", "Accelerate", "Lightning", "measured in")]
     for text, page, title, columns in ROWS:
         ratios = dict(tables(pages[page]).get(title, []))
@@ -62,6 +71,7 @@ def written(results: str, starting: str) -> str:
             *lines[1:],
             rule,
             "",
+            *(STARTS if any(row[-1] == _link("STARTING") for row in rows) else ()),
             END,
         ]
     )

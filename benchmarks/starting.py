@@ -279,7 +279,7 @@ def main() -> None:
         f"medians of {size.rounds} interleaved rounds.\nLightning's strategy is ``ddp_spawn``. Accelerate's "
         "``debug_launcher`` forks the script, which works only if the\nscript has not used threads or a GPU."
     )
-    page.write(arguments.out, note, lines)
+    page.write(arguments.out, size, note, lines)
     if arguments.out == HERE:
         readme.write()
 
