@@ -77,10 +77,8 @@ def test_readme_shows_no_preliminary_figures() -> None:
     assert not re.search(r"\d\.\d\d", readme.written(page, PAGES["STARTING"]))
 
 
-@pytest.mark.parametrize(
-    "part",
-    [pytest.param(part, marks=pytest.mark.slow if part == "memory" else pytest.mark.long) for part in bench.PARTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", bench.PARTS)
 def test_each_part_of_make_bench_runs(part: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "--tiny", "--out", str(tmp_path), "--only", part]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
