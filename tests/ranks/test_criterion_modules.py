@@ -199,3 +199,19 @@ def test_a_rank_without_rows_in_a_loss_over_ranks_is_named_as_a_cause() -> None:
         loop.fit(num_epochs=1)
     for cause in ("`if rank == 0:`", "rank without samples", "drop_last=True"):
         assert cause in str(caught.value)
+
+
+class Rows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 1, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + self.rows(torch.zeros(len(x), dtype=torch.int64))
+
+
+def test_sparse_gradients_are_no_hook_of_the_user(capfd: pytest.CaptureFixture[str]) -> None:
+    """DDP divides them in place, so that the wrapper copies them in a hook."""
+    model = Rows()
+    loop_of(model, nn.MSELoss(), optim.SGD(model.parameters(), lr=0.05), "ddp").fit(1)
+    assert "has a hook" not in capfd.readouterr().err

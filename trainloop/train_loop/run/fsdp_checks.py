@@ -87,7 +87,11 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
 def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
     """Return the names of the parameters with a hook for their gradient, each with the method that adds the hook."""
     return [
-        (name, made_by) for name, p in named for kind, made_by in _HOOKS.items() if p.requires_grad and getattr(p, kind)
+        (name, made_by)
+        for name, p in named
+        for kind, made_by in _HOOKS.items()
+        # The wrapper of ddp copies sparse gradients by a hook of its own.
+        if p.requires_grad and any(hook is not Tensor.clone for hook in (getattr(p, kind) or {}).values())
     ]
 
 
