@@ -1,9 +1,10 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
-# make test-long  those; in three parts, another one after each commit, as CI does: make test-long ARGS="--part 1/3"
+# make test-long  those; in six parts, as CI does, another one after each commit: make test-long ARGS="--part 1/6"
 # make test-slow-part  one of 80 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
+# make test-bench-part  one of the ten parts of the benchmarks with a few steps, another one after each commit
 # make test-hosts  those that make networks of their own; need root and iproute2
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
@@ -45,7 +46,7 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
-.PHONY: help ci-environment demo test test-long test-slow-part test-unit test-docs test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
+.PHONY: help ci-environment demo test test-long test-slow-part test-unit test-docs test-bench-part test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile
 
@@ -92,7 +93,10 @@ test-unit: $(VENV)/test.stamp
 	$(PYTEST) tests/unit $(ARGS)
 
 test-docs: $(VENV)/test.stamp
-	$(PYTEST) tests/docs -m "not hosts" $(ARGS)
+	$(PYTEST) tests/docs -m "not hosts" --ignore=tests/docs/test_benchmarks_run.py $(ARGS)
+
+test-bench-part: $(VENV)/test.stamp
+	$(BIN)/python -m pytest tests/docs/test_benchmarks_run.py -m slow --part $(PART)/10 -o faulthandler_timeout=300 $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "hosts and not slow" $(call with_mark,hosts) $(ARGS)

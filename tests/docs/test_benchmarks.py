@@ -1,11 +1,8 @@
-"""The benchmarks run, and README, the picture and the guides show what their pages say."""
+"""README, the picture and the guides show what the pages of benchmarks say."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +15,6 @@ PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").gl
 # Pages that benchmarks/pages.py does not write: several commands measure for them, or nothing has been measured.
 # RECORDER, RESTARTS and STARTING have the form that earlier commands gave them, until they are measured again.
 OF_SEVERAL_RUNS = {"RECORDER", "STARTING", "FSDP", "GPU", "RESTARTS", "SOAK", "SURVIVAL", "TABULAR"}
-
-LONGER = {"RECORDER": "failure_recorder", "STARTING": "starting", "RESTARTS": "restarts"}
-"""Pages that take longer, and the modules that write them."""
 
 
 def paragraphs_with_pages() -> list[tuple[str, str, list[str]]]:
@@ -75,26 +69,6 @@ def test_a_page_that_an_edit_has_changed_is_noticed() -> None:
 def test_readme_shows_no_preliminary_figures() -> None:
     page = PAGES["RESULTS"].replace(pages.PRELIMINARY, "") + pages.PRELIMINARY
     assert not re.search(r"\d\.\d\d", readme.written(page, PAGES["STARTING"]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", bench.PARTS)
-def test_each_part_of_make_bench_runs(part: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--tiny", "--out", str(tmp_path), "--only", part]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
-    page = (tmp_path / "RESULTS.rst").read_text()
-    assert f"\n{bench.PARTS[part][0]}\n---" in page
-    assert len(pages.commits_of(page)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "page"), [("failure_recorder", "RECORDER"), ("starting", "STARTING"), ("restarts", "RESTARTS")]
-)
-def test_a_longer_benchmark_writes_its_page(command: str, page: str, tmp_path: Path) -> None:
-    run = [sys.executable, "-m", f"benchmarks.{LONGER[page]}", "--tiny", "--out", str(tmp_path)]
-    subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=280)
-    assert len(pages.commits_of((tmp_path / f"{page}.rst").read_text())) == 1
 
 
 def test_a_tiny_run_keeps_the_pages() -> None:
