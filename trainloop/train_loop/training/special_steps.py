@@ -65,7 +65,7 @@ class AlternatingTraining(Training):
             batches = [*batches, *borrowed[len(batches) :]]
         # Nothing runs yet: a generator starts at its first next().
         generators = []
-        for batch, size in zip(batches, self._sizes):  # noqa: B905  # a rank may have fewer batches than the step
+        for batch, size in zip(batches, self._sizes):  # a rank may have fewer batches than the step
             if self.expects is not None:
                 self.expects(size)
             generators.append(place.evaluated.get_loss(batch, loop.criterion, place.device))
