@@ -38,7 +38,12 @@ _ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 
 def is_all(devices: object) -> bool:
     """Return True if ``devices`` requests all devices: ``'auto'``, -1 or ``'-1'``."""
-    return is_auto(devices) or (isinstance(devices, str) and devices.strip() == "-1") or whole_number(devices) == -1
+    return requested_number(devices) == -1
+
+
+def requested_number(devices: object) -> int | None:
+    """Return the number of devices that is requested, -1 for all; None if ``devices`` has indices or is not valid."""
+    return whole_number(_read_text(devices) if isinstance(devices, str) else devices)
 
 
 def parse_devices(devices: object, count: int) -> list[int]:
@@ -255,7 +260,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
     """Return the number of processes requested by ``devices`` on the CPU."""
     if is_auto(devices):
         return 1
-    number = whole_number(_read_text(devices) if isinstance(devices, str) else devices)
+    number = requested_number(devices)
     if number == -1 and found_none:
         return 1  # -1 requests all GPUs; if there is no GPU, it is the same as 'auto'
     if number is None or number < 1:

@@ -124,7 +124,7 @@ def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) ->
 
 
 def _are_results(options: Options, steps: Any, values: Any, weights: Any) -> bool:
-    """Return True if there is one value for each step, so that nothing is to be reduced: the usual case of one rank."""
+    """Return True if there is one value for each step, so that no reduction is needed: the usual case of one rank."""
     return bool((steps[1:] > steps[:-1]).all() and (options.reduce != "mean" or (weights > 0).all()))
 
 

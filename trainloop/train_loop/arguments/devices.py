@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainloop._support.user_line import warn
-from trainloop.devices import find_usable_cuda_devices, is_all, is_auto, resolve, whole_number
+from trainloop.devices import find_usable_cuda_devices, is_all, is_auto, requested_number, resolve
 from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments.checks import check_bool, check_count
@@ -88,13 +88,12 @@ def requested(options: Options, num_gpus: Any = None, on_gpu: Any = None, *, sel
         check_bool(on_gpu, "on_gpu")
     accelerator = options.accelerator.strip().lower() if isinstance(options.accelerator, str) else options.accelerator
     _check_contradictions(accelerator, num_gpus, on_gpu)
-    # With a list of indices, the user has selected the GPUs.
-    number = whole_number(options.devices) is not None or is_all(options.devices) or is_number(options.devices)
     request = Request(
         accelerator,
         options.devices,
         one=options.gpu_mode == "single",
-        pick_free=select and options.auto_select_gpus and number,
+        # With indices, the user has selected the GPUs.
+        pick_free=select and options.auto_select_gpus and requested_number(options.devices) is not None,
     )
     if on_gpu is False:
         return replace(request, accelerator="cpu")
@@ -108,11 +107,6 @@ def requested(options: Options, num_gpus: Any = None, on_gpu: Any = None, *, sel
         kind = "gpu" if accelerator == "auto" else accelerator
         return replace(request, accelerator=kind, devices=num_gpus, argument="num_gpus")
     return request
-
-
-def is_number(devices: Any) -> bool:
-    """Return True if text is a number of devices, such as ``'3'``; ``'3,'`` and ``'0,1'`` are indices."""
-    return isinstance(devices, str) and devices.strip().isdecimal()
 
 
 def _check_contradictions(accelerator: Any, num_gpus: int | None, on_gpu: bool | None) -> None:
