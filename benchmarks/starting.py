@@ -11,11 +11,13 @@ any library whose loop takes them. The second one makes them only in its ranks, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -181,6 +183,10 @@ if __name__ == "__main__":
 )
 
 
+LIMIT_S = 120
+"""Seconds for a script, which takes a tenth of them."""
+
+
 def run(script: str, *arguments: str, **environment: str) -> tuple[float, float, dict[str, Any]]:
     """Seconds, CPU seconds and what a script printed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -188,12 +194,18 @@ def run(script: str, *arguments: str, **environment: str) -> tuple[float, float,
         path.write_text(script)
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         here = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent), **environment}
-        done = subprocess.run(
-            [sys.executable, str(path), *arguments], env={**os.environ, **here}, stdout=subprocess.PIPE, check=True
-        )
+        command = [sys.executable, str(path), *arguments]
+        process = subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, start_new_session=True)
+        try:
+            printed, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
         seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, cpu, json.loads(done.stdout.splitlines()[-1])
+    return seconds, cpu, json.loads(printed.splitlines()[-1])
 
 
 OTHER = "PyTorch, made in the ranks"
@@ -215,7 +227,7 @@ def whole_script(ranks: int, size: Size) -> Table:
         while True:
             try:
                 return run(script, str(ranks), TRAINLOOP_START_METHOD=method)[:2]
-            except subprocess.CalledProcessError as error:  # at times the ranks of a hand-written loop abort at the end
+            except subprocess.SubprocessError as error:  # seldom, ranks of a hand-written loop abort or hang at the end
                 print(f"once more: {error}", flush=True)
 
     note = (
