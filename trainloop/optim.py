@@ -1,4 +1,4 @@
-"""Train with several losses and several optimizers in one step."""
+"""Several losses and optimizers in one step: ``MultiLoss`` and ``MultiOptimizer``; helpers for any optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward what ranks print and log to the caller: to its ``sys.stdout`` and ``sys.stderr``, and to its log handlers.
+"""Send what ranks print and log to the caller, for its ``sys.stdout`` and ``sys.stderr``, and its log handlers.
 
 Ranks write to descriptors 1 and 2 themselves, and have handlers of their own for these streams. What only exists in the
 caller's process is reached by messages over a pipe: a stream object that the script has put into ``sys.stdout``, and

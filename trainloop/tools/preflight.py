@@ -40,8 +40,9 @@ from trainloop.train_loop.arguments.types import GpuMode
 from trainloop.train_loop.execution.execute import sent_parts, untouched
 from trainloop.train_loop.execution.handover import loaders_of
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.run.evaluating import check_rows, evaluating, row_count
+from trainloop.train_loop.run.evaluating import evaluating
 from trainloop.train_loop.run.losses import BatchLoss, explained_evaluation, loss_of, read_loss, read_yielded
+from trainloop.train_loop.run.rows import check_rows, row_count
 from trainloop.train_loop.training.trained import described_names, not_optimized
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_epoch", "preflight_shards"]

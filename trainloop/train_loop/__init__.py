@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trainloop.train_loop.loop import TrainLoop
-from trainloop.train_loop.run.rows import PredictionStream
+from trainloop.train_loop.run.row_files import PredictionStream
 
 if TYPE_CHECKING:
     from trainloop.train_loop.tracking import TrainLoopCheckpoint, TrainLoopCheckpointEndSave, TrainLoopEndSave

@@ -61,11 +61,12 @@ from trainloop.train_loop.arguments.types import (
     Transform,
 )
 from trainloop.train_loop.execution.execute import execute
+from trainloop.train_loop.execution.fsdp_checks import check_shardable
 from trainloop.train_loop.execution.predicting import predict
 from trainloop.train_loop.progress.loop_state import LoopState
-from trainloop.train_loop.run.evaluating import Predictions, join_rows, keep_all_batches
-from trainloop.train_loop.run.fsdp_checks import check_shardable
+from trainloop.train_loop.run.evaluating import keep_all_batches
 from trainloop.train_loop.run.recompute import chosen_modules
+from trainloop.train_loop.run.rows import Predictions, join_rows
 from trainloop.train_loop.run.run import Run
 from trainloop.train_loop.training import state as run_state
 from trainloop.train_loop.training.training import Training

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
-from trainloop.train_loop.run.evaluating import check_rows
+from trainloop.train_loop.run.rows import check_rows
 
 X = torch.arange(21.0).reshape(7, 3)
 

@@ -22,7 +22,7 @@ from trainloop.data import SplitBatches, count_samples, move_to
 from trainloop.data.stream.positions import packed, unpacked
 from trainloop.model import TTBasicModel
 from trainloop.parallel.scatter import combine_predictions, gather, scatter
-from trainloop.train_loop.run.evaluating import join_rows, on_cpu
+from trainloop.train_loop.run.rows import join_rows, on_cpu
 
 Pair = namedtuple("Pair", "x y")
 

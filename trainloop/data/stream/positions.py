@@ -172,18 +172,42 @@ class Place:
     only at its start (for example an order) or never, it restarts from the epoch's first state, to get the same order.
     """
 
-    def __init__(self, dataset: Any, worker: Any, loaded: dict[str, Any] | None) -> None:
+    def __init__(self, dataset: Any, worker: Any) -> None:
         self._dataset = dataset
         self._worker = worker
-        self._draws_each = loaded is not None and loaded["rng"] is not None
+        self._draws_each = self._restarts = False
+        self._draws: dict[str, Any] | None = None
         self._at_first: tuple[Any, ...] | None = None
+        self.group = 0
+        """Index of the first global batch of this pass."""
         self.begun = self.ended = False
+        self.waits = False
+        """True if the worker has had its turn in the loader's current round."""
 
-    def begin(self) -> None:
-        """Record that the first sample was read."""
-        self.begun = True
-        if not self._draws_each:
-            self._at_first = drawn()
+    def load(self, state: dict[str, Any]) -> None:
+        """Load the dataset's state, and what :class:`StreamPlaces` knows of the worker."""
+        self._dataset.load_state_dict(unpacked(state["own"]))
+        self.ended = state["ended"]
+        if self.ended:
+            return
+        self.group, self.waits, self._draws = state["group"], state["waits"], state["rng"]
+        self._restarts = state["begins"]
+        self._draws_each = self._draws is not None
+        if self._worker is not None:
+            self._worker.note(state["asked"])
+
+    def read(self, stream: Callable[[dict[str, Any] | None], Iterator[T]], *, at_end: bool) -> Iterator[T]:
+        """Yield the samples of ``stream(draws)``, where ``draws`` is the random state for the first sample, or None.
+
+        ``at_end`` is True if the dataset's state may be the end of an epoch, as it is if a loaded epoch begins.
+        """
+        at_end = at_end or self._restarts
+        for sample in retry_if_empty(lambda: stream(self._draws)) if at_end else stream(self._draws):
+            if not self.begun:
+                self.begun = True
+                if not self._draws_each:
+                    self._at_first = drawn()
+            yield sample
 
     def saved(self, group: int) -> tuple[int, bytes]:
         """Return the worker, and its state for resuming at the global batch ``group``.

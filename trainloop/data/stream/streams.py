@@ -18,7 +18,7 @@ from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader.libraries import is_split, same_on_all_ranks
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.orders import rest_of
-from trainloop.data.stream.positions import Place, is_stateful, retry_if_empty, unpacked
+from trainloop.data.stream.positions import Place, is_stateful
 from trainloop.errors import ConfigurationError
 
 
@@ -108,23 +108,21 @@ class StreamShard(IterableDataset[Any]):
         group_index = 0
         mine: list[Any] = []
         count = 0
-        loaded = self.places.pop(0 if worker is None else worker.id_unasked, None)
-        if loaded is not None:
-            self.dataset.load_state_dict(unpacked(loaded["own"]))
-            if loaded["ended"]:
-                self._at_end = True
+        place = Place(self.dataset, worker) if self.stateful else None
+        if place is None:
+            samples = self._stream(None)
+        else:
+            loaded = self.places.pop(0 if worker is None else worker.id_unasked, None)
+            if loaded is not None:
+                place.load(loaded)
+            at_end, self._at_end = self._at_end, place.ended
+            if place.ended:
                 return
-            group_index = loaded["group"]
-            if worker is not None:
-                worker.note(loaded["asked"])
-            if loaded["waits"]:
+            group_index = place.group
+            if place.waits:
                 yield None, group_index, None
-        place = Place(self.dataset, worker, loaded) if self.stateful else None
-        at_end = self._at_end or (loaded is not None and loaded["begins"])
-        self._at_end = False
-        for sample in retry_if_empty(lambda: self._stream(loaded)) if at_end else self._stream(loaded):
-            if place is not None and not place.begun:
-                place.begin()
+            samples = place.read(self._stream, at_end=at_end)
+        for sample in samples:
             if count % self.world_size == self.rank:
                 mine.append(sample)
             count += 1
@@ -143,8 +141,7 @@ class StreamShard(IterableDataset[Any]):
         if place is not None:
             yield None, group_index, place
 
-    def _stream(self, loaded: dict[str, Any] | None) -> Iterator[Any]:
-        draws = None if loaded is None else loaded["rng"]
+    def _stream(self, draws: dict[str, Any] | None) -> Iterator[Any]:
         if self.shared:
             return _same_on_all_ranks(self.dataset, draws)
         stream = iter(self.dataset)

@@ -10,7 +10,7 @@ from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments.checks import check_bool, check_loader, short
 from trainloop.train_loop.progress.loop_state import LoopState
-from trainloop.train_loop.run.rows import PredictionStream, RowFiles, rows_folder
+from trainloop.train_loop.run.row_files import PredictionStream, RowFiles, rows_folder
 from trainloop.train_loop.run.run import Run
 
 __all__ = ["predict"]

@@ -1,4 +1,4 @@
-"""Compute loss and predictions over a whole loader: each sample counts once, and all modes give the same result.
+"""Pass over a whole loader for its loss or predictions: each sample counts once, and all modes give the same result.
 
 Each rank takes whole batches of the sequence that one process would see. Results are joined in the order of this
 sequence, so they depend neither on the number of ranks nor on which rank finishes first.
@@ -6,46 +6,31 @@ sequence, so they depend neither on the number of ranks nor on which rank finish
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainloop._metrics import EpochEnd, Recorder
-from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop._support.reduction import SumRule, functional_losses
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.scatter import as_rows, is_table, join_tables
 from trainloop.train_loop.run.losses import BatchLoss
+from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at
 
 __all__ = [
-    "Predictions",
-    "check_rows",
     "evaluating",
-    "join_rows",
     "keep_all_batches",
     "mean_loss",
-    "on_cpu",
     "predictions",
-    "row_count",
-    "rows_at",
 ]
 
-Predictions = tuple[Any, Any, Any]
 Gather = Callable[[Any], list[Any] | None]
 
 # Each batch logs a few numbers, which would add up over a long loader. Reading the numbers waits for the device.
 BATCHES_BETWEEN_READINGS = 128
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
-    (Tensor, torch.atleast_1d, torch.cat),
-    (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
-    (np.ndarray, np.atleast_1d, np.concatenate),
-)
-"""Arrays whose rows are joined: their type, a function that adds the axis of rows, and one that concatenates."""
 
 
 @contextmanager
@@ -122,58 +107,6 @@ def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:
     return collected
 
 
-def join_rows(batches: list[Any], empty: Any = None) -> Any:
-    """Join batches of rows; this is the default ``pred_transform_fn``.
-
-    Tensors, arrays and pandas' tables are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes
-    are kept.
-    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
-    numbers, or differ in length between batches. Values without rows (one number per batch) become a list.
-
-    Parameters
-    ----------
-    batches : list
-    empty : object, optional
-        Result for no batches. Default: a tensor without rows.
-
-    Examples
-    --------
-    >>> join_rows([{"id": [1, 2]}, {"id": [3]}])
-    {'id': [1, 2, 3]}
-    """
-    if not batches:
-        return torch.empty(0, device="cpu") if empty is None else empty
-    first = batches[0]
-    if all(batch is None for batch in batches):
-        return None
-    for kind, with_rows, concatenate in _KINDS:
-        if all(isinstance(batch, kind) for batch in batches):
-            # squeeze() removes the rows of a batch of one sample.
-            arrays = [batch if batch.ndim else with_rows(batch) for batch in batches]
-            # Sequences that are padded to the longest of their batch have different lengths in different batches.
-            same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
-            return concatenate(arrays) if same_shapes else [row for array in arrays for row in array]
-    if all(is_table(batch) for batch in batches):
-        return join_tables(batches)
-    if all(isinstance(batch, Mapping) for batch in batches):
-        keys = dict.fromkeys(key for batch in batches for key in batch)
-        return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
-    if isinstance(first, tuple) and not _has_rows(batches):
-        return map_together(join_rows, batches)
-    if all(isinstance(batch, (list, tuple, Tensor, np.ndarray)) for batch in batches):
-        return [row for batch in batches for row in batch]
-    return list(batches)  # one value per batch: numbers, text, objects
-
-
-def _has_rows(batches: list[tuple[Any, ...]]) -> bool:
-    """Return True if the entries of tuples are rows, rather than columns that contain the rows."""
-    if hasattr(batches[0], "_fields"):
-        return False
-    # A tuple of (name, score) is a row; a tuple of tensors is columns.
-    scalars = any(isinstance(item, (str, bytes, int, float)) for batch in batches for item in batch)
-    return scalars or any(len(batch) != len(batches[0]) for batch in batches)
-
-
 def predictions(
     batches: Iterator[tuple[int, Any, int]],
     get_predictions: Callable[[Any, int], Predictions],
@@ -220,105 +153,3 @@ def predictions(
     order = row_order([row[1] for row in rows])
     y_pred, y_true, metadata = results if order is None else [rows_at(result, order, len(order)) for result in results]
     return y_pred, y_true, metadata
-
-
-def check_rows(output: Any, size: int) -> Predictions:
-    """Return what ``get_predictions`` returned for a batch of ``size`` samples, with rows that can be joined.
-
-    Raises
-    ------
-    ConfigurationError
-        If the result is invalid, its rows can't be joined, or its parts differ in their numbers of rows.
-    """
-    if not isinstance(output, tuple) or len(output) != 3:
-        what = f"a tuple of length {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
-        raise ConfigurationError(
-            f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
-        )
-    y_pred, y_true, metadata = output = as_rows(output)
-    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
-        _check_kind(name, y)
-    counts = {}
-    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
-        count = _rows_of(y)
-        if count is None and size > 1 and isinstance(y, (Tensor, np.ndarray, np.generic, int, float)):
-            raise ConfigurationError(
-                f"get_predictions: {name} is a single number for a batch of {size} samples. Return one row for each "
-                "sample."
-            )
-        if count is not None:
-            counts[name] = count
-    # A sample may have several rows. Metadata are then those of the rows or of the samples.
-    wrong, allowed = len(set(counts.values())) > 1, {*counts.values(), size}
-    for key, value in metadata.items() if counts and isinstance(metadata, Mapping) else ():
-        count = _rows_of(value)
-        if count is not None and count not in allowed:
-            counts[f"metadata[{key!r}]"], wrong = count, True
-    if wrong:
-        found = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
-        raise ConfigurationError(
-            f"get_predictions: for a batch of {_counted(size, 'sample')}, {found}. Return one row for each sample in "
-            "each of them."
-        )
-    return output
-
-
-def _rows_of(value: Any) -> int | None:
-    """Return the number of rows in a column of a batch; ``None`` if they can't be counted, as in a tuple of columns."""
-    if isinstance(value, list) or is_table(value):
-        return len(value)
-    return len(value) if isinstance(value, (Tensor, np.ndarray)) and value.ndim else None
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _check_kind(name: str, value: Any) -> None:
-    """Raise an error about a collection whose rows can't be joined, such as a set or a sparse matrix of scipy."""
-    parts = parts_of(value)
-    if parts is not None:
-        for part in parts if isinstance(value, Mapping | tuple) else ():  # an item of a list may be any object
-            _check_kind(name, part)
-        return
-    known = isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes)) or is_table(value)
-    if not known and (hasattr(type(value), "__len__") or hasattr(value, "shape")):
-        raise ConfigurationError(
-            f"get_predictions returned a {type(value).__module__}.{type(value).__qualname__} in {name}, whose rows "
-            "can't be joined with those of other batches. Return a tensor, an array, a table of pandas, or a list "
-            "with one item for each sample."
-        )
-
-
-def row_count(output: Predictions, size: int) -> int:
-    """Return the number of rows in a batch's predictions; ``size``, its number of samples, if they can't be counted."""
-    y_pred = output[0]
-    if isinstance(y_pred, (Tensor, np.ndarray)):
-        return len(y_pred) if y_pred.ndim else 1
-    return len(y_pred) if isinstance(y_pred, list) or is_table(y_pred) else size
-
-
-def on_cpu(value: Any) -> Any:
-    """Return the nested value with its tensors on the CPU, so that predictions don't fill the device."""
-    if isinstance(value, Tensor):
-        here = value.detach().cpu()
-        # A slice would keep the whole tensor alive, and the whole tensor would be sent to the other ranks.
-        whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
-        return here if whole else here.clone()
-    if isinstance(value, Mapping):
-        value = dict(value)  # a dict is joined by its keys; other ranks may not know a subclass
-    return map_parts(on_cpu, value)
-
-
-def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
-    """Return the rows at ``places`` of a value with ``length`` rows; return any other value unchanged."""
-    if isinstance(value, Tensor) and value.ndim and len(value) == length:
-        return value.index_select(0, torch.as_tensor(places, device=value.device))  # works for sparse tensors, too
-    if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
-        return value[np.asarray(places)]
-    if is_table(value):
-        return value.iloc[np.asarray(places)] if len(value) == length else value
-    if isinstance(value, list) or (isinstance(value, tuple) and _has_rows([value])):
-        # Entries of lists of another length may not be rows.
-        return [value[i] for i in places] if len(value) == length else value
-    return map_parts(lambda part: rows_at(part, places, length), value)

@@ -1,181 +1,179 @@
-"""Store predictions that don't fit in memory: each rank writes batches to a file, which is read in order."""
+"""The rows of predictions: check, count, join and select them, and move them to the CPU."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from trainloop._support.platform import read_into
-from trainloop.distributed.encoding import dumps, loads
-from trainloop.train_loop.run.evaluating import Predictions, join_rows, on_cpu, row_count, rows_at
+from trainloop._support.nested import map_parts, map_together, parts_of
+from trainloop.errors import ConfigurationError
+from trainloop.parallel.scatter import as_rows, is_table, join_tables
 
-__all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
+__all__ = ["Predictions", "check_rows", "join_rows", "on_cpu", "row_count", "rows_at"]
 
-_BATCHES_CACHED = 64
-"""Number of batches kept in memory if rows are read in another order than batches."""
+Predictions = tuple[Any, Any, Any]
 
-
-@contextmanager
-def rows_folder() -> Iterator[Path]:
-    """Create a folder under ``TMPDIR`` for files of rows. It is removed at the end; open files stay readable."""
-    path = Path(tempfile.mkdtemp(prefix="trainloop-rows-"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+_KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (Tensor, torch.atleast_1d, torch.cat),
+    (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
+    (np.ndarray, np.atleast_1d, np.concatenate),
+)
+"""Arrays whose rows are joined: their type, a function that adds the axis of rows, and one that concatenates."""
 
 
-def write_rows(
-    folder: Path,
-    rank: int,
-    batches: Iterator[tuple[int, Any, int]],
-    get_predictions: Callable[[Any, int], Predictions],
-) -> None:
-    """Predict batch by batch into this rank's file.
+def check_rows(output: Any, size: int) -> Predictions:
+    """Return what ``get_predictions`` returned for a batch of ``size`` samples, with rows that can be joined.
+
+    Raises
+    ------
+    ConfigurationError
+        If the result is invalid, its rows can't be joined, or its parts differ in their numbers of rows.
+    """
+    if not isinstance(output, tuple) or len(output) != 3:
+        what = f"a tuple of length {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
+        raise ConfigurationError(
+            f"get_predictions returned {what}. Return (y_pred, y_true, metadata), with {{}} for no metadata."
+        )
+    y_pred, y_true, metadata = output = as_rows(output)
+    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
+        _check_kind(name, y)
+    counts = {}
+    for name, y in (("y_pred", y_pred), ("y_true", y_true)):
+        count = _rows_of(y)
+        if count is None and size > 1 and isinstance(y, (Tensor, np.ndarray, np.generic, int, float)):
+            raise ConfigurationError(
+                f"get_predictions: {name} is a single number for a batch of {size} samples. Return one row for each "
+                "sample."
+            )
+        if count is not None:
+            counts[name] = count
+    # A sample may have several rows. Metadata are then those of the rows or of the samples.
+    wrong, allowed = len(set(counts.values())) > 1, {*counts.values(), size}
+    for key, value in metadata.items() if counts and isinstance(metadata, Mapping) else ():
+        count = _rows_of(value)
+        if count is not None and count not in allowed:
+            counts[f"metadata[{key!r}]"], wrong = count, True
+    if wrong:
+        found = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
+        raise ConfigurationError(
+            f"get_predictions: for a batch of {_counted(size, 'sample')}, {found}. Return one row for each sample in "
+            "each of them."
+        )
+    return output
+
+
+def _rows_of(value: Any) -> int | None:
+    """Return the number of rows in a column of a batch; ``None`` if they can't be counted, as in a tuple of columns."""
+    if isinstance(value, list) or is_table(value):
+        return len(value)
+    return len(value) if isinstance(value, (Tensor, np.ndarray)) and value.ndim else None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _check_kind(name: str, value: Any) -> None:
+    """Raise an error about a collection whose rows can't be joined, such as a set or a sparse matrix of scipy."""
+    parts = parts_of(value)
+    if parts is not None:
+        for part in parts if isinstance(value, Mapping | tuple) else ():  # an item of a list may be any object
+            _check_kind(name, part)
+        return
+    known = isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes)) or is_table(value)
+    if not known and (hasattr(type(value), "__len__") or hasattr(value, "shape")):
+        raise ConfigurationError(
+            f"get_predictions returned a {type(value).__module__}.{type(value).__qualname__} in {name}, whose rows "
+            "can't be joined with those of other batches. Return a tensor, an array, a table of pandas, or a list "
+            "with one item for each sample."
+        )
+
+
+def row_count(output: Predictions, size: int) -> int:
+    """Return the number of rows in a batch's predictions; ``size``, its number of samples, if they can't be counted."""
+    y_pred = output[0]
+    if isinstance(y_pred, (Tensor, np.ndarray)):
+        return len(y_pred) if y_pred.ndim else 1
+    return len(y_pred) if isinstance(y_pred, list) or is_table(y_pred) else size
+
+
+def on_cpu(value: Any) -> Any:
+    """Return the nested value with its tensors on the CPU, so that predictions don't fill the device."""
+    if isinstance(value, Tensor):
+        here = value.detach().cpu()
+        # A slice would keep the whole tensor alive, and the whole tensor would be sent to the other ranks.
+        whole = here.layout is not torch.strided or here.untyped_storage().nbytes() <= here.nbytes
+        return here if whole else here.clone()
+    if isinstance(value, Mapping):
+        value = dict(value)  # a dict is joined by its keys; other ranks may not know a subclass
+    return map_parts(on_cpu, value)
+
+
+def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
+    """Return the rows at ``places`` of a value with ``length`` rows; return any other value unchanged."""
+    if isinstance(value, Tensor) and value.ndim and len(value) == length:
+        return value.index_select(0, torch.as_tensor(places, device=value.device))  # works for sparse tensors, too
+    if isinstance(value, np.ndarray) and value.ndim and len(value) == length:
+        return value[np.asarray(places)]
+    if is_table(value):
+        return value.iloc[np.asarray(places)] if len(value) == length else value
+    if isinstance(value, list) or (isinstance(value, tuple) and _has_rows([value])):
+        # Entries of lists of another length may not be rows.
+        return [value[i] for i in places] if len(value) == length else value
+    return map_parts(lambda part: rows_at(part, places, length), value)
+
+
+def join_rows(batches: list[Any], empty: Any = None) -> Any:
+    """Join batches of rows; this is the default ``pred_transform_fn``.
+
+    Tensors, arrays and pandas' tables are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes
+    are kept.
+    Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
+    numbers, or differ in length between batches. Values without rows (one number per batch) become a list.
 
     Parameters
     ----------
-    folder : Path
-        The folder of :func:`rows_folder`, the same on all ranks.
-    rank : int
-    batches, get_predictions
-        As in :func:`~trainloop.train_loop.run.evaluating.predictions`.
+    batches : list
+    empty : object, optional
+        Result for no batches. Default: a tensor without rows.
+
+    Examples
+    --------
+    >>> join_rows([{"id": [1, 2]}, {"id": [3]}])
+    {'id': [1, 2, 3]}
     """
-    places: list[tuple[int, int, int, int]] = []
-    with open(folder / f"{rank}.rows", "xb") as file:
-        for index, batch, size in batches:
-            rows = on_cpu(get_predictions(batch, size))
-            data = dumps(rows)
-            places.append((index, row_count(rows, size), file.tell(), len(data)))
-            file.write(data)
-    # Written after the rows: RowFiles searches for tables, and so finds only complete files.
-    np.save(folder / f"{rank}.npy", np.array(places, np.int64).reshape(-1, 4))
+    if not batches:
+        return torch.empty(0, device="cpu") if empty is None else empty
+    first = batches[0]
+    if all(batch is None for batch in batches):
+        return None
+    for kind, with_rows, concatenate in _KINDS:
+        if all(isinstance(batch, kind) for batch in batches):
+            # squeeze() removes the rows of a batch of one sample.
+            arrays = [batch if batch.ndim else with_rows(batch) for batch in batches]
+            # Sequences that are padded to the longest of their batch have different lengths in different batches.
+            same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
+            return concatenate(arrays) if same_shapes else [row for array in arrays for row in array]
+    if all(is_table(batch) for batch in batches):
+        return join_tables(batches)
+    if all(isinstance(batch, Mapping) for batch in batches):
+        keys = dict.fromkeys(key for batch in batches for key in batch)
+        return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
+    if isinstance(first, tuple) and not _has_rows(batches):
+        return map_together(join_rows, batches)
+    if all(isinstance(batch, (list, tuple, Tensor, np.ndarray)) for batch in batches):
+        return [row for batch in batches for row in batch]
+    return list(batches)  # one value per batch: numbers, text, objects
 
 
-class _Place(NamedTuple):
-    file: int
-    offset: int
-    length: int
-    size: int
-
-
-class RowFiles:
-    """The open files that :func:`write_rows` wrote on all ranks.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of the files; it may be removed afterwards.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._files: list[int] = []
-        found: list[tuple[int, _Place]] = []
-        for path in sorted(folder.glob("*.npy")):
-            number = len(self._files)
-            # Open the files now and read them by position: their names may be removed, and readers share no offset.
-            self._files.append(os.open(path.with_suffix(".rows"), os.O_RDONLY | getattr(os, "O_BINARY", 0)))
-            for index, size, offset, length in np.load(path).tolist():
-                found.append((index, _Place(number, offset, length, size)))
-        self._places = [place for _, place in sorted(found)]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the number of rows of each batch, in order."""
-        return [place.size for place in self._places]
-
-    def read(self, batch_index: int) -> Predictions:
-        """Return the batch's ``(y_pred, y_true, metadata)``."""
-        place = self._places[batch_index]
-        data = bytearray(place.length)
-        done = 0
-        while done < place.length:
-            # One call reads 1 GiB at most.
-            done += read_into(self._files[place.file], memoryview(data)[done:], place.offset + done)
-        # A pickle written by this run, in a folder that only this user may write to.
-        rows: Predictions = loads(memoryview(data))
-        return rows
-
-    def close(self) -> None:
-        files, self._files = self._files, []
-        for file in files:
-            with suppress(OSError):
-                os.close(file)
-
-
-class PredictionStream(Iterator[Predictions]):
-    """Iterator over predictions, which ``predict_with_model(loader, stream=True)`` returns.
-
-    Each item is ``(y_pred, y_true, metadata)`` of some rows, in the order of the loader. If the loader is not shuffled,
-    the items are the batches of ``get_predictions``. If it is shuffled, each item has as many rows as the first batch.
-    An item is read from disk when it is requested. The files are already unlinked and need no removal. Their space is
-    freed when you close the stream or drop it (for example with ``break``), or when the process ends.
-
-    Parameters
-    ----------
-    files : RowFiles or None
-        Files with the rows; ``None`` if the rank gets no rows.
-    order : sequence of int, optional
-        Index of each row to yield, counted over all rows in batch order. Default: yield the batches in loader order.
-    """
-
-    def __init__(self, files: RowFiles | None, order: Sequence[int] | None = None) -> None:
-        self._files = files
-        self._items: Iterator[Predictions] = iter(())
-        if files is not None:
-            self._items = _batches(files) if order is None else _rows_in_order(files, np.asarray(order, np.int64))
-
-    def __next__(self) -> Predictions:
-        return next(self._items)
-
-    def __enter__(self) -> PredictionStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Discard the remaining batches, and free their disk space."""
-        if self._files is not None:
-            self._files.close()
-        self._files, self._items = None, iter(())
-
-
-# These are functions, not methods: if its own iterator referred to a stream, only the garbage collector would free it.
-
-
-def _batches(files: RowFiles) -> Iterator[Predictions]:
-    for i in range(len(files.sizes)):
-        yield files.read(i)
-    files.close()
-
-
-def _rows_in_order(files: RowFiles, order: npt.NDArray[np.int64]) -> Iterator[Predictions]:
-    sizes = files.sizes
-    ends: npt.NDArray[np.int64] = np.cumsum(sizes)
-    cached_batches: OrderedDict[int, Predictions] = OrderedDict()
-    for start in range(0, len(order), max(1, sizes[0])):
-        parts = []
-        for row in order[start : start + sizes[0]].tolist():
-            i = int(np.searchsorted(ends, row, side="right"))
-            if i not in cached_batches:  # batches were shuffled, but some samplers shuffle only nearby rows
-                cached_batches[i] = files.read(i)
-                if len(cached_batches) > _BATCHES_CACHED:
-                    cached_batches.popitem(last=False)
-            cached_batches.move_to_end(i)
-            parts.append([rows_at(column, [row - (ends[i] - sizes[i])], sizes[i]) for column in cached_batches[i]])
-        y_pred, y_true, metadata = (join_rows(list(column)) for column in zip(*parts))
-        yield y_pred, y_true, metadata
-    files.close()
+def _has_rows(batches: list[tuple[Any, ...]]) -> bool:
+    """Return True if the entries of tuples are rows, rather than columns that contain the rows."""
+    if hasattr(batches[0], "_fields"):
+        return False
+    # A tuple of (name, score) is a row; a tuple of tensors is columns.
+    scalars = any(isinstance(item, (str, bytes, int, float)) for batch in batches for item in batch)
+    return scalars or any(len(batch) != len(batches[0]) for batch in batches)

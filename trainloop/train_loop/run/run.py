@@ -42,11 +42,12 @@ from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.timings import StepClock
-from trainloop.train_loop.run.evaluating import Predictions, check_rows, evaluating, mean_loss, predictions
+from trainloop.train_loop.run.evaluating import evaluating, mean_loss, predictions
 from trainloop.train_loop.run.idle import Idle, padded_batches
 from trainloop.train_loop.run.losses import BatchLoss, explained_evaluation, loss_of
 from trainloop.train_loop.run.placement import Placement
-from trainloop.train_loop.run.rows import PredictionStream, RowFiles, rows_folder, write_rows
+from trainloop.train_loop.run.row_files import PredictionStream, RowFiles, rows_folder, write_rows
+from trainloop.train_loop.run.rows import Predictions, check_rows
 
 __all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
 

@@ -1,11 +1,11 @@
-"""Check that the same modules and parameters train on all ranks, and that the ranks' weights stay equal."""
+"""What trains: modes of modules, parameters, hooks, groups of optimizers; check that it is the same on all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "begin_training",
     "described_names",
     "group_names",
+    "hooked_parameters",
     "not_optimized",
     "set_flags",
     "training_flags",
@@ -35,6 +36,10 @@ __all__ = [
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
 _rendezvous = itertools.count()  # counts in this process, so that keys in one process group are unique
+_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
 
 
 class TrainedParameters:
@@ -230,6 +235,17 @@ def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
     """Return the names of the parameters that require gradients but are in no optimizer."""
     stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
     return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+
+
+def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    """Return the names of the parameters with a hook for their gradient, each with the method that adds the hook."""
+    return [
+        (name, made_by)
+        for name, p in named
+        for kind, made_by in _HOOKS.items()
+        # The wrapper of ddp copies sparse gradients by a hook of its own.
+        if p.requires_grad and any(hook is not Tensor.clone for hook in (getattr(p, kind) or {}).values())
+    ]
 
 
 def described_names(names: Sequence[str]) -> str:

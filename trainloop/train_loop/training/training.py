@@ -51,7 +51,6 @@ from trainloop.train_loop.progress.ending import described_ends, described_signa
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
-from trainloop.train_loop.run.fsdp_checks import hooked_parameters
 from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
@@ -62,6 +61,7 @@ from trainloop.train_loop.training.trained import (
     about_eval_mode,
     begin_training,
     described_names,
+    hooked_parameters,
     not_optimized,
 )
 

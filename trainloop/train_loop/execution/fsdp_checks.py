@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,15 +13,12 @@ from trainloop.parallel.shards import stays_whole
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import check_dtypes, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.training.trained import hooked_parameters
 
 __all__ = ["check_shardable"]
 
 # These optimizers need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
 _NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
-_HOOKS = {
-    "_backward_hooks": "register_hook",
-    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
-}
 _FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
 
 
@@ -82,17 +78,6 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                         f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
                         "Start with a new optimizer, or use gpu_mode='ddp'."
                     )
-
-
-def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
-    """Return the names of the parameters with a hook for their gradient, each with the method that adds the hook."""
-    return [
-        (name, made_by)
-        for name, p in named
-        for kind, made_by in _HOOKS.items()
-        # The wrapper of ddp copies sparse gradients by a hook of its own.
-        if p.requires_grad and any(hook is not Tensor.clone for hook in (getattr(p, kind) or {}).values())
-    ]
 
 
 def _check_modules(model: nn.Module, shard: Any) -> None:
