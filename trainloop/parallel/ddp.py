@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         # The body of DistributedDataParallel.forward, with another function in place of the module.
         with (
             torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"),
-            self._first_of_static_graph(),
+            self._first_of_static_graph() if self.static_graph else nullcontext(),
         ):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
@@ -178,7 +178,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if not self._tt_exchanges:
             inputs, kwargs = self._moved(inputs, kwargs)
             return self.module(*inputs, **kwargs)
-        with self._first_of_static_graph():
+        with self._first_of_static_graph() if self.static_graph else nullcontext():
             return super().forward(*inputs, **kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,7 +210,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         except RuntimeError as e:
             raise _explained(e, self) from e
 
-    @contextlib.contextmanager
+    @contextmanager
     def _first_of_static_graph(self) -> Iterator[None]:
         """Exchange gradients in the first two backwards of a static graph, even under ``no_sync()``.
 
@@ -219,7 +219,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         internal assertion, or wait forever. Averaging parts of a sum of gradients separately gives the same result.
         """
         before = self.require_backward_grad_sync
-        if self.static_graph and self._tt_static_passes < 2 and torch.is_grad_enabled():
+        if self._tt_static_passes < 2 and torch.is_grad_enabled():
             self._tt_static_passes += 1
             self.require_backward_grad_sync = True
         try:
@@ -238,7 +238,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         self._remove_autograd_hooks()
         self.__dict__.update(reducer=None, logger=None, process_group=None)
 
-    @contextlib.contextmanager
+    @contextmanager
     def no_exchange(self) -> Iterator[None]:
         """Disable the exchange of gradients and buffers: forward and backward involve only this rank.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import is_lazy
 
 from trainloop._support.reduction import attach_divisor, divisor_of
@@ -20,6 +21,8 @@ METHODS = frozenset(("get_loss", "get_loss_eval", "get_predictions"))
 
 # Set once the wrapper is complete: until then, every attribute is the wrapper's own.
 _READY = "_tt_ready"
+
+_OF_DDP = vars(torch_ddp)
 
 
 class SharedName:
@@ -44,9 +47,11 @@ class SharedName:
     def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
         if wrapper is None:
             return self if self.method is None else self.method
-        if _asked_by_torch(sys._getframe(1).f_globals) or not model_has(wrapper, self.name):
-            if self.name in vars(wrapper):
-                return vars(wrapper)[self.name]
+        asking = sys._getframe(1).f_globals
+        # First the module that reads some twenty of these names in each step.
+        if asking is _OF_DDP or _asked_by_torch(asking) or not model_has(wrapper, self.name):
+            if self.name in wrapper.__dict__:
+                return wrapper.__dict__[self.name]
             if self.method is not None:
                 return functools.partial(self.method, wrapper)
         raise AttributeError(self.name)  # Python then calls __getattr__, which looks in the model
