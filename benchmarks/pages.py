@@ -56,6 +56,7 @@ def size_of(arguments: argparse.Namespace) -> Size:
     """Return how much the arguments ask for."""
     if arguments.tiny and arguments.out == HERE:
         raise SystemExit("--tiny: its figures mean nothing. Pass --out FOLDER, to keep the pages.")
+    arguments.out.mkdir(parents=True, exist_ok=True)  # now: it is written at the end
     return Size(1 if arguments.tiny else arguments.rounds, arguments.tiny)
 
 
