@@ -8,6 +8,7 @@ import linecache
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from trainloop.errors import ConfigurationError
@@ -88,20 +89,30 @@ def _main_frame(frame: FrameType | None) -> FrameType | None:
 
 def _is_guarded(tree: ast.Module, line: int) -> bool:
     """Return True if the statement at ``line`` runs only where ``__name__`` is ``'__main__'``."""
-    for statement in tree.body:
-        if statement.lineno > line:
-            break
-        if not isinstance(statement, ast.If):
-            continue
-        verdict = _compares_main(statement.test)
-        if verdict is None:
-            continue
-        body = statement.body if verdict else statement.orelse
-        if any(s.lineno <= line <= (s.end_lineno or s.lineno) for s in body):
-            return True
-        if not verdict and statement.end_lineno is not None and statement.end_lineno < line:
-            return True  # `if __name__ != '__main__': raise ...` further up
-    return False
+
+    def has_line(parts: Sequence[ast.stmt | ast.expr]) -> bool:
+        return any(part.lineno <= line <= (part.end_lineno or part.lineno) for part in parts)
+
+    for node in ast.walk(tree):  # a guard may be inside a loop, a `with` or a `try`
+        if isinstance(node, ast.If):
+            verdict = _compares_main(node.test)
+            if verdict is not None and has_line(node.body if verdict else node.orelse):
+                return True
+        elif isinstance(node, ast.IfExp):
+            verdict = _compares_main(node.test)
+            if verdict is not None and has_line([node.body if verdict else node.orelse]):
+                return True
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
+            guards = [i for i, value in enumerate(node.values) if _compares_main(value)]
+            if guards and has_line(node.values[guards[0] + 1 :]):
+                return True
+    # `if __name__ != '__main__': raise ...` further up
+    return any(
+        isinstance(statement, ast.If)
+        and _compares_main(statement.test) is False
+        and (statement.end_lineno or statement.lineno) < line
+        for statement in tree.body
+    )
 
 
 def _compares_main(test: ast.expr) -> bool | None:
