@@ -306,7 +306,10 @@ GUARDS = {
     "leaves early": ("if __name__ != '__main__':\n    raise SystemExit\nHERE", True),
     "none": ("import torch\nHERE", False),
     "in a loop": ("for i in range(2):\n    if __name__ == '__main__':\n        HERE", True),
-    "in a loop, beside the guard": ("for i in range(2):\n    if __name__ == '__main__':\n        pass\n    HERE", False),
+    "in a loop, beside the guard": (
+        "for i in range(2):\n    if __name__ == '__main__':\n        pass\n    HERE",
+        False,
+    ),
     "in a try": ("try:\n    if __name__ == '__main__':\n        HERE\nfinally:\n    pass", True),
     "a conditional expression": ("HERE if __name__ == '__main__' else None", True),
     "the other value of a conditional expression": ("(None if __name__ == '__main__' else\n HERE)", False),

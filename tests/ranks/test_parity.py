@@ -12,7 +12,7 @@ import torch
 from kit import reference
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
@@ -143,14 +143,6 @@ def test_accumulation_is_bit_identical(
     assert reference.identical(ours, theirs)
 
 
-def test_accumulation_equals_one_large_batch() -> None:
-    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd, lambda: Net(dropout=0.0).double())
-    data = TensorDataset(*(t.double() if t.is_floating_point() else t for t in make_data().tensors))
-    reference.train(theirs, DataLoader(data, batch_size=48), their_optimizer, loss_of, num_epochs=5)
-    loop(ours, DataLoader(data, batch_size=16), our_optimizer).fit(num_epochs=5, grad_accumulation=3)
-    assert reference.largest_difference(ours, theirs) < 1e-12
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_clipping_is_bit_identical(accumulation: int) -> None:
     ours, our_optimizer, theirs, their_optimizer = make_pair(sgd)
@@ -239,20 +231,6 @@ def test_a_second_fit_goes_on() -> None:
 
 
 # -- dp ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", [lambda: Net(dropout=0.0), Winding], ids=["plain", "winding"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_dp_on_two_replicas_equals_single(model_type: Any, accumulation: int) -> None:
-    ours, our_optimizer, theirs, their_optimizer = make_pair(sgd, model_type)
-    loader = DataLoader(make_data(), batch_size=15)  # splits into 8 and 7
-    loop(theirs, loader, their_optimizer, gpu_mode="single").fit(num_epochs=3, grad_accumulation=accumulation)
-    tl = loop(ours, loader, our_optimizer, gpu_mode="dp", devices=2)
-    assert tl.fit(num_epochs=3, grad_accumulation=accumulation) is ours
-    assert reference.largest_difference(ours, theirs) < 1e-6
-
-
-# -- ddp ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -13,6 +13,8 @@ criterion attaches the divisor to the tensor.
 from __future__ import annotations
 
 import functools
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -183,12 +185,9 @@ class ClassLosses:
     uneven : bool
         True after such a criterion has weighted its targets or ignored some, as far as this is known without waiting
         for the device. The reader must reset it.
-    calls : int
-        Number of such calls in training since the reader has reset it.
     """
 
     uneven = False
-    calls = 0
     _in_training = True
     _forwards: ClassVar[set[Any]] = {nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
 
@@ -196,6 +195,13 @@ class ClassLosses:
         found = [module for root in roots for module in _modules(root) if self._is_watched(module)]
         self._declared = [module for module in found if _is_declared(module)]
         self._others = [module for module in found if not _is_declared(module)]
+        # By thread, since each replica of dp runs get_loss in its own.
+        self._calls: Counter[threading.Thread] = Counter()
+
+    def take_calls(self) -> int:
+        """Return the number of such calls of one ``get_loss`` in training since the last call of this method."""
+        calls, self._calls = self._calls, Counter()
+        return max(calls.values(), default=0)
 
     def _is_watched(self, module: nn.Module) -> bool:
         # A subclass that overrides forward may divide by anything.
@@ -234,7 +240,7 @@ class ClassLosses:
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         if ignores or _weighs_targets(criterion):
             self.uneven = True
-            self.calls += self._in_training
+            self._calls[threading.current_thread()] += self._in_training
 
 
 def _weighs_targets(criterion: Any) -> bool:

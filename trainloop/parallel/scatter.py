@@ -285,6 +285,8 @@ def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
     # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the weight's
     # value is not read, as that would wait for the device.
     if isinstance(weight, Tensor):
+        if not weight.is_floating_point():  # a division of integers has torch's default precision
+            weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
         factor = (weight / total).to(loss.dtype)
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
     # All parts may have weight 0: then the result is zero, but still in the graph.

@@ -670,8 +670,8 @@ class Training(Run):
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
-        loop, calls = self.loop, self.class_losses.calls
-        self.class_losses.uneven, self.class_losses.calls = False, 0
+        loop, calls = self.loop, self.class_losses.take_calls()
+        self.class_losses.uneven = False
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
