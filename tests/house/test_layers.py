@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import trainloop
+from trainloop import extending
 
 PACKAGE = Path(trainloop.__file__).parent
 
@@ -303,3 +304,16 @@ def test_the_core_imports_no_add_on() -> None:
                 if other in ADD_ONS
             ]
     assert not wrong
+
+
+@pytest.mark.parametrize("package", ["tuning", "tabular", "pretrained"])
+def test_add_ons_take_their_helpers_from_extending(package: str) -> None:
+    elsewhere = [
+        f"{path.relative_to(PACKAGE)}: {alias.name} from {node.module}"
+        for path in sorted((PACKAGE / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module != "trainloop.extending"
+        for alias in node.names
+        if alias.name in extending.__all__ and str(node.module).startswith("trainloop")
+    ]
+    assert not elsewhere

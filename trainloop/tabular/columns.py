@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 from pandas.api import types
 
-from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
+from trainloop.extending import warn
 
 __all__ = ["Columns", "Kind", "Rows", "floats", "read_table", "scalars"]
 

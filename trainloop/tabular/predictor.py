@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 from sklearn.inspection import permutation_importance
 
-from trainloop._support.user_line import warn
 from trainloop.checkpoint import folder
 from trainloop.errors import ConfigurationError
+from trainloop.extending import warn
 from trainloop.resources import Plan, plan
 from trainloop.resources.enforce import applied
 from trainloop.resources.quota import checked_count

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import pip_install
-from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
+from trainloop.extending import warn
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
+from trainloop.extending import import_extra
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.tuning.folds import Fold
 

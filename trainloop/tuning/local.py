@@ -20,8 +20,8 @@ from typing import Any
 
 from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity
-from trainloop._support.user_line import warn
 from trainloop.errors import ResourceError
+from trainloop.extending import warn
 from trainloop.resources import ResourceQuota, available, enforce, gpus, lease
 from trainloop.resources.quota import exact
 from trainloop.tuning.worker import Job, train_fold

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainloop._support.distribution import import_extra
 from trainloop._support.platform import affinity
 from trainloop.errors import ResourceError
+from trainloop.extending import import_extra
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact

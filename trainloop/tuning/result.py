@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
+from trainloop.extending import import_extra
 from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting

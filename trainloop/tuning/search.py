@@ -23,8 +23,8 @@ from trainloop._support.keywords import refuses_unknown
 from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
-from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
+from trainloop.extending import warn
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainloop._support.distribution import import_extra
 from trainloop.errors import ConfigurationError
+from trainloop.extending import import_extra
 
 __all__ = ["Choice", "Integers", "OptunaSearcher", "Searcher", "Uniform", "make_searcher", "parse_space"]
 
