@@ -1,24 +1,21 @@
-"""Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp {memory,step,pairs,save} RANKS
+"""Memory, steps and checkpoints of a model that is sharded: python -m benchmarks.fsdp
 
 memory
     Proportional memory (PSS) of a rank that has gradients and AdamW's state, minus that of the same run with a tiny
     model, in ``fsdp`` and ``ddp``, with trainloop and with a hand-written loop.
 step
-    Median time of a step, alternating with a hand-written loop (torch's ``fully_shard``), and with Accelerate's and
-    Lightning's FSDP if they are installed and support the CPU; else their error. The order of the turns changes.
-pairs
-    The same, compared with the hand-written loop alone, step by step in the same ranks: the difference between runs,
-    more than a tenth, is the same for both.
+    Time of a step, alternating with a hand-written loop (torch's ``fully_shard``) step by step in the same ranks: the
+    difference between runs, more than a tenth, is the same for both.
+others
+    Time of a step in runs of their own, with Accelerate's and Lightning's FSDP if they are installed and support the
+    CPU; else their error. The order of the turns changes.
 save
     Seconds and bytes of one checkpoint, compared with ``torch.distributed.checkpoint`` alone: the bytes that each rank
     writes, and the largest growth of a rank's memory.
-
-Each takes some minutes at most.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -26,7 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +34,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.pages import HERE, Page, Size, parser, size_of
+from benchmarks.timing import BY_HAND, restructured
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop._transfer.pages import trim
 from trainloop.callbacks import ModelCheckpoint
@@ -332,86 +331,126 @@ def saved_by_hand(rank: int, ranks: int, folder: str) -> tuple[float, float]:
     return seconds, grown
 
 
-# -- what is asked for -------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def memory(ranks: int, rounds: int) -> None:
-    def ours(mode: str, width: int) -> tuple[list[int], int]:
+def memory(size: Size) -> str:
+    def ours(mode: str, ranks: int, width: int) -> tuple[list[int], int]:
         watch = with_trainloop(mode, ranks, width=width, steps=3)
         return watch.bytes, watch.kept_by_malloc
 
-    def by_hand(mode: str, width: int) -> tuple[list[int], int]:
+    def by_hand(mode: str, ranks: int, width: int) -> tuple[list[int], int]:
         found: tuple[list[int], int] = in_group(partial(held_by_hand, mode, width), ranks)
         return found
 
-    for name, measured in {"trainloop": ours, "PyTorch": by_hand}.items():
-        held = {}
-        for mode in ("ddp", "fsdp"):
-            (base, _), (found, free) = measured(mode, 1), measured(mode, WIDTH)
-            more = [(b - a) / 2**20 for a, b in zip(base, found, strict=True)]
-            held[mode] = max(more)
-            print(f"memory, {ranks} ranks, {name}, {mode}: {held[mode]:.0f} MiB a rank,", end=" ")
-            print(f"{min(more):.0f} to {max(more):.0f}, {free / 2**20:.0f} free beside that", flush=True)
-        print(f"memory, {ranks} ranks, {name}: {held['fsdp'] / held['ddp']:.3f} of ddp", flush=True)
+    rows = [("ranks", "MiB", "ddp", "free", "fsdp", "free", "ratio", "smallest to largest", "aim")]
+    for ranks in (2,) if size.tiny else (1, 2, 4):
+        for name, measured in {"trainloop": ours, BY_HAND: by_hand}.items():
+            held: dict[str, list[float]] = {"ddp": [], "fsdp": []}
+            free: dict[str, list[float]] = {"ddp": [], "fsdp": []}
+            for _ in range(size.rounds):
+                for mode in held:
+                    (base, _), (found, left) = measured(mode, ranks, 1), measured(mode, ranks, WIDTH)
+                    held[mode].append(max(b - a for a, b in zip(base, found, strict=True)) / 2**20)
+                    free[mode].append(left / 2**20)
+            ratios = [sharded / whole for sharded, whole in zip(held["fsdp"], held["ddp"], strict=True)]
+            figures = (f"{statistics.median(one[mode]):.0f}" for mode in held for one in (held, free))
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            aim = "0.30" if ranks == 4 and name == "trainloop" else ""
+            rows.append((str(ranks), name, *figures, f"{statistics.median(ratios):.3f}", spread, aim))
+            print(rows[-1], flush=True)
+    note = (
+        f"MiB of the rank that has the most; medians of {size.rounds} runs. ``free`` is the memory that rank 0 had\n"
+        "freed but that glibc's malloc kept; it is not included. The model has "
+        f"{sum(p.numel() * p.element_size() for p in Model().parameters()) / 2**20:.0f} MiB of parameters."
+    )
+    return restructured("Memory of a rank", note, rows)
 
 
-def step(ranks: int, rounds: int) -> None:
+def step(size: Size) -> str:
+    rows = [("run", "trainloop ms", f"{BY_HAND} ms", "median of the pairs", "quartiles", "aim")]
+    for number in range(1, size.rounds + 1):
+        beside = Beside()
+        with_trainloop("fsdp", 2, callbacks=[beside], steps=TIMED)
+        both = list(zip(beside.ours[3:], beside.by_hand[4:], strict=True))
+        ours, by_hand = (1e3 * statistics.median(times) for times in zip(*both, strict=True))
+        low, middle, high = statistics.quantiles([one / other for one, other in both])
+        rows.append((str(number), f"{ours:.0f}", f"{by_hand:.0f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", "1.05"))
+        print(rows[-1], flush=True)
+    note = "A step of trainloop and one of a hand-written loop with ``fully_shard`` take turns in the same ranks."
+    return restructured("A step, two ranks", note, rows)
+
+
+def others(size: Size) -> str:
     kinds: dict[str, Callable[[], list[float]]] = {
-        "PyTorch": lambda: in_group(step_by_hand, ranks),
-        "trainloop": lambda: with_trainloop("fsdp", ranks, steps=TIMED).times,
-        "Accelerate": lambda: in_group(step_by_accelerate, ranks),
-        "Fabric, ModelParallelStrategy": lambda: in_group(step_by_lightning, ranks),
-        "Fabric, strategy='fsdp'": lambda: in_group(step_by_lightning_fsdp, ranks),
+        BY_HAND: lambda: in_group(step_by_hand, 2),
+        "trainloop": lambda: with_trainloop("fsdp", 2, steps=TIMED).times,
+        "Accelerate": lambda: in_group(step_by_accelerate, 2),
+        "Fabric, ModelParallelStrategy": lambda: in_group(step_by_lightning, 2),
+        "Fabric, strategy='fsdp'": lambda: in_group(step_by_lightning_fsdp, 2),
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}
-    for i in range(rounds):
+    errors: dict[str, str] = {}
+    for i in range(size.rounds):
         for name in list(kinds)[:: -1 if i % 2 else 1]:
             try:
                 found[name].append(step_ms(kinds[name]()))
             except Exception as error:  # whatever another library raises
-                print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
+                errors[name] = str(error).strip().splitlines()[-1].replace("`", "'")
                 del kinds[name]
+    rows = [("loop", "ms a step", "ratio", "smallest to largest")]
     for name in kinds:
-        ratios = [own / hand for own, hand in zip(found[name], found["PyTorch"], strict=True)]
-        print(f"step, {ranks} ranks, {name}: {statistics.median(found[name]):.1f} ms,", end=" ")
-        print(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+        ratios = [own / hand for own, hand in zip(found[name], found[BY_HAND], strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append((name, f"{statistics.median(found[name]):.0f}", f"{statistics.median(ratios):.2f}", spread))
+        print(rows[-1], flush=True)
+    note = f"Medians of {size.rounds} runs of {TIMED} steps. Runs differ by more than the libraries do."
+    for name, error in errors.items():
+        print(f"{name}: {error}", flush=True)
+        note += f"\n{name} does not run here: {error}"
+    return restructured("A step by other libraries, two ranks", note, rows)
 
 
-def pairs(ranks: int, rounds: int) -> None:
-    for _ in range(rounds):
-        beside = Beside()
-        with_trainloop("fsdp", ranks, callbacks=[beside], steps=TIMED)
-        both = list(zip(beside.ours[3:], beside.by_hand[4:], strict=True))
-        ours, by_hand = (1e3 * statistics.median(times) for times in zip(*both, strict=True))
-        ratios = statistics.quantiles([one / other for one, other in both])
-        print(f"pairs, {ranks} ranks: trainloop {ours:.1f} ms, PyTorch {by_hand:.1f} ms; of single pairs", end=" ")
-        print(f"{ratios[1]:.3f} (quartiles {ratios[0]:.3f} to {ratios[2]:.3f})", flush=True)
+def save(size: Size) -> str:
+    rows = [("by", "ranks", "seconds", "a rank grows by MiB", "each rank writes MiB")]
+    for ranks in (2,) if size.tiny else (2, 4):
+        ours, by_hand, parts = [], [], [0.0]
+        for _ in range(size.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                keeper = Saving(folder, every_n_epochs=None)
+                with_trainloop("fsdp", ranks, callbacks=[keeper])
+                parts = [file.stat().st_size / 2**20 for file in Path(folder).rglob("*.distcp")]
+                ours.append((keeper.seconds, keeper.grown))
+            by_hand.append(in_group(saved_by_hand, ranks))
+        writes = {"trainloop": f"{min(parts):.0f} to {max(parts):.0f} of {sum(parts):.0f}"}
+        for name, runs in {"trainloop": ours, "torch.distributed.checkpoint": by_hand}.items():
+            seconds, grown = (statistics.median(values) for values in zip(*runs, strict=True))
+            rows.append((name, str(ranks), f"{seconds:.2f}", f"{grown / 2**20:.0f}", writes.get(name, "")))
+            print(rows[-1], flush=True)
+    note = (
+        f"Medians of {size.rounds} runs. trainloop also computes a checksum of each file, and gives the checkpoint\n"
+        "its name only when all files are complete."
+    )
+    return restructured("A checkpoint of weights and optimizer state", note, rows)
 
 
-def save(ranks: int, rounds: int) -> None:
-    for _ in range(rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            keeper = Saving(folder, every_n_epochs=None)
-            with_trainloop("fsdp", ranks, callbacks=[keeper])
-            parts = [file.stat().st_size / 2**20 for file in Path(folder).rglob("*.distcp")]
-            seconds, grown = keeper.seconds, keeper.grown
-        print(f"save, {ranks} ranks, trainloop: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB,", end=" ")
-        print(f"each writes {min(parts):.0f} to {max(parts):.0f} of {sum(parts):.0f} MiB", flush=True)
-        seconds, grown = in_group(saved_by_hand, ranks)
-        print(f"save, {ranks} ranks, PyTorch: {seconds:.2f} s, a rank grows by {grown / 2**20:.0f} MiB", flush=True)
+PARTS: dict[str, Callable[[Size], str]] = {"memory": memory, "step": step, "others": others, "save": save}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["memory", "step", "pairs", "save"])
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    made = parser(__doc__, rounds=3)
+    made.add_argument("--only", nargs="+", choices=PARTS, help="parts of the page, into another folder (all)")
+    arguments = made.parse_args()
+    if arguments.only and arguments.out == HERE:
+        made.error("--only: the page has all parts. Pass --out FOLDER, to keep the page.")
+    size = size_of(arguments)
     warnings.filterwarnings("ignore", message="devices=")
-    megabytes = sum(p.numel() * p.element_size() for p in Model().parameters()) / 2**20
-    print(f"{megabytes:.0f} MiB of parameters, AdamW, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}")
-    with suppress(KeyboardInterrupt):
-        {"memory": memory, "step": step, "pairs": pairs, "save": save}[args.what](args.ranks, args.rounds)
+    page = Page("FSDP", "Models larger than a device: measured", "python -m benchmarks.fsdp")
+    note = (
+        f"The model has {BLOCKS}\nblocks of linear layers of size {WIDTH} in float32, and is trained with AdamW on CPU "
+        "ranks."
+    )
+    page.write(arguments.out, size, note, [PARTS[name](size) for name in arguments.only or PARTS])
 
 
 if __name__ == "__main__":
