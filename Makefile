@@ -4,7 +4,7 @@
 # make test-slow-part  one of 80 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
-# make test-bench-part  one of the ten parts of the benchmarks with a few steps, another one after each commit
+# make test-bench-part  one of the eleven parts of the benchmarks with a few steps, another one after each commit
 # make test-hosts  those that make networks of their own; need root and iproute2
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
@@ -96,7 +96,7 @@ test-docs: $(VENV)/test.stamp
 	$(PYTEST) tests/docs -m "not hosts" --ignore=tests/docs/test_benchmarks_run.py $(ARGS)
 
 test-bench-part: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests/docs/test_benchmarks_run.py -m slow --part $(PART)/10 -o faulthandler_timeout=300 $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_benchmarks_run.py -m slow --part $(PART)/11 -o faulthandler_timeout=300 $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "hosts and not slow" $(call with_mark,hosts) $(ARGS)

@@ -405,9 +405,9 @@ def others(size: Size) -> str:
         rows.append((name, f"{statistics.median(found[name]):.0f}", f"{statistics.median(ratios):.2f}", spread))
         print(rows[-1], flush=True)
     note = f"Medians of {size.rounds} runs of {TIMED} steps. Runs differ by more than the libraries do."
-    for name, error in errors.items():
-        print(f"{name}: {error}", flush=True)
-        note += f"\n{name} does not run here: {error}"
+    for name, text in errors.items():
+        print(f"{name}: {text}", flush=True)
+        note += f"\n{name} does not run here: {text}"
     return restructured("A step by other libraries, two ranks", note, rows)
 
 
