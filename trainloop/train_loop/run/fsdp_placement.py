@@ -86,10 +86,11 @@ def _explaining_shards(what: str) -> Iterator[None]:
             raise
         raise ConfigurationError(
             f"{what} uses a parameter of which this rank has a shard only, a DTensor, outside of get_loss, "
-            "get_loss_eval and get_predictions. To call the model, call self.train_loop_obj.predict_with_model([batch]) "
-            "or evaluate_model_loss on all ranks. To change values, use operations that work elementwise (p.mul_, "
-            "p.copy_ of another DTensor), p.to_local(), or p.full_tensor() on all ranks. Or make the change before fit, "
-            f"or use gpu_mode='ddp'. torch says: {error}"
+            "get_loss_eval and get_predictions. To call the model, call "
+            "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change values, "
+            "use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), or "
+            "p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch says: "
+            f"{error}"
         ) from error
 
 
