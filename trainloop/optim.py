@@ -330,7 +330,9 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     inner = inner_optimizers(optimizer)
     groups = [one for one in inner.values() if _shares_groups(one, optimizer)]
     states = [one for one in inner.values() if one.state is optimizer.state]
+    shared = _shared_groups(optimizer, inner.values())
     before = optimizer.param_groups, optimizer.state
+    states_before = {path: one.state for path, one in inner.items()}
     optimizer.load_state_dict(saved["state"])
     # A wrapper may have passed its state on to the optimizer within it, without taking over what that one has now.
     if optimizer.param_groups is before[0]:
@@ -338,13 +340,65 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     if optimizer.state is before[1]:
         optimizer.state = next((one.state for one in states), optimizer.state)
     for path, state in saved.get("inner", {}).items():
-        if path in inner:
+        if path in inner and inner[path].state is states_before[path]:  # else the wrapper has loaded it
             inner[path].load_state_dict(state)
     # torch's load_state_dict replaces both.
     for one in groups:
         one.param_groups = optimizer.param_groups
     for one in states:
         one.state = optimizer.state
+    for one, own, i in shared:
+        if len(optimizer.param_groups) > i and len(one.param_groups) > own:
+            one.param_groups[own] = optimizer.param_groups[i]
+
+
+def _shared_groups(optimizer: Optimizer, inner: Iterable[Optimizer]) -> list[tuple[Optimizer, int, int]]:
+    """Return the groups that an optimizer shares with others, such as the groups of several optimizers in one list.
+
+    Each is ``(other optimizer, its index there, its index here)``.
+    """
+    here = {id(group): i for i, group in enumerate(optimizer.param_groups)}
+    return [
+        (one, own, here[id(group)]) for one in inner for own, group in enumerate(one.param_groups) if id(group) in here
+    ]
+
+
+def saved_groups(saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups in a result of :func:`optimizer_state_dict`.
+
+    An optimizer that contains others may have a ``state_dict`` of its own, with the groups in the others' states.
+    """
+    return [group for state in _states_with_groups(saved["state"]) for group in state["param_groups"]]
+
+
+def with_group_settings(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a result of :func:`optimizer_state_dict` with other settings in its parameter groups.
+
+    The result equals ``saved`` if it has another number of groups.
+    """
+    changed = {**saved, **{key: _copied(saved[key]) for key in ("state", "inner") if key in saved}}
+    for part in (changed["state"], changed.get("inner")):
+        states = _states_with_groups(part)
+        if sum(len(state["param_groups"]) for state in states) == len(groups):
+            settings = iter(groups)
+            for state in states:
+                state["param_groups"] = [{**group, **next(settings)} for group in state["param_groups"]]
+    return changed
+
+
+def _states_with_groups(state: Any) -> list[dict[str, Any]]:
+    """Return the dicts with ``param_groups`` in nested dicts and lists, outermost first."""
+    if isinstance(state, dict) and isinstance(state.get("param_groups"), list):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [found for part in parts for found in _states_with_groups(part)]
+
+
+def _copied(state: Any) -> Any:
+    """Copy nested dicts and lists, but not what they contain."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
 
 
 def _shares_groups(one: Optimizer, other: Optimizer) -> bool:

@@ -64,6 +64,25 @@ class Adversarial(Tower):
         return criterion(self.hidden(hidden + 0.1 * gradient.sign()), y)
 
 
+class Sampled(Adversarial):
+    """Moves the inputs with all parameters frozen, and unfreezes them, some of them gathered, before the loss."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        hidden = self.words(x).mean(1)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        names = [name for name, p in self.named_parameters() if p.requires_grad]
+        for p in trained:
+            p.requires_grad_(False)
+        with torch.enable_grad():
+            moved = hidden.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(criterion(self.hidden(moved), y), moved)
+        own = dict(self.named_parameters())
+        for name in names:
+            own[name].requires_grad_(True)
+        return criterion(self.hidden(hidden), y) + criterion(self.hidden(hidden + 0.1 * gradient.sign()), y)
+
+
 class Recomputed(Tower):
     """Its blocks' second forward, in backward, ends as soon as backward has what it needs."""
 
@@ -121,6 +140,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "mixed norms of another order": (Small, lambda: [GradientClipping(0.1, max_value=0.05, norm_type=3)]),
     "views of weights": (Seen, list),
     "a backward within the forward": (Adversarial, list),
+    "flags set in the loss": (Sampled, list),
     "modules added": (Tower, lambda: [Adapting()]),
 }
 
@@ -132,7 +152,7 @@ def trained(cls: Any, callbacks: list[Any], mode: str) -> TrainLoop[Any]:
         model,
         data(13, 6 if mode == "single" else 3, shuffle=True),
         data(9, 2),
-        optimizer=adam(model),
+        optimizer=cls.optimizer(model) if hasattr(cls, "optimizer") else adam(model),
         criterion=nn.CrossEntropyLoss(),
         gpu_mode=mode,
         **ranks,
@@ -204,9 +224,36 @@ class PastTheUnit(Tower):
         return self.blocks[0].up(self.words(batch_data[0]).mean(1)).square().mean()
 
 
+class Ascends(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, which puts the weights back by assigning ``p.data``."""
+
+    needs_closure = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base = adam(model)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.clone() for p in own]
+        for p in own:
+            p.add_(p.grad, alpha=0.1)
+        closure()
+        for p, value in zip(own, before, strict=True):
+            p.data = value
+        self.base.step()
+
+
+class Sharp(Tower):
+    optimizer = Ascends
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
 REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
+REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 
 @pytest.mark.long

@@ -165,9 +165,19 @@ def test_two_replicas_of_two_shards_equal_ddp() -> None:
         compare("accumulated and clipped, uneven tail", 4, "ddp", fsdp_model_args={"replicas": 2})
 
 
+class Contains(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "LBFGS": (lambda: fitted(optimizer=torch.optim.LBFGS), r"LBFGS with gpu_mode='fsdp'.*Use gpu_mode='ddp'"),
     "Adafactor": (lambda: fitted(optimizer=torch.optim.Adafactor), r"Adafactor with gpu_mode='fsdp'.*such as AdamW"),
+    "an optimizer within another one": (
+        lambda: fitted(optimizer=lambda parameters, lr: Contains(torch.optim.Rprop(parameters, lr))),
+        r"Rprop with gpu_mode='fsdp'.*such as AdamW",
+    ),
     "Rprop": (lambda: fitted(optimizer=torch.optim.Rprop), r"Rprop with gpu_mode='fsdp'.*such as AdamW"),
     "two low precisions": (
         lambda: fitted(use_amp="fp16", fit={"fsdp_model_args": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}),

@@ -172,6 +172,22 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor
     return _number((weight.detach()[target * counted] * counted).sum(dtype=torch.float64 if weight.is_cpu else None))
 
 
+def _attach(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | float | None:
+    """Attach the divisor to a criterion's loss, unless the loss's graph contains it; return the divisor.
+
+    Inside ``torch.func.vmap`` no number can be read. A loss of one sample is not what ``get_loss`` returns, so nothing
+    is attached there, and the result is ``None``.
+    """
+    try:
+        divisor = divisor_of(loss)
+        if divisor is None:
+            divisor = _divisor(target, weight, ignore_index)
+            attach_divisor(loss, divisor)
+    except RuntimeError:
+        return None
+    return divisor
+
+
 class ClassLosses:
     """Watch criteria of class indices while they run.
 
@@ -231,10 +247,9 @@ class ClassLosses:
         if torch.compiler.is_compiling():
             attach_divisor(loss, _divisor(target, criterion.weight, criterion.ignore_index))
             return
-        divisor = divisor_of(loss)
+        divisor = _attach(loss, target, criterion.weight, criterion.ignore_index)
         if divisor is None:
-            divisor = _divisor(target, criterion.weight, criterion.ignore_index)
-            attach_divisor(loss, divisor)
+            return
         if found := _found.get():  # the entry of the function that this criterion calls
             found.pop()
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
@@ -264,9 +279,9 @@ class _FunctionalLosses(TorchFunctionMode):
         if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             target = args[1] if len(args) > 1 else kwargs["target"]
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            if not target.is_floating_point() and divisor_of(result) is None:
+            if not target.is_floating_point():
                 self._found.append(True)
-                attach_divisor(result, _divisor(target, weight, kwargs.get("ignore_index", -100)))
+                _attach(result, target, weight, kwargs.get("ignore_index", -100))
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
             divisors = [d for d in map(_attached, args) if d is not None]
             if len(divisors) == 1:

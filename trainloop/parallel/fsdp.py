@@ -44,6 +44,29 @@ class _Call:
         self.output: Any = None
 
 
+class _Flags:
+    """Keep ``requires_grad`` of a unit's shards up to date when the model sets the flags while the unit is gathered.
+
+    FSDP reads the flags of shards only. It would compute no gradients for a parameter that was frozen while it was
+    sharded, and unfrozen while it was gathered, as for steps of Langevin dynamics in ``get_loss``.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._shards = [
+            (part._parameters, name, p)
+            for part in unit.modules()
+            for name, p in part._parameters.items()
+            if p is not None and is_sharded(p)
+        ]
+
+    def follow(self, *_: Any) -> None:
+        """Give shards the flags of the gathered parameters that are now in their places."""
+        for parameters, name, shard in self._shards:
+            now = parameters.get(name)
+            if now is not shard and now is not None and now.requires_grad != shard.requires_grad:
+                shard.requires_grad_(now.requires_grad)
+
+
 class TTFullyShardedDataParallel(Transparent, nn.Module):
     """A module under PyTorch's ``fully_shard`` (FSDP2) that runs a model's ``get_loss`` the way it runs ``forward``.
 
@@ -172,6 +195,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
+        self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
+        self._tt_flags = _Flags(self)
         for buffer in module.buffers() if sends else ():
             buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
         for p in self._tt_whole:
@@ -209,6 +234,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             output = with_plain_dicts(call.output)
         else:
             output = self.module(*args, **kwargs)
+        self._tt_flags.follow()
         if torch.is_grad_enabled():
             reduce_late_gradients(output, self._tt_groups)
         return output

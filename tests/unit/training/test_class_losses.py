@@ -110,3 +110,35 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
     alone = loop(nn.CrossEntropyLoss())
     alone.validation_loader = None
     alone.fit(num_epochs=1)
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(CLASS_WEIGHTS)])
+def test_gradients_of_single_samples_can_be_computed_in_the_loss(criterion: nn.Module) -> None:
+    class Private(Classifier):
+        """Trains on the mean of per-sample gradients, each clipped to a norm."""
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            values = {name: p.detach() for name, p in self.named_parameters()}
+
+            def of_one(values: Any, x: Any, y: Any) -> Any:
+                scores = torch.func.functional_call(self, values, (x[None],))
+                return criterion(scores, y[None]) + functional.cross_entropy(scores, y[None])
+
+            each = torch.func.vmap(torch.func.grad(of_one), (None, 0, 0))(values, *batch_data)
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+            scales = (0.5 / norms).clamp(max=1) / len(norms)
+            clipped = {name: torch.einsum("b...,b->...", g, scales) for name, g in each.items()}
+            return sum((p * clipped[name]).sum() for name, p in self.named_parameters())
+
+    data = samples(20)
+    ours = Private().double()
+    theirs = copy.deepcopy(ours)
+    loader = DataLoader(data, 5)
+    sgd = optim.SGD(ours.parameters(), lr=0.2)
+    TrainLoop(ours, loader, loader, optimizer=sgd, criterion=criterion, progress_bar=False).fit(num_epochs=1)
+    sgd = optim.SGD(theirs.parameters(), lr=0.2)
+    for batch in loader:
+        theirs.get_loss(batch, criterion, torch.device("cpu")).backward()
+        sgd.step()
+        sgd.zero_grad()
+    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))

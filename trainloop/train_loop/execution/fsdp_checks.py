@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import all_optimizers
 from trainloop.parallel.shards import stays_whole
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import check_dtypes, units_of
@@ -30,7 +30,7 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
     ConfigurationError
         If ``fsdp`` can't train this loop; the message names an alternative.
     """
-    model, options, optimizers = loop.model, loop.options, optimizers_of(loop.optimizer)
+    model, options, optimizers = loop.model, loop.options, all_optimizers(loop.optimizer)
     if not gather and not any(hasattr(callback, "last_state") for callback in loop.callbacks):
         raise ConfigurationError(
             "fit(gather=False) keeps trained weights only in checkpoints, but callbacks has no ModelCheckpoint. "

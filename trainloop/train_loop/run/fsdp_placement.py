@@ -75,6 +75,25 @@ class _RefusesIgnored(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _explaining_shards(what: str) -> Iterator[None]:
+    """Raise an error for what the code of a user's method ``what`` does with a shard in vain, or can't do with it."""
+    try:
+        with _RefusesIgnored():
+            yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{what} uses a parameter of which this rank has a shard only, a DTensor, outside of get_loss, "
+            "get_loss_eval and get_predictions. To call the model, call "
+            "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change values, "
+            "use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), or "
+            "p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch says: "
+            f"{error}"
+        ) from error
+
+
 _IGNORED = {
     Tensor.data.__set__: "p.data = ...",  # type: ignore[attr-defined]
     Tensor.register_hook: "p.register_hook(...)",
@@ -122,22 +141,17 @@ class ShardedPlacement(Placement):
 
         @functools.wraps(hook)
         def guard(*args: Any) -> Any:
-            try:
-                with _RefusesIgnored():
-                    return hook(*args)
-            except RuntimeError as error:
-                if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
-                    raise
-                raise ConfigurationError(
-                    f"{getattr(hook, '__qualname__', 'a hook')} uses a parameter of which this rank has a shard only, "
-                    "a DTensor, outside of get_loss, get_loss_eval and get_predictions. To call the model, call "
-                    "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change "
-                    "values, use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), "
-                    "or p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch "
-                    f"says: {error}"
-                ) from error
+            with _explaining_shards(getattr(hook, "__qualname__", "a hook")):
+                return hook(*args)
 
         return guard
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Guard the steps of the user's own optimizers, like hooks; those of torch change values in place."""
+        kind = type(optimizer)
+        if kind.__module__.startswith("torch.optim."):
+            return nullcontext()
+        return _explaining_shards(f"{kind.__qualname__}.step")
 
     _owned: list[tuple[nn.Module, str, str]] | None = None
 

@@ -99,6 +99,10 @@ class Placement:
         """Return a callback's hook, with an error for changes of parameters that would have no effect."""
         return hook
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Return a context of an optimizer's step, with an error for changes that would have no effect."""
+        return _NOTHING
+
     def release(self) -> None:
         """Free the resources of ``ddp``'s wrapper, after the last step."""
         if isinstance(self.wrapper, TTDistributedDataParallel):

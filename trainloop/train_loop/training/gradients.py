@@ -443,13 +443,19 @@ class Gradients:
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
         self._run.stage = "step"
-        if not self.scales:
+        if not self.scales and not self._place.collective:
             for optimizer in optimizers:
                 optimizer.step()
             return
+        if not self.scales:
+            for optimizer in optimizers:
+                with self._place.stepping(optimizer):
+                    optimizer.step()
+            return
         scaler = self._place.scaler
         for optimizer in optimizers:
-            scaler.step(optimizer)
+            with self._place.stepping(optimizer):
+                scaler.step(optimizer)
         # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.
         states = scaler._per_optimizer_states
         self._run.loop.progress.found_inf = [

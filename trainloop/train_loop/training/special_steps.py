@@ -234,7 +234,8 @@ class ClosureTraining(Training):
 
         if getattr(optimizer, "needs_closure", False):
             closure()  # this optimizer's step needs gradients at the start, and then calls the closure again
-        optimizer.step(closure)  # type: ignore[arg-type]  # annotated as float; torch calls float() on it
+        with self.place.stepping(optimizer):
+            optimizer.step(closure)  # type: ignore[arg-type]  # annotated as float; torch calls float() on it
         drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:

@@ -33,6 +33,8 @@ from trainloop.optim import (
     optimizer_state_dict,
     optimizers_of,
     parameters_of,
+    saved_groups,
+    with_group_settings,
 )
 from trainloop.parallel.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.arguments.checks import short
@@ -437,8 +439,9 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)
     for optimizer, saved, fits in zip(optimizers, state["optimizers"], grow, strict=True):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved["state"]["param_groups"]]
-        if sizes != saved_sizes and not fits:
+        saved_sizes = [len(group["params"]) for group in saved_groups(saved)]
+        # The parts of a state_dict of the user's own may be anything; its load_state_dict checks them.
+        if sizes != saved_sizes and not fits and "param_groups" in saved["state"]:
             raise CheckpointError(
                 f"the parameter groups of {type(optimizer).__name__} have {saved_sizes} parameters in the checkpoint, "
                 f"but {sizes} in the loop. Create the optimizer with the same groups."
@@ -560,12 +563,10 @@ def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
 def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     """Return a state with the place and the states that were noted before the end of its epoch."""
     before = [_before_end(now, kept) for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
-    optimizers = []
-    for saved, groups in zip(state["optimizers"], cut["groups"], strict=True):
-        now = saved["state"]["param_groups"]
-        if len(now) == len(groups):  # else a hook at the end of the epoch has added a group
-            now = [{**group, **kept} for group, kept in zip(now, groups, strict=True)]
-        optimizers.append({**saved, "state": {**saved["state"], "param_groups": now}})
+    # If a hook at the end of the epoch has added a group, the numbers of groups differ, and nothing is replaced.
+    optimizers = [
+        with_group_settings(saved, groups) for saved, groups in zip(state["optimizers"], cut["groups"], strict=True)
+    ]
     ranks = [{**saved, **own} for saved, own in zip(state["ranks"], cut["ranks"], strict=True)]
     place = {**cut["place"], "cut": cut["place"]["epoch_steps"] > 0}
     merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
@@ -703,7 +704,7 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
             found.append(f"{what}={used} from the {used_of} (the {other_of} has {other})")
 
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
-        for own, theirs in zip(optimizer.param_groups, saved["state"]["param_groups"], strict=False):
+        for own, theirs in zip(optimizer.param_groups, saved_groups(saved), strict=False):
             for name in ("lr", "weight_decay"):
                 # A scheduler changes the rate itself, and records the initial one.
                 now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))

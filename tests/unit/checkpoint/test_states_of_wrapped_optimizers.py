@@ -1,0 +1,129 @@
+"""A run resumes with optimizers that contain others, also if their ``state_dict`` has a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.callbacks import LRScheduler, ModelCheckpoint
+from trainloop.optim import saved_groups, with_group_settings
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Lookahead(optim.Optimizer):
+    """Has the groups of the optimizer within it; its state is in two parts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = optim.Adam(model.parameters(), 0.05)
+        super().__init__(self.optimizer.param_groups, {})
+        self.param_groups = self.optimizer.param_groups
+        self.slow = [p.detach().clone() for p in model.parameters()]
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {str(i): value for i, value in enumerate(self.slow)}
+        return {"slow": slow, "calls": self.calls, "base": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict["base"])
+        self.param_groups = self.optimizer.param_groups
+        self.slow = [value.clone() for value in state_dict["slow"].values()]
+        self.calls = state_dict["calls"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        self.calls += 1
+        if self.calls % 2 == 0:
+            for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class Chained(optim.Optimizer):
+    """Steps several optimizers, whose groups are its own groups, so that one schedule sets all rates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+        self.parts = [optim.SGD(matrices, 0.1, momentum=0.9), optim.Adam(vectors, 0.05)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._take_groups()
+
+    def _take_groups(self) -> None:
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+class ChainedWithState(Chained):
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._take_groups()
+
+
+class StopsBefore(AbstractCallback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_batch_begin(self) -> None:
+        if self.train_loop_obj.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallback, **arguments: Any) -> list[Tensor]:
+    x, y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
+    model = Net()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x, y), 4),
+        optimizer=made(model),
+        criterion=nn.CrossEntropyLoss(),
+        progress_bar=False,
+    )
+    rates = LRScheduler(StepLR, interval="step", step_size=2, gamma=0.5)
+    loop.fit(num_epochs=2, callbacks=[rates, *callbacks], **arguments)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("made", [Lookahead, Chained, ChainedWithState])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_resumes_to_the_bit(made: Callable[[nn.Module], optim.Optimizer], step: int, tmp_path: Path) -> None:
+    uninterrupted = fit(made)
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), StopsBefore(step))
+    resumed = fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), resume_from="last")
+    for mine, theirs in zip(resumed, uninterrupted, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_settings_of_groups_are_replaced_wherever_the_groups_are() -> None:
+    own = {"parts": [{"param_groups": [{"lr": 1.0, "params": [i]}]} for i in range(2)], "calls": 3}
+    saved = {"type": "Chained", "state": own, "inner": {"parts.0": own["parts"][0], "parts.1": own["parts"][1]}}
+    changed = with_group_settings(saved, [{"lr": 0.1}, {"lr": 0.2}])
+    assert saved_groups(changed) == [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    assert changed["inner"]["parts.1"]["param_groups"] == [{"lr": 0.2, "params": [1]}]
+    assert saved_groups(saved)[0]["lr"] == 1.0
+    assert with_group_settings(saved, [{"lr": 0.1}]) == saved
