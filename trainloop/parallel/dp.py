@@ -77,8 +77,8 @@ class TTDataParallel(Transparent, DataParallel):
     On its own, the wrapper takes the length of the first tensor for the number of samples, and passes what has another
     length to every replica. Like ``nn.DataParallel``, it cuts the tensors in a list, not the list. A ``TrainLoop``
     knows the number of samples, so a list with one item per sample (images of different sizes, targets) is cut, too. A
-    batch that has other tensors, or a list that may contain samples or columns, stays whole: one replica computes its
-    results, with a warning.
+    batch that has other tensors (sparse or nested ones, too), an object that may contain samples, or a list that may
+    contain samples or columns, stays whole: one replica computes its results, with a warning.
 
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
     the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
