@@ -119,7 +119,7 @@ def not_cut(value: Any, length: int, dim: int = 0) -> list[str]:
 class _Cut:
     """Cut a nested value of ``length`` samples.
 
-    ``found`` is True once there was anything to cut. ``whole`` has the shapes of the tensors that are not cut because of
+    ``found`` is True once there was anything to cut. ``whole`` has the shapes of tensors that are not cut because of
     their length; ``uncut`` names other parts that can't be cut.
     """
 
