@@ -319,7 +319,7 @@ def spied(**surroundings: Any) -> list[dict[str, Any]]:
         for context in surroundings.values():
             stack.enter_context(context)
         wrapper.get_loss((list("abcdefg"), batch_of(0, 7)[0]), None, CPU)
-    assert model.written == "before"  # as with nn.DataParallel
+    assert model.written == "in a replica"  # the same in all replicas
     assert model.encoder.seen.item() == 4  # the first replica's buffers are the module's
     assert "_log_batch_size" not in vars(model)
     return model.notes

@@ -27,6 +27,7 @@ from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_fr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from trainloop._launch.settings import read_settings, write_settings
 from trainloop.resources import ResourceQuota, lease
 from trainloop.tuning import BaggedPredictor, tune
 
@@ -73,6 +74,23 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     assert len(list((tmp_path / "search").glob("trial-*/fold-*/result.pkl"))) == 4
     assert len(list((tmp_path / "search" / "trial-0000").glob("fold-*/model.pkl"))) == 0
     assert "2 of 2 trials done, 0 running, 0 failed" in capsys.readouterr().err
+
+
+def test_a_fold_has_the_settings_of_the_process_that_searches() -> None:
+    def make_loop(params: dict[str, Any], fold: Any) -> Scaled:
+        assert (torch.ones(1).dtype, np.geterr()["under"], torch.are_deterministic_algorithms_enabled()) == expected
+        return Scaled(0.5)
+
+    expected = (torch.float64, "raise", True)
+    before = read_settings()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(True)
+        with np.errstate(under="raise"):
+            found = search(make_loop, {"scale": [0.5]})
+    finally:
+        write_settings(before)
+    assert not found.best_trial.errors
 
 
 def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:

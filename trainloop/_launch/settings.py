@@ -1,4 +1,4 @@
-"""Process-wide settings of the caller, which are applied in its ranks.
+"""Process-wide settings of the caller, which are applied in its ranks and in the models' processes of a search.
 
 A script chooses precision, determinism, log levels and the like in ``main()``, in the process that calls ``fit``. A
 rank is another process: it receives the caller's settings and applies the ones that differ from its own. Workers that
@@ -31,6 +31,7 @@ from trainloop._transfer.pickling import Pickler
 
 __all__ = [
     "SETTINGS",
+    "SentSettings",
     "Setting",
     "SettingsInit",
     "apply_settings",
@@ -80,7 +81,7 @@ def dumped_settings() -> bytes:
                 _dumped(value)
                 kept[name] = value
             except Exception as error:
-                warn(f"this process's {name} can't be sent to the ranks ({error}). They use the default.")
+                warn(f"this process's {name} can't be sent to other processes ({error}). They use the default.")
         return _dumped(kept)
 
 
@@ -96,6 +97,13 @@ def apply_settings(dumped: bytes) -> None:
     if _LINE in values:
         set_user_place(values.pop(_LINE))
     write_settings(values)
+
+
+class SentSettings:
+    """The settings of this process in a pickle: unpickling applies them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return apply_settings, (dumped_settings(),)
 
 
 def numeric_settings() -> dict[str, Any]:
@@ -119,7 +127,7 @@ def write_settings(values: dict[str, Any]) -> None:
             if not same:
                 setting.write(value)
         except Exception as error:
-            warn(f"this rank could not apply the setting {name}={value!r} of the process that called fit: {error}")
+            warn(f"this process could not apply the setting {name}={value!r} of the process that started it: {error}")
 
 
 class SettingsInit:

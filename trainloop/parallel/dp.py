@@ -21,7 +21,7 @@ from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import scatter as parts
-from trainloop.parallel.misuse import WatchedTensors, explain_replica, keep_computed
+from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
 
 __all__ = ["TTDataParallel"]
@@ -77,10 +77,11 @@ class TTDataParallel(Transparent, DataParallel):
     On its own, the wrapper takes the length of the first tensor for the number of samples, and passes what has another
     length to every replica. Like ``nn.DataParallel``, it cuts the tensors in a list, not the list. A ``TrainLoop``
     knows the number of samples, so a list with one item per sample (images of different sizes, targets) is cut, too. A
-    batch that has other tensors, or a list that may contain samples or columns, stays whole: one replica computes its
-    results, with a warning.
+    batch that has other tensors (sparse or nested ones, too), an object that may contain samples, or a list that may
+    contain samples or columns, stays whole: one replica computes its results, with a warning.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are lost. Only
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are kept if they
+    have the same value in all replicas (such as a count of steps), and otherwise lost, with a warning for numbers. Only
     the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
     ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such as
     ``all_gather`` are errors in a replica.
@@ -136,6 +137,7 @@ class TTDataParallel(Transparent, DataParallel):
     _tt_watches = False
     _tt_samples: int | None = None
     _tt_warned = False
+    _tt_warned_of_attributes = False
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
     _tt_output_device: torch.device
 
@@ -162,7 +164,7 @@ class TTDataParallel(Transparent, DataParallel):
             replicas = _replicas(self.module, devices, sizes)
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
             watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
-            watched = WatchedTensors(self.module) if watches else None
+            watched, attributes = WatchedTensors(self.module) if watches else None, SetAttributes(self.module, replicas)
             try:
                 outputs = self._outputs(calls, devices)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -172,14 +174,14 @@ class TTDataParallel(Transparent, DataParallel):
                 raise
             if watched is not None:
                 watched.check(replicas)
-            keep_computed(self.module, replicas)
+            self._keep(attributes, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
                 return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watches)
+                return self._passes(outputs, replicas, devices, sizes, criterion, watches, attributes)
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
@@ -232,6 +234,7 @@ class TTDataParallel(Transparent, DataParallel):
         sizes: list[int],
         criterion: Any,
         watches: bool,
+        attributes: SetAttributes,
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
@@ -240,6 +243,7 @@ class TTDataParallel(Transparent, DataParallel):
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
             if watched is not None:
                 watched.check(replicas)
+            self._keep(attributes, "get_loss")
             if all(item is ended for item in items):
                 return
             named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
@@ -254,6 +258,17 @@ class TTDataParallel(Transparent, DataParallel):
             loss = self._loss_of_all(losses, sizes, criterion)
             yield (names.pop(), loss) if named[0] else loss
             _renew(replicas, _replicas(self.module, devices, sizes))
+            attributes = SetAttributes(self.module, replicas)
+
+    def _keep(self, attributes: SetAttributes, method: str) -> None:
+        """Keep the attributes that a method has set in all replicas alike; warn once of those that are lost."""
+        lost = attributes.keep()
+        if lost and not self._tt_warned_of_attributes:
+            self.__dict__["_tt_warned_of_attributes"] = True
+            warn(
+                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the batch, "
+                "so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
+            )
 
     def _check_on(self, device: torch.device) -> None:
         for t in (*self.module.parameters(), *self.module.buffers()):

@@ -13,12 +13,12 @@ from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
 
 __all__ = [
+    "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
     "explain_outside",
     "explain_replica",
     "explain_sharded",
-    "keep_computed",
     "refuse_other_parameters",
 ]
 
@@ -138,27 +138,61 @@ class WatchedTensors:
                 )
 
 
-def keep_computed(module: nn.Module, replicas: list[nn.Module]) -> None:
-    """Give the module the plain tensor attributes that its replicas have computed, if all have the same values.
+class SetAttributes:
+    """Find the attributes that a method sets in replicas, and give them to the module if all replicas set the same.
 
-    Pruning, for example, computes ``weight`` from a parameter and a mask before each forward, and the next call of
-    ``torch.nn.utils.prune`` reads it from the module.
+    A count of steps is the same in all replicas, and so is what pruning computes before each forward (``weight``, from
+    a parameter and a mask, which the next call of ``torch.nn.utils.prune`` reads from the module). What a replica
+    computes from its part of the batch is lost.
     """
-    names = [
-        (path, name)
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor)
-    ]
-    if not names:
-        return
-    parts = [dict(replica.named_modules()) for replica in replicas]
-    for path, name in names:
-        first, *others = [vars(part[path]).get(name) if path in part else None for part in parts]
-        if first is vars(module.get_submodule(path))[name] or not isinstance(first, Tensor):
-            continue
-        if all(isinstance(other, Tensor) and torch.equal(other.to(first.device), first) for other in others):
-            vars(module.get_submodule(path))[name] = first
+
+    def __init__(self, module: nn.Module, replicas: list[nn.Module]) -> None:
+        self._module = module
+        self._replicas = [dict(replica.named_modules()) for replica in replicas]
+        self._before = {path: dict(vars(part)) for path, part in self._replicas[0].items()}
+
+    def keep(self) -> list[str]:
+        """Set the module's attributes; return the names of those that had a value of the same kind and are lost."""
+        lost = []
+        modules = dict(self._module.named_modules())
+        for path, before in self._before.items():
+            part = modules.get(path)
+            own = [vars(parts[path]) for parts in self._replicas]
+            for name, first in own[0].items() if part is not None else ():
+                old = before.get(name)
+                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and isinstance(old, Tensor))):
+                    continue
+                same = all(_same(other.get(name), first) for other in own[1:])
+                if same and not _counts_samples(old, first, before["_log_batch_size"]):
+                    vars(part)[name] = first
+                elif _is_state(first) and _is_state(old):
+                    lost.append(f"{path}.{name}" if path else name)
+        return lost
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, complex, str))
+
+
+def _is_state(value: Any) -> bool:
+    """Return True for a number, or a tensor that is no part of a graph."""
+    return value is not None and (
+        not (value.requires_grad or value.grad_fn) if isinstance(value, Tensor) else _is_plain(value)
+    )
+
+
+def _counts_samples(old: Any, value: Any, size: int) -> bool:
+    """Return True if a number has grown by the number of samples of a part, so that other parts are missing."""
+    numbers = isinstance(value, (int, float)) and isinstance(old, (int, float))
+    return size > 1 and numbers and bool(value - old == size)
+
+
+def _same(value: Any, first: Any) -> bool:
+    if type(value) is not type(first):
+        return False
+    if isinstance(first, Tensor):
+        return torch.equal(value.to(first.device), first)
+    return bool(value == first) or value != value  # NaN
 
 
 class _Seen(NamedTuple):

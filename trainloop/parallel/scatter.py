@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Sized, ValuesView
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,8 @@ def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None
     Raises
     ------
     NotDivisibleError
-        With ``length``: if a tensor has another number of rows, or if a list may contain samples or columns.
+        If a tensor is sparse or nested. With ``length`` also if a tensor has another number of rows, if a list may
+        contain samples or columns, or if an object of another class may contain samples.
 
     Examples
     --------
@@ -88,6 +89,8 @@ def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None
         raise NotDivisibleError(f"it has tensors of another length: {', '.join(dict.fromkeys(cut.whole))}")
     if known and not cut.found and len(chunks) > 1:
         raise NotDivisibleError(f"it has neither tensors nor lists of this length, but is a {type(value).__name__}")
+    if cut.uncut and len(chunks) > 1:
+        raise NotDivisibleError(f"it contains {', '.join(dict.fromkeys(cut.uncut))}, which can't be divided")
     return chunks if cut.found else [value]
 
 
@@ -116,13 +119,15 @@ def not_cut(value: Any, length: int, dim: int = 0) -> list[str]:
 class _Cut:
     """Cut a nested value of ``length`` samples.
 
-    ``found`` is True once there was anything to cut, ``whole`` has the shapes of the tensors that are not cut.
+    ``found`` is True once there was anything to cut. ``whole`` has the shapes of tensors that are not cut because of
+    their length; ``uncut`` names other parts that can't be cut.
     """
 
     def __init__(self, length: int, dim: int, known: bool) -> None:
         self.length, self.dim, self._known = length, dim, known
         self.found = False
         self.whole: list[str] = []
+        self.uncut: list[str] = []
 
     def __call__(self, value: Any, begin: int, end: int) -> Any:
         return self._part(value, begin, end, top=True)
@@ -138,6 +143,9 @@ class _Cut:
                 if item.ndim:
                     self.whole.append(str(tuple(item.shape)))
                 return item
+            if isinstance(item, Tensor) and (item.is_nested or item.layout != torch.strided):
+                self.uncut.append(f"a {'nested' if item.is_nested else 'sparse'} tensor")
+                return item
             self.found = True
             if isinstance(item, np.ndarray):
                 return item.take(range(begin, end), self.dim)
@@ -146,7 +154,18 @@ class _Cut:
         if type(item) in (list, tuple) and len(item) == self.length and self._has_samples(item, top):
             self.found = True
             return item[begin:end]
+        if self._known and parts_of(item) is None and self._may_have_samples(item):
+            self.uncut.append(f"a {type(item).__name__}")
+            return item
         return map_parts(lambda part: self._part(part, begin, end), item)
+
+    def _may_have_samples(self, item: Any) -> bool:
+        """Return True for an object that is no container, but may have tensors, or one item per sample."""
+        if item is None or isinstance(item, (str, bytes, bool, int, float, np.generic)):
+            return False
+        if callable(getattr(item, "to", None)) or any(map(_has_tensors, getattr(item, "__dict__", {}).values())):
+            return True
+        return isinstance(item, Sized) and len(item) == self.length
 
     def _has_samples(self, items: Sequence[Any], top: bool) -> bool:
         """Return True if a list of the batch's length has one item per sample, False if its items are columns.
@@ -194,6 +213,8 @@ def _form(item: Any) -> Any:
 
 def _length(item: Any, dim: int) -> int | None:
     """Return the length of a tensor or array along the batch's dimension; None for other values."""
+    if isinstance(item, Tensor) and item.is_nested:
+        return int(item.size(0)) if dim == 0 else None
     return item.shape[dim] if isinstance(item, (Tensor, np.ndarray)) and -item.ndim <= dim < item.ndim else None
 
 

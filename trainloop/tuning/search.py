@@ -19,6 +19,7 @@ import numpy as np
 
 from trainloop import checkpoint
 from trainloop._launch.module_state import SentModules
+from trainloop._launch.settings import SentSettings
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
@@ -324,9 +325,13 @@ class _Search:
                     length, targets = self._describe()
                 self.folds = make_folds(length, num_bag_folds, seed=self.seed, classes=class_targets(targets))
                 write(path, self.folds)
-        # The file is written once for all children, because the data may be large. Each job only names the file. The
-        # state of the user's modules is first in it, since the objects may read this state when they are unpickled.
-        write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": self.folds}, "tune")
+        # The file is written once for all children, because the data may be large. Each job only names the file.
+        self._write_work(self.folds)
+
+    def _write_work(self, folds: list[Fold] | None) -> None:
+        # The settings and the state of the user's modules are first, since objects may read them when unpickled.
+        sent = {"settings": SentSettings(), "modules": SentModules(), **self.work, "folds": folds}
+        write(self.store.folder / "work.pkl", sent, "tune")
 
     def _params(self, number: int) -> dict[str, Any] | None:
         """Return the parameters of a trial: those of an earlier run, or new ones; None if the space is exhausted."""
@@ -343,7 +348,7 @@ class _Search:
     def _describe(self) -> tuple[int, Any]:
         """Return the number of rows and their targets."""
         # Only the loop knows its data, so a child process creates a loop and inspects it.
-        write(self.store.folder / "work.pkl", {"modules": SentModules(), **self.work, "folds": None}, "tune")
+        self._write_work(None)
         params = self._params(0) or {}
         self.store.begin_trial(0, params)
         folder = self.store.folder / "data"

@@ -33,6 +33,13 @@ class Kind:
     """Sizes of batches that can't be divided, because samples and columns look alike."""
 
 
+class Bag:
+    """An object of a class that trainloop doesn't know, as of a library of graphs or sparse features."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
 N = 13
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(N, 3, generator=GENERATOR, dtype=torch.float64)
@@ -108,6 +115,27 @@ KINDS = {
         [(x, y) for x, y in zip(X.repeat(1, 7).view(N, 7, 3), Y, strict=True)],
         lambda s: (torch.stack([x for x, _ in s], 1), [y for _, y in s]),
         lambda b: rows_of(b[0].sum(0), b[1]),
+        ALL,
+    ),
+    "an object beside a tensor": Kind(
+        list(zip(X, Y, strict=True)),
+        lambda s: (Bag(torch.stack([x for x, _ in s])), torch.stack([y for _, y in s])),
+        lambda b: rows_of(b[0].x, b[1]),
+        ALL,
+    ),
+    "a sparse tensor": Kind(
+        list(zip(X, Y, strict=True)),
+        lambda s: (torch.stack([x for x, _ in s]).to_sparse(), torch.stack([y for _, y in s])),
+        lambda b: rows_of(b[0].to_dense(), b[1]),
+        ALL,
+    ),
+    "a nested tensor": Kind(
+        list(zip(SEQUENCES, Y, strict=True)),
+        lambda s: {
+            "x": torch.nested.nested_tensor([x for x, _ in s], layout=torch.jagged),
+            "y": torch.stack([y for _, y in s]),
+        },
+        lambda b: [(x.sum(0), y) for x, y in zip(b["x"].unbind(), b["y"], strict=True)],
         ALL,
     ),
 }

@@ -122,7 +122,7 @@ def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.M
     bad = Setting("a.lock", lambda: (x for x in ()), print)
     monkeypatch.setattr(settings, "SETTINGS", [bad, *SETTINGS])
     sys.setrecursionlimit(4321)
-    with pytest.warns(UserWarning, match=r"this process's a\.lock can't be sent to the ranks \(.*generator"):
+    with pytest.warns(UserWarning, match=r"this process's a\.lock can't be sent to other processes \(.*generator"):
         there = dumped_settings()
     sys.setrecursionlimit(1234)
     apply_settings(there)

@@ -42,7 +42,14 @@ def is_indexed(loader: Any, presharded: bool) -> bool:
     presharded : bool
         True if the loader is already split over ranks. The loader's own ``__iter__`` may split it.
     """
-    return isinstance(loader, DataLoader) and not is_stream(loader) and not (presharded and iterates_itself(loader))
+    if not isinstance(loader, DataLoader) or is_stream(loader):
+        return False
+    return not iterates_itself(loader) or not (presharded or keeps_iterator(loader))
+
+
+def keeps_iterator(loader: Any) -> bool:
+    """Return True if a loader's class has stored an iterator, which its ``__iter__`` continues, to keep its workers."""
+    return any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:

@@ -378,6 +378,8 @@ class Opaque(Source):
         self._counter = SampleCounter(name, getattr(loader, "batch_size", None))
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
+        if self._step > 1 and isinstance(loader, DataLoader) and loaders.keeps_iterator(loader):
+            loaders.check_requested((), loader, name)  # this rank's iterator has an order of its own
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
             f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
     # The first epoch would exhaust an iterator, and the second epoch would be empty.
-    if isinstance(loader, Iterator):
+    if isinstance(loader, Iterator) and not _restarts(loader):
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader, or an object whose "
             "__iter__ starts from the beginning each time."
@@ -81,6 +82,14 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(f"{name} is a {type(loader).__name__}, which has no batches. Pass a torch DataLoader.")
     return loader
 
+
+def _restarts(iterator: Iterator[Any]) -> bool:
+    """Return True if the ``__iter__`` of an iterator's class does more than return the iterator."""
+    method = type(iterator).__iter__
+    return isinstance(method, FunctionType) and method.__code__.co_code != _RETURNS_SELF
+
+
+_RETURNS_SELF = (lambda self: self).__code__.co_code
 
 _ORDER = (
     "The order is TrainLoop(model, train_loader, validation_loader, test_loader): the fourth argument is test_loader. "
