@@ -138,6 +138,22 @@ def test_losses_combine(given: list[Any], sizes: list[int], expected: Any) -> No
     assert plain(parts.combine_losses(given, sizes)) == plain(expected)
 
 
+@pytest.mark.parametrize("number", [float, torch.as_tensor], ids=["numbers", "tensors"])
+def test_a_part_without_weight_gives_no_gradient_even_if_its_loss_is_0_by_0(number: Any) -> None:
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    losses = [((x * kept).sum() / sum(kept), number(sum(kept))) for kept in (Tensor([1, 1]), Tensor([0, 0]))]
+    loss, _ = parts.combine_losses(losses, [2, 2])
+    loss.backward()
+    assert loss == 4.0
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5, 0.5]
+
+
+def test_integer_weights_divide_in_the_precision_of_the_loss() -> None:
+    losses = [(torch.tensor(value, dtype=torch.float64), torch.tensor(n)) for value, n in ((1.0, 1), (2.0, 2))]
+    assert parts.combine_losses(losses, [1, 2])[0].item() == 1 / 3 + 2 * (2 / 3)
+
+
 def test_multi_losses_combine_by_name() -> None:
     one, two = (MultiLoss({"a": torch.tensor(a), "b": torch.tensor(8.0)}, {"a": 1, "b": 0}, False) for a in (1.0, 4.0))
     combined = parts.combine_losses([one, two], [2, 1])

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop.callbacks import ModelCheckpoint
 
 CLASSES, FEATURES, BATCH, EPOCHS = 4, 6, 4, 2
 IGNORED = 1
@@ -237,26 +238,38 @@ def expected(name: str, data: str, ranks: int) -> tuple[dict[str, Tensor], float
         return {**model.state_dict(), **criterion.state_dict()}, loss.item(), model(x).argmax(1)
 
 
-def trained(name: str, data: str, mode: str, ranks: int) -> tuple[dict[str, Tensor], float, Tensor]:
-    kind, (n, accumulation, fits) = KINDS[name], DATA[data]
+def state_of(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy({**model.state_dict(), **criterion.state_dict()})
+
+
+def loop_of(
+    name: str, data: str, mode: str, ranks: int, *, shuffle: bool = False
+) -> tuple[TrainLoop[Any], tuple[Net, nn.Module]]:
+    kind, (n, *_) = KINDS[name], DATA[data]
     model, criterion = made(name)
     loop = TrainLoop(
         model,
-        DataLoader(data_of(n), batch_size=BATCH),
+        DataLoader(data_of(n), batch_size=BATCH, shuffle=shuffle),
         optimizer=kind.optimizer(model, criterion),
         criterion=criterion,
         gpu_mode=mode,
         accelerator="cpu",
         gradient_clip_norm=kind.max_norm,
         progress_bar=False,
+        seed=3 if shuffle else None,
         **({} if mode == "single" else {"devices": ranks}),
     )
+    return loop, (model, criterion)
+
+
+def trained(name: str, data: str, mode: str, ranks: int) -> tuple[dict[str, Tensor], float, Tensor]:
+    _, accumulation, fits = DATA[data]
+    loop, modules = loop_of(name, data, mode, ranks)
     for _ in range(fits):
         loop.fit(num_epochs=EPOCHS // fits, grad_accumulation=accumulation)
     others = DataLoader(data_of(21), batch_size=BATCH)
     loss, found = loop.evaluate_model_loss(others), loop.predict_with_model(others)[0]
-    total = sum(loss.values()) if isinstance(loss, dict) else loss
-    return copy.deepcopy({**model.state_dict(), **criterion.state_dict()}), total, found
+    return state_of(*modules), sum(loss.values()) if isinstance(loss, dict) else loss, found
 
 
 def train_all(mode: str, ranks: int) -> tuple[dict[tuple[str, str], Any], list[str]]:
@@ -283,3 +296,34 @@ def test_every_mode_trains_evaluates_and_predicts_as_one_hand_written_step(colum
             assert torch.equal(facts[row][2], found), row
     for _, warned in everyone:
         assert not warned
+
+
+def resumed(mode: str, ranks: int, folder: str) -> dict[str, tuple[Any, Any]]:
+    """Weights and history of each kind's whole training, and of one that is resumed from a step in its middle."""
+
+    def run(name: str, into: str, resume_from: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        loop, modules = loop_of(name, "accumulation, a short tail", mode, ranks, shuffle=True)
+        every_step = ModelCheckpoint(f"{folder}/{name}/{into}", every_n_epochs=None, every_n_steps=1, keep=100)
+        loop.fit(num_epochs=EPOCHS, grad_accumulation=2, callbacks=[every_step], resume_from=resume_from)
+        return state_of(*modules), loop.history.to_dict()
+
+    found = {}
+    for name in KINDS:
+        whole = run(name, "whole")
+        checkpoints = sorted(Path(folder, name, "whole").glob("checkpoint-*"))
+        assert len(checkpoints) > 3
+        found[name] = whole, run(name, "resumed", str(checkpoints[len(checkpoints) // 2]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("column", [column for column in COLUMNS if column != "ddp 3"])
+def test_a_run_resumed_from_its_middle_ends_with_the_same_bits(column: str, tmp_path: Path) -> None:
+    mode, ranks = column.partition(" ")[0], COLUMNS[column]
+    if mode in ("single", "dp"):
+        found = resumed(mode, ranks, str(tmp_path))
+    else:
+        found, *_ = run_own_ranks(resumed, ranks, mode, ranks, str(tmp_path / "checkpoints"), folder=tmp_path)
+    for name, ((state, history), (again, history_again)) in found.items():
+        assert reference.identical(state, again), name
+        assert history == history_again, name

@@ -284,7 +284,9 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes), over_samples=True)
 
 
-def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_samples: bool = False) -> Any:
+def _mean(
+    losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_samples: bool = False, of_criterion: bool = False
+) -> Any:
     first = losses[0]
     if isinstance(first, (MultiLoss, dict)):
         means = {
@@ -298,20 +300,23 @@ def _mean(losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_sam
     divisors: list[Any] = [divisor_of(loss) for loss in losses] if over_samples else []
     if divisors and all(divisor is not None for divisor in divisors):  # trainloop._support.reduction: means over these
         whole = sum(divisors[1:], divisors[0])
-        return attach_divisor(_mean(losses, divisors, whole), whole)
-    return sum(_weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True))
+        return attach_divisor(_mean(losses, divisors, whole, of_criterion=True), whole)
+    # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, whose gradients are NaN, even if they are
+    # multiplied by 0. So the part is left out. On a GPU, this waits for the device.
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if of_criterion or weight]
+    if not counted:  # the result is zero, but still in the graph
+        return sum(torch.nan_to_num(loss) * 0.0 for loss in losses)
+    return sum(_weighted(loss, weight, total) for loss, weight in counted)
 
 
 def _weighted(loss: Tensor, weight: Any, total: Any) -> Tensor:
-    # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, which must not spread. On a GPU the weight's
-    # value is not read, as that would wait for the device.
-    if isinstance(weight, Tensor):
-        if not weight.is_floating_point():  # a division of integers has torch's default precision
-            weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
-        factor = (weight / total).to(loss.dtype)
-        return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
-    # All parts may have weight 0: then the result is zero, but still in the graph.
-    return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
+    if not isinstance(weight, Tensor):
+        return loss * (weight / total) if weight else torch.nan_to_num(loss) * 0.0
+    if not weight.is_floating_point():  # a division of integers has torch's default precision
+        weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
+    factor = (weight / total).to(loss.dtype)
+    # A criterion of which all targets are ignored is 0 / 0, with gradients of 0.
+    return torch.where(weight == 0, torch.zeros_like(loss), loss) * torch.where(weight == 0, 0 * factor, factor)
 
 
 def _wrong_loss(loss: Any) -> ConfigurationError:
