@@ -42,7 +42,7 @@ def sparse(model: Tower) -> None:
 
 def scripted(model: Tower) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.script.* is deprecated")
         model.blocks[0] = torch.jit.script(nn.Linear(4, 4))
 
 
