@@ -53,7 +53,7 @@ class Target:
     def learn(cls, label: str, values: pd.Series, problem: Problem | None) -> Target:
         """Infer the problem type, or check that the values fit the given type. No value may be missing."""
         with scalars(label, "train_data"):
-            classes, wrong = pd.Index(values.unique()).tolist(), None
+            classes, wrong = _distinct(values), None
         if len(classes) < 2:
             wrong = f"has only one value, {classes[0]!r}: there is nothing to learn. Pass data with at least two values"
         problem = problem or _infer(values, len(classes))
@@ -91,7 +91,7 @@ class Target:
             return numbers
         indices = {value: index for index, value in enumerate(self.classes)}
         with scalars(self.label, "data"):
-            found = pd.Index(values.unique()).tolist()
+            found = _distinct(values)
         if unknown := [value for value in found if value not in indices]:
             raise ConfigurationError(
                 f"label {self.label!r} has the value {unknown[0]!r}, which was not a class in training "
@@ -104,6 +104,12 @@ class Target:
         if self.problem == "regression":
             return predictions
         return pd.Series(list(self.classes), dtype=self.dtype).array[predictions.argmax(axis=1)]
+
+
+def _distinct(values: pd.Series) -> list[Any]:
+    """Return the distinct values as Python objects."""
+    # Not the column's own dtype: pandas 2 would convert integers that no float can represent.
+    return pd.Index(values.unique(), dtype=object).tolist()
 
 
 def _infer(values: pd.Series, num_classes: int) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import nullcontext
 from decimal import Decimal
 from typing import Any
 
@@ -70,8 +71,11 @@ def test_a_column_is_told_cleaned_and_made_numbers(name: str) -> None:
     frame = pd.DataFrame({name: series, "other": np.arange(N) % 2})
     columns = Columns.learn(frame)
     assert columns.kinds[name] == kind
-    whole = columns.clean(frame)
-    alone = columns.clean(frame.iloc[[4]].reset_index(drop=True))
+    # Before pandas 3, a column of dates ends in the year 2262.
+    ends = name == "never" and pd.__version__ < "3"
+    with pytest.warns(UserWarning, match="such values are treated as missing") if ends else nullcontext():
+        whole = columns.clean(frame)
+        alone = columns.clean(frame.iloc[[4]].reset_index(drop=True))
     assert alone.equals(whole.iloc[[4]].reset_index(drop=True))
     missing = series.isna() if kind in ("boolean", "number") else None
     if missing is not None:

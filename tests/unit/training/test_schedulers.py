@@ -416,7 +416,7 @@ def test_a_schedule_of_another_length_than_the_training_is_warned_of_once(schedu
     assert len(caught) == 1
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:The epoch parameter in")  # PyTorch 2.6, of its own SequentialLR
 @pytest.mark.parametrize(
     "schedule",
     [
