@@ -25,7 +25,13 @@ from trainloop.parallel.transparent import (
     with_plain_dicts,
     without_dict_classes,
 )
-from trainloop.parallel.undoing import can_undo, parameter_groups, reduce_late_gradients, undo_fully_shard
+from trainloop.parallel.undoing import (
+    can_undo,
+    drop_gathered_gradients,
+    parameter_groups,
+    reduce_late_gradients,
+    undo_fully_shard,
+)
 from trainloop.parallel.units import check_dtypes, units_of
 
 if TYPE_CHECKING:
@@ -224,6 +230,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         if not torch.is_grad_enabled():
             # Without a backward, nothing frees the gathered parameters, which would be stale after the next step.
             self.reshard_units()
+            drop_gathered_gradients(self._tt_groups)  # of a backward that an evaluation has run itself
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -137,6 +137,7 @@ class Training(Run):
         self._skipped = _Skipped()
         self._warned_of_averages = False
         self._monitors_checked = False
+        self._checks_backward = False  # True in the first step of an epoch
         self._kept_in_eval: list[torch.nn.Module] | None = None
         self.between_epochs = False
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
@@ -425,6 +426,7 @@ class Training(Run):
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
+        self._checks_backward = self.gradients.combines
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
         if self._cut is not None:
@@ -627,6 +629,11 @@ class Training(Run):
             self.stage = "forward"
             if first and i >= begun:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
+            if i == 0:
+                # As in a hand-written loop. Hooks, evaluations and code before fit may have computed gradients of
+                # their own, such as saliencies or the Fisher information.
+                for optimizer in gradients.optimizers:
+                    drop_gradients(optimizer)
             model, around = place.wrapper, _ALONE
             if self._in_ranks:
                 later = gradients.weight.reduced_later
@@ -642,11 +649,14 @@ class Training(Run):
                         watch.forward_begins(i == 0)
                     if self.expects is not None:
                         self.expects(sizes[i])
+                    before = gradients.now() if self._checks_backward else None
                     if place.autocasts:
                         with place.autocast:
                             output = model.get_loss(batches[i], loop.criterion, place.device)
                     else:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
+                    if before is not None:
+                        gradients.refuse_own_backward(before)
                     read = read_loss(output, sizes[i], gradients.sums)
                     if self.class_losses.uneven:
                         self._check_averages(read, count)
@@ -665,6 +675,7 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
+        self._checks_backward = False
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
@@ -710,7 +721,7 @@ class Training(Run):
         if self.loop.gradient_clip_norm is not None or self.hooks.on_after_gradient_update or gradients.scales:
             gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
         gradients.take_steps(gradients.optimizers)
-        for optimizer in gradients.optimizers:
+        for optimizer in gradients.optimizers:  # for their memory
             drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:
