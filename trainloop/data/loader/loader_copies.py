@@ -50,8 +50,15 @@ def persistent_workers(loader: Any) -> Any:
 
     While the workers are running, a pass draws no base seed.
     """
+    if not keeps_workers(loader):
+        return None
+    return (loader.loader if isinstance(loader, SplitBatches) else loader)._iterator
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Return True if a loader's workers are persistent."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
+    return isinstance(loader, DataLoader) and loader.persistent_workers
 
 
 @contextmanager
