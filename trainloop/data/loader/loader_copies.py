@@ -50,9 +50,8 @@ def persistent_workers(loader: Any) -> Any:
 
     While the workers are running, a pass draws no base seed.
     """
-    if not keeps_workers(loader):
-        return None
-    return (loader.loader if isinstance(loader, SplitBatches) else loader)._iterator
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    return loader._iterator if keeps_workers(loader) else None
 
 
 def keeps_workers(loader: Any) -> bool:
