@@ -477,3 +477,14 @@ def test_dp_without_gpus_calls_the_module_as_it_is() -> None:
         wrapper.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).item()
         == model.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).item()
     )
+
+
+def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in_place() -> None:
+    blocks = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    compiled = nn.Sequential(blocks[0], torch.compile(blocks[1], backend="eager"))
+    with pytest.raises(ConfigurationError, match=r"1 is the result of torch.compile.* in place, model.1.compile\(\)"):
+        TTDataParallel(compiled, devices=2)
+    TTDataParallel(compiled, devices=1)
+    blocks[1].compile(backend="eager")
+    x = torch.ones(4, 2)
+    torch.testing.assert_close(TTDataParallel(blocks, devices=2)(x), blocks(x))

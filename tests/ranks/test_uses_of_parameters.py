@@ -22,6 +22,7 @@ NAMES = {
     "inner loop": "gradient was requested for a tensor",
     "penalty, then a forward": "gradient penalty",
 }
+OWN_BACKWARD = "get_loss changes the gradients of parameters"
 
 
 class Net(TTModel):
@@ -66,6 +67,17 @@ class Net(TTModel):
                 for _ in range(3):
                     x = x + self(x)
             return mse(self(x), y)
+        if self.use == "own backward":
+            hidden = self.b(self.a(x))
+            own = hidden.detach().requires_grad_()
+            loss = mse(self.c(own), y)
+            loss.backward()
+            assert own.grad is not None
+            return (hidden * own.grad).sum() if torch.is_grad_enabled() and self.training else loss.detach()
+        if self.use == "backward in evaluation":
+            if not self.training:
+                mse(self(x), y).backward()
+            return mse(self(x), y)
         raise AssertionError(self.use)
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
@@ -94,14 +106,20 @@ USES = [
     "adversarial",
     "several forwards",
     "sampling",
+    "own backward",
+    "backward in evaluation",
 ]
-LONG = {"adversarial", "several forwards", "sampling", "penalty"}
+LONG = {"adversarial", "several forwards", "sampling", "penalty", "own backward", "backward in evaluation"}
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")
 @pytest.mark.parametrize("mode", ["dp", "fsdp", pytest.param("ddp", marks=pytest.mark.long)])
 @pytest.mark.parametrize("use", [pytest.param(use, marks=pytest.mark.long) if use in LONG else use for use in USES])
 def test_equal_numbers_or_an_error(use: str, mode: str) -> None:
+    if use == "own backward":
+        with pytest.raises((ConfigurationError, WorkerFailedError), match=OWN_BACKWARD):
+            trained(Net(use), mode)
+        return
     if mode == "fsdp" and use in NAMES:
         with pytest.raises(WorkerFailedError, match=NAMES[use]):
             trained(Net(use), mode)

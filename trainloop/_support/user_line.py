@@ -9,7 +9,7 @@ import warnings
 from types import FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "set_user_place", "user_place", "warn"]
+__all__ = ["Place", "set_user_place", "user_place", "warn", "warn_or_print"]
 
 _PYTHON = os.path.dirname(contextlib.__file__)
 _BETWEEN = (
@@ -48,6 +48,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn like ``warnings.warn``, but at the user's line, however many calls and decorators are in between."""
     place, registry = _found()
     warnings.warn_explicit(message, category, place.file, place.line, module=place.module, registry=registry)
+
+
+def warn_or_print(message: str) -> None:
+    """Warn; if warnings are errors, print instead, so that a warning cannot end the training, on one rank alone."""
+    try:
+        warn(message)
+    except Warning:
+        print(message, file=sys.stderr, flush=True)
 
 
 def _found() -> tuple[Place, dict[Any, Any]]:

@@ -130,6 +130,8 @@ class TTDataParallel(Transparent, DataParallel):
             self.module = module
             self.device_ids = []
             self._tt_devices = [torch.device("cpu")] * devices
+        if len(self._tt_devices) > 1:
+            _check_not_compiled(module)
         self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
@@ -277,6 +279,17 @@ class TTDataParallel(Transparent, DataParallel):
                     f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
                     f"{t.device}. Call module.to('{device}') first."
                 )
+
+
+def _check_not_compiled(module: nn.Module) -> None:
+    """Raise an error for a module that ``torch.compile`` returned: its copy would call itself without end."""
+    for name, part in module.named_modules():
+        if "_orig_mod" in part._modules:
+            raise ConfigurationError(
+                f"TTDataParallel: {name or 'the module'} is the result of torch.compile(...), of which torch makes no "
+                f"replicas. Compile it in place, {'model' if not name else f'model.{name}'}.compile(), or use "
+                "gpu_mode='ddp'."
+            )
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:

@@ -15,7 +15,12 @@ from trainloop.distributed.objects import backend_of
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.parallel.misuse import WatchedForwards, explain_sharded, refuse_other_parameters
+from trainloop.parallel.misuse import (
+    WatchedForwards,
+    explain_sharded,
+    refuse_other_parameters,
+    refuse_shards_in_functions,
+)
 from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import (
     Transparent,
@@ -25,7 +30,13 @@ from trainloop.parallel.transparent import (
     with_plain_dicts,
     without_dict_classes,
 )
-from trainloop.parallel.undoing import can_undo, parameter_groups, reduce_late_gradients, undo_fully_shard
+from trainloop.parallel.undoing import (
+    can_undo,
+    drop_gathered_gradients,
+    parameter_groups,
+    reduce_late_gradients,
+    undo_fully_shard,
+)
 from trainloop.parallel.units import check_dtypes, units_of
 
 if TYPE_CHECKING:
@@ -197,6 +208,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_flags = _Flags(self)
+        self._tt_names = {id(p): name for name, p in module.named_parameters() if is_sharded(p)}
         for buffer in module.buffers() if sends else ():
             buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
         for p in self._tt_whole:
@@ -224,6 +236,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         if not torch.is_grad_enabled():
             # Without a backward, nothing frees the gathered parameters, which would be stale after the next step.
             self.reshard_units()
+            drop_gathered_gradients(self._tt_groups)  # of a backward that an evaluation has run itself
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +249,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             output = self.module(*args, **kwargs)
         self._tt_flags.follow()
         if torch.is_grad_enabled():
+            if self._tt_watched is not None and not self._tt_watched.ended:
+                refuse_shards_in_functions(output, self._tt_names)
             reduce_late_gradients(output, self._tt_groups)
         return output
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from trainloop._support.nested import parts_of
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
@@ -20,6 +21,7 @@ __all__ = [
     "explain_replica",
     "explain_sharded",
     "refuse_other_parameters",
+    "refuse_shards_in_functions",
 ]
 
 
@@ -91,6 +93,48 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
                 )
 
     return unit.register_forward_pre_hook(check, prepend=True)
+
+
+def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
+    """Raise an error if a user's ``autograd.Function`` in the graph of a forward has got a sharded parameter.
+
+    Its backward, such as the adjoint of an ODE, would differentiate by the shard, but forward has used a gathered copy:
+    the gradient would be zero.
+
+    Parameters
+    ----------
+    output : nested tensors
+    names : mapping from int to str
+        Names of sharded parameters, by their ids.
+    """
+    nodes: list[Any] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            nodes.append(value.grad_fn)
+        else:
+            for part in parts_of(value) or ():
+                look(part)
+
+    look(output)
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        before = [one for one, _ in node.next_functions]
+        nodes += before
+        function = getattr(type(node), "_forward_cls", None)  # of functions in Python
+        if function is None or function.__module__.partition(".")[0] == "torch":
+            continue
+        name = next((names[id(own)] for one in before if id(own := getattr(one, "variable", None)) in names), None)
+        if name is not None:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {function.__qualname__}, an autograd.Function, is called with {name}, of which this "
+                "rank has a shard only. Its backward can't compute gradients of the gathered parameters that the "
+                "forward uses. Shard the model as one unit with fsdp_model_args={'shard': []}, or use gpu_mode='ddp'."
+            )
 
 
 class WatchedTensors:
@@ -264,6 +308,11 @@ class WatchedForwards:
             self._left -= 1
             if self._left <= 0:
                 self.end()
+
+    @property
+    def ended(self) -> bool:
+        """True once the forwards have been watched."""
+        return not self._hooks
 
     def end(self) -> None:
         """Stop watching."""

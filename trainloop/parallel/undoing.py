@@ -18,7 +18,7 @@ from trainloop._support.nested import parts_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
-__all__ = ["can_undo", "parameter_groups", "reduce_late_gradients", "undo_fully_shard"]
+__all__ = ["can_undo", "drop_gathered_gradients", "parameter_groups", "reduce_late_gradients", "undo_fully_shard"]
 
 
 _NEEDED = {
@@ -122,6 +122,15 @@ def reduce_late_gradients(output: Any, groups: list[Any]) -> None:
                 look(part)
 
     look(output)
+
+
+def drop_gathered_gradients(groups: list[Any]) -> None:
+    """Drop gradients of gathered parameters that were not reduced; else the next backward would add to them."""
+    for group in groups:
+        for p in group.fsdp_params:
+            whole = getattr(p, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = p.unsharded_accumulated_grad = None
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 
@@ -142,3 +142,34 @@ def test_workers_end_with_a_call_that_fails(where: str, monkeypatch: pytest.Monk
         loop.fit(num_epochs=1)
     assert caught.value.__traceback__ is not None
     assert [child for child in psutil.Process().children() if child not in before] == []
+
+
+def test_workers_that_keep_running_follow_changes_between_two_calls() -> None:
+    rows = TensorDataset(torch.arange(6.0).view(-1, 1))
+    part = Subset(rows, [0, 1, 2])
+
+    class Seen(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[float] = []
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            self.rows += batch_data[0].flatten().tolist()
+            return self.fc(batch_data[0].expand(-1, 8)).mean()
+
+    model = Seen()
+    loader = DataLoader(part, 4, num_workers=1, persistent_workers=True)
+    # Without a seed, the loop reads the user's loader itself, whose workers keep running as in a hand-written loop.
+    loop = TrainLoop(model, loader, optimizer=torch.optim.SGD(model.parameters(), 0.01), progress_bar=False)
+    loop.fit(num_epochs=1)
+    running = loader._iterator
+    loop.fit(num_epochs=1)
+    assert running is not None
+    assert loader._iterator is running  # nothing has changed
+    part.indices += [4]  # type: ignore[operator]
+    loop.fit(num_epochs=1)
+    part.indices = [5, 3]
+    loop.fit(num_epochs=1)
+    assert model.rows == [0, 1, 2, 0, 1, 2, 0, 1, 2, 4, 5, 3]
+    assert len(loop.worker_marks) == 1
+    loader._iterator._shutdown_workers()  # type: ignore[union-attr]

@@ -171,6 +171,26 @@ def test_logs_go_on_after_an_evaluation() -> None:
     check(loop, by_hand(sgd, doubles=True))
 
 
+class Saliency(AbstractCallback):
+    """Computes gradients of its own after each step, and clears them."""
+
+    def on_batch_end(self) -> None:
+        model = self.train_loop_obj.model
+        inputs = torch.ones(4, 8, dtype=torch.double, requires_grad=True)
+        model.eval()
+        model(inputs).sum().backward()
+        model.train()
+        model.zero_grad()
+
+
+@pytest.mark.long
+def test_a_hook_may_clear_gradients() -> None:
+    loop = make_loop()
+    with warnings_are_errors():
+        loop.fit(num_epochs=2, callbacks=[Saliency("saliency")])
+    check(loop, by_hand(sgd))
+
+
 @pytest.mark.slow
 def test_with_inductor_too(starts_processes: None) -> None:
     loop = make_loop(optimizer_of=adam, gradient_clip_norm=0.5)

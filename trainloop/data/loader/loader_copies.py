@@ -51,7 +51,13 @@ def persistent_workers(loader: Any) -> Any:
     While the workers are running, a pass draws no base seed.
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    return loader._iterator if isinstance(loader, DataLoader) and loader.persistent_workers else None
+    return loader._iterator if keeps_workers(loader) else None
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Return True if a loader's workers are persistent."""
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    return isinstance(loader, DataLoader) and loader.persistent_workers
 
 
 @contextmanager

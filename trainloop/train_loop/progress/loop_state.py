@@ -122,6 +122,8 @@ class LoopState:
         """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``state.noted_cut``."""
         self.cut_marks: LoaderMarks | None = None
         """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
+        self.worker_marks: list[LoaderMarks] = []
+        """Marks of the loaders with persistent workers, as they were when the workers started; only in this process."""
         self.running: Running | None = None
         """Current run, while this process trains or evaluates."""
 
@@ -489,7 +491,8 @@ class LoopState:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups, open files and running iterators are valid in this process only.
-        return {**self.__dict__, "running": None, "cut_marks": None, "progress": replace(self.progress, found_inf=[])}
+        here: dict[str, Any] = {"running": None, "cut_marks": None, "worker_marks": []}
+        return {**self.__dict__, **here, "progress": replace(self.progress, found_inf=[])}
 
 
 # Arguments of fit, which may be assigned only while it runs: each call of fit sets them again.
@@ -498,5 +501,5 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
-    "resumed runs_apart cut cut_marks running".split()
+    "resumed runs_apart cut cut_marks worker_marks running".split()
 )

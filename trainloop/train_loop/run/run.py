@@ -31,7 +31,7 @@ from trainloop._support.stopping import StopAgreement
 from trainloop.callbacks.base import HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
-from trainloop.data.loader.loader_copies import end_workers, with_workers
+from trainloop.data.loader.loader_copies import end_workers, keeps_workers, with_workers
 from trainloop.data.loader.loaders import Shared, check_shared, workers_outlive_signals
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
@@ -138,6 +138,7 @@ class Run:
     def feed_of(self, make: Callable[..., Any], loader: Any, name: str) -> Any:
         """Return this rank's part of a loader, with no more workers than the quota allows."""
         loop = self.loop
+        self._end_outdated_workers(loader)
         workers = getattr(loader, "num_workers", 0)
         # A quota is for the whole run, so each rank gets its share of the workers.
         allowed = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
@@ -153,6 +154,20 @@ class Run:
             exchange_ints=distributed.exchange_ints if self.parallel else None,
             device=self.place.device,
         )
+
+    def _end_outdated_workers(self, loader: Any) -> None:
+        """End a loader's persistent workers if it has changed since an earlier call of ``fit``, in which they started.
+
+        They have copies of the dataset as it was.
+        """
+        loop = self.loop
+        own = (loop.train_loader, loop.validation_loader, loop.test_loader)
+        known = [marks for marks in loop.worker_marks if any(marks.loader is one for one in own)]
+        if any(marks.loader is loader and marks.changed() for marks in known):
+            end_workers(loader)
+        if keeps_workers(loader) and any(loader is one for one in own):
+            known = [*(marks for marks in known if marks.loader is not loader), LoaderMarks(loader)]
+        loop.note(worker_marks=known)
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
         """Return the feed of an evaluation; it is kept, with its persistent workers, until its loader changes."""

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,7 +25,14 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
+from trainloop.optim import (
+    MultiLoss,
+    explain_sparse,
+    needs_closure,
+    optimizers_of,
+    parameters_of,
+    trained_parameters,
+)
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
@@ -193,7 +201,8 @@ class Gradients:
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
-            self.trained.check_same_weights(self._place.wrapper)
+            # A rank without a batch in the last step has not changed its buffers.
+            self.trained.check_same_weights(self._place.wrapper, buffers_too=not self.weight.ragged)
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
@@ -210,6 +219,36 @@ class Gradients:
         rounding errors, and there is nothing to :meth:`complete`.
         """
         return count == 1 and self.trained is None
+
+    # -- a get_loss that calls backward itself -------------------------------------------------------------------------
+
+    @property
+    def combines(self) -> bool:
+        """True if the loop scales gradients, or combines those of several micro-batches, replicas or ranks."""
+        loop = self._run.loop
+        return loop.gpu_mode != "single" or loop.grad_accumulation > 1 or self.scales
+
+    def now(self) -> list[Tensor | None]:
+        """Return the gradients of parameters, for :meth:`refuse_own_backward`."""
+        found = [p.grad for p in self.learned]
+        if self._place.collective:  # gathered parameters, whose gradients are not reduced yet
+            known = set(map(id, self.learned))
+            own = [p.grad for p in self._run.loop.model.parameters() if id(p) not in known]
+            found += [gradient for gradient in own if gradient is not None]
+        return found
+
+    def refuse_own_backward(self, before: list[Tensor | None]) -> None:
+        """Raise an error if ``get_loss`` has changed gradients, which :meth:`now` returned before the call."""
+        after = self.now()
+        if len(before) == len(after) and all(map(is_, before, after)):
+            return
+        raise ConfigurationError(
+            "get_loss changes the gradients of parameters, by backward() or zero_grad(). The loop can't weigh such "
+            "gradients by the samples of their batch, scale them for fp16, or average them over micro-batches, "
+            "replicas or ranks. Return the loss (a MultiLoss for several), and let the loop run backward. For other "
+            "gradients, such as those of inputs, call torch.autograd.grad(loss, inputs). To save memory, use "
+            "TrainLoop(checkpoint_modules=...). Or use gpu_mode='single' with grad_accumulation=1 and without fp16."
+        )
 
     # -- for each micro-batch ----------------------------------------------------------------------------------------
 

@@ -72,6 +72,8 @@ class AlternatingTraining(Training):
         shown: list[list[Yielded]] = [[] for _ in step.batches]
         found_inf: list[torch.Tensor] = []
         self.losses_stepped = 0
+        for optimizer in gradients.optimizers:
+            drop_gradients(optimizer)
         gradients.weight.reduced_later, gradients.weight.ragged = True, counts is not None
         while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizer = gradients.optimizers[index]
@@ -82,6 +84,7 @@ class AlternatingTraining(Training):
             drop_gradients(optimizer)
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
+        self._checks_backward = False
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
             loop.progress.last_loss = recorder.add_loss(*joined_losses(losses, size).shown(size))
@@ -113,8 +116,11 @@ class AlternatingTraining(Training):
             with self.place.batchnorm_ranks(counts, i):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
+                before = self.gradients.now() if self._checks_backward else None
                 with self.place.autocast:
                     item = next(generator, _ENDED)
+                if before is not None:
+                    self.gradients.refuse_own_backward(before)
                 if item is _ENDED:
                     indices.add(_ENDED)
                     continue
@@ -221,7 +227,6 @@ class ClosureTraining(Training):
 
         def closure() -> Tensor:
             nonlocal first
-            drop_gradients(optimizer)
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)

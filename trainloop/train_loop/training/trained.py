@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop._support.user_line import warn_or_print
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
@@ -163,29 +165,40 @@ class TrainedParameters:
         if late or self._beside:
             reduce_gradients([*self._beside, *late])
 
-    def check_same_weights(self, wrapper: Any) -> None:
-        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of an integer.
+    def check_same_weights(self, wrapper: Any, *, buffers_too: bool = False) -> None:
+        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of two integers.
 
         The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
-        (local SGD).
+        (local SGD). If ``buffers_too``, warn once about a buffer that differs; only rank 0's value is kept.
 
         Raises
         ------
         ConfigurationError
             If weights differ; the message names the first parameter that differs.
         """
-        if not isinstance(wrapper, TTDistributedDataParallel) or comm_hooks_of(wrapper):
+        in_ddp = isinstance(wrapper, TTDistributedDataParallel)
+        if in_ddp and comm_hooks_of(wrapper):
             return
-        named = {
-            name: p
-            for name, p in self._model.named_parameters()
-            if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
-        }
-        named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
+        named = {}
+        if in_ddp:
+            named = {
+                name: p
+                for name, p in self._model.named_parameters()
+                if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
+            }
+            named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
         # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))
-        digests = distributed.exchange_ints([zlib.crc32(repr(sums).encode())])
-        if all(digest == digests[0] for digest in digests):
+        shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
+        buffers = _changing_buffers(self._model) if shares_buffers else {}
+        if not in_ddp and not buffers:
+            return
+        of_buffers = bit_sums(list(buffers.values()))
+        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (sums, of_buffers)])
+        if len({digest for _, digest in digests}) > 1 and not self._buffers_warned:
+            self._buffers_warned = True
+            self._warn_of_buffers(list(buffers), of_buffers)
+        if len({digest for digest, _ in digests}) == 1:
             return
         everyone = distributed.exchange_ints(sums)
         name, tensor = next(
@@ -202,6 +215,31 @@ class TrainedParameters:
             "weights. Compute losses in get_loss, change parameters on every rank in the same way, and use no "
             "optimizer that draws random numbers."
         )
+
+    _buffers_warned = False
+
+    def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
+        """Warn, on rank 0, about buffers that differ between ranks. Collective."""
+        everyone = distributed.exchange_ints(sums)
+        odd = [name for i, name in enumerate(names) if len({theirs[i] for theirs in everyone}) > 1]
+        if distributed.is_global_zero():
+            warn_or_print(
+                f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
+                "samples. Rank 0's buffers replace those of all ranks before each forward, so the other ranks' changes "
+                "are lost. Gather what changes them, self.all_gather(values, concat=True), so that all ranks make the "
+                "same change. If each rank should have its own values, use plain attributes (see carried_state)."
+            )
+
+
+def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that ``get_loss`` may change, by name, without BatchNorm's statistics."""
+    return {
+        name: buffer
+        for path, part in model.named_modules()
+        if not hasattr(part, "track_running_stats")
+        for name, buffer in part.named_buffers(path, recurse=False)
+        if buffer.layout == torch.strided and not nn.parameter.is_lazy(buffer)
+    }
 
 
 def _kinds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:

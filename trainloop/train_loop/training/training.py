@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -33,7 +32,7 @@ from trainloop._metrics import LateRead, Recorder
 from trainloop._support.reduction import divisor_of
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver
 from trainloop.callbacks.loop import Loop
 from trainloop.callbacks.monitor import Monitor
@@ -137,6 +136,7 @@ class Training(Run):
         self._skipped = _Skipped()
         self._warned_of_averages = False
         self._monitors_checked = False
+        self._checks_backward = False  # True in the first step of an epoch
         self._kept_in_eval: list[torch.nn.Module] | None = None
         self.between_epochs = False
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
@@ -395,7 +395,7 @@ class Training(Run):
                     hook(exception)
                 except Exception as error:  # this error must not hide the first one
                     name = getattr(hook, "__qualname__", "on_exception")
-                    _warn(f"{name} failed ({described(error)}) while handling {described(exception)}")
+                    warn_or_print(f"{name} failed ({described(error)}) while handling {described(exception)}")
 
     def _close(self) -> None:
         """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
@@ -425,6 +425,7 @@ class Training(Run):
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
+        self._checks_backward = self.gradients.combines
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
         if self._cut is not None:
@@ -450,7 +451,7 @@ class Training(Run):
         """Warn about parameters that require gradients but are in no optimizer. (Hooks may have frozen some before.)"""
         names = not_optimized(self.loop.model, self.gradients.optimizers)
         if names:
-            _warn(
+            warn_or_print(
                 f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
                 f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
@@ -458,7 +459,7 @@ class Training(Run):
 
         hooked = hooked_parameters(named_trained_parameters(self.loop.model, self.loop.criterion))
         if hooked and self.parallel and not self.place.collective:
-            _warn(
+            warn_or_print(
                 f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
                 "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
                 "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
@@ -484,7 +485,7 @@ class Training(Run):
             for monitor in (part for part in parts if isinstance(part, Monitor)):
                 text = monitor.about_name(self.loop, self.recorder.names)
                 if text:
-                    _warn(text)
+                    warn_or_print(text)
 
     def _hold(self) -> None:
         """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
@@ -504,7 +505,7 @@ class Training(Run):
             state = run_state.held_state(self, held)
             paths = [saver.save_held(state) for saver in self.savers] if state is not None else []
         except Exception as error:  # this error must not hide the first one
-            _warn(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
+            warn_or_print(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
             return
         for path in filter(None, paths):
             text = f"The checkpoint {path} has the weights of the last finished step. fit(resume_from='last') continues"
@@ -557,7 +558,7 @@ class Training(Run):
             return
         self._nan_warned = True
         if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
-            _warn(
+            warn_or_print(
                 f"NaN in the training loss of epoch {self.loop.epoch + 1} ({names}). Use "
                 "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter."
             )
@@ -572,7 +573,7 @@ class Training(Run):
         self._skipped.reported = True
         which = [i for i, n in enumerate(by_optimizer) if n == in_a_row]
         of = "" if len(which) == len(by_optimizer) else f" of optimizer {', '.join(map(str, which))} (counted from 0)"
-        _warn(
+        warn_or_print(
             f"AMP has skipped the last {in_a_row} optimizer steps{of}, because their gradients had NaN or infinite "
             f"values, so {'its' if of else 'the'} weights have not changed. The scale is now "
             f"{self.place.scaler.get_scale():g}. If it is still above 1, pass a smaller one, as in "
@@ -627,6 +628,11 @@ class Training(Run):
             self.stage = "forward"
             if first and i >= begun:
                 self.begin_batch(i, sizes[i] if i < len(batches) else 0)
+            if i == 0:
+                # As in a hand-written loop. Hooks, evaluations and code before fit may have computed gradients of
+                # their own, such as saliencies or the Fisher information.
+                for optimizer in gradients.optimizers:
+                    drop_gradients(optimizer)
             model, around = place.wrapper, _ALONE
             if self._in_ranks:
                 later = gradients.weight.reduced_later
@@ -642,11 +648,14 @@ class Training(Run):
                         watch.forward_begins(i == 0)
                     if self.expects is not None:
                         self.expects(sizes[i])
+                    before = gradients.now() if self._checks_backward else None
                     if place.autocasts:
                         with place.autocast:
                             output = model.get_loss(batches[i], loop.criterion, place.device)
                     else:
                         output = model.get_loss(batches[i], loop.criterion, place.device)
+                    if before is not None:
+                        gradients.refuse_own_backward(before)
                     read = read_loss(output, sizes[i], gradients.sums)
                     if self.class_losses.uneven:
                         self._check_averages(read, count)
@@ -665,6 +674,7 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
+        self._checks_backward = False
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
@@ -680,7 +690,7 @@ class Training(Run):
         if known or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
-        _warn(
+        warn_or_print(
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
             "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
@@ -710,7 +720,7 @@ class Training(Run):
         if self.loop.gradient_clip_norm is not None or self.hooks.on_after_gradient_update or gradients.scales:
             gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
         gradients.take_steps(gradients.optimizers)
-        for optimizer in gradients.optimizers:
+        for optimizer in gradients.optimizers:  # for their memory
             drop_gradients(optimizer)
         self.count_step()
         for hook in self.hooks.on_batch_end:
@@ -759,11 +769,3 @@ class _Skipped:
             self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
             self._since, self._least = 0, None
         return self._before
-
-
-def _warn(text: str) -> None:
-    """Warn; if warnings are errors, print instead, so that a warning cannot end the training."""
-    try:
-        warn(text)
-    except Warning:
-        print(text, file=sys.stderr, flush=True)

@@ -72,9 +72,9 @@ class WholeStepTraining(Training):
             if changed is not None:
                 self._refuse(changed)
                 return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
-        if not self._attached:
-            self._attached = True
-            for parameter, gradient in zip(self._parameters, self._gradients):
+        self._attached = True
+        for parameter, gradient in zip(self._parameters, self._gradients):
+            if parameter.grad is not gradient:  # in the first step, and after zero_grad() in a hook
                 parameter.grad = gradient
         assert self._whole is not None
         if self.watch is not None:

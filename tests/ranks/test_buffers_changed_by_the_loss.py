@@ -1,0 +1,66 @@
+"""Buffers that get_loss changes: alike on all ranks as in one process, otherwise a warning names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTModel
+
+pytestmark = pytest.mark.long
+
+
+class Bank(TTModel):
+    """Keeps the last output of each sample."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gathers = gathers
+        self.body, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+        self.register_buffer("bank", torch.zeros(12, 2))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.body(x))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, index = batch_data
+        out = self.body(x)
+        loss = (out - self.bank[index]).square().mean() + 0 * self(x).sum()
+        if self.training:
+            new = (out.detach(), index)
+            rows, places = self.all_gather(new, concat=True) if self.gathers else new
+            self.bank[places] = rows
+            self.steps += 1
+        return loss
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(batch_data[0]), None, {}
+
+
+def trained(gathers: bool, mode: str, size: int) -> dict[str, Tensor]:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    model = Bank(gathers)
+    ranks: dict[str, Any] = {} if mode == "single" else {"accelerator": "cpu", "devices": 2}
+    loader = DataLoader(TensorDataset(x, torch.arange(12)), size)
+    sgd = optim.SGD(model.parameters(), 0.1)
+    TrainLoop(model, loader, optimizer=sgd, gpu_mode=mode, progress_bar=False, **ranks).fit(2)
+    return {name: value for name, value in model.state_dict().items() if "norm" not in name}
+
+
+def test_changes_that_differ_are_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for mode in ("ddp", "fsdp"):
+        trained(False, mode, 2)
+        assert capfd.readouterr().err.count("get_loss has changed bank differently on each rank") == 1
+
+
+def test_changes_that_are_alike_are_those_of_one_process(capfd: pytest.CaptureFixture[str]) -> None:
+    whole = trained(True, "single", 4)
+    for mode in ("ddp", "fsdp"):
+        torch.testing.assert_close(trained(True, mode, 2), whole)
+    assert "get_loss has changed" not in capfd.readouterr().err
