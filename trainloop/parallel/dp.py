@@ -80,11 +80,11 @@ class TTDataParallel(Transparent, DataParallel):
     batch that has other tensors (sparse or nested ones, too), an object that may contain samples, or a list that may
     contain samples or columns, stays whole: one replica computes its results, with a warning.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are kept if they
-    have the same value in all replicas (such as a count of steps), and otherwise lost, with a warning for numbers. Only
-    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
-    ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such as
-    ``all_gather`` are errors in a replica.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are kept if
+    they have the same value in all replicas (such as a count of steps), and otherwise lost, with a warning for numbers.
+    Only the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In
+    a ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such
+    as ``all_gather`` are errors in a replica.
 
     On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In mode
     ``single`` it gets none.) Therefore an optimizer with weight decay changes this parameter.
@@ -266,8 +266,8 @@ class TTDataParallel(Transparent, DataParallel):
         if lost and not self._tt_warned_of_attributes:
             self.__dict__["_tt_warned_of_attributes"] = True
             warn(
-                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the batch, "
-                "so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
+                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the "
+                "batch, so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
             )
 
     def _check_on(self, device: torch.device) -> None:
