@@ -693,8 +693,8 @@ class Training(Run):
             missing = [str(rank) for rank, n in enumerate(counts) if n <= i]
             _warn(
                 f"get_loss changes {', '.join(counters[:5])} of the model, but step {loop.progress.global_step + 1} "
-                f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count of "
-                "steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
+                f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
+                "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
                 "loader, so that all ranks have the same value."
             )
 
