@@ -165,5 +165,5 @@ def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
         criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
     )  # fmt: skip
     loop.fit(1)
-    said = "get_loss changes steps of the model, but step 2 has no samples for rank 1, where"
+    said = "get_loss changes the attribute steps, but step 2 has no samples for rank 1, where"
     assert capfd.readouterr().err.count(said) == 1

@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy as shallow_copy
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -162,9 +164,15 @@ class TTDataParallel(Transparent, DataParallel):
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
+            replicated: list[tuple[Any, list[Any]]] = [(self.module, replicas)]
+            if method != "__call__":
+                inputs, criteria = _with_criteria(inputs, devices, sizes)
+                replicated += criteria
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
             watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
-            watched, attributes = WatchedTensors(self.module) if watches else None, SetAttributes(self.module, replicas)
+            modules = [(module, copies) for module, copies in replicated if isinstance(module, nn.Module)]
+            watched = [(WatchedTensors(module), copies) for module, copies in modules] if watches else []
+            attributes = [SetAttributes(module, copies) for module, copies in replicated]
             try:
                 outputs = self._outputs(calls, devices)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -172,8 +180,8 @@ class TTDataParallel(Transparent, DataParallel):
                 if uncut and type(error) in (RuntimeError, ValueError, IndexError):
                     error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
                 raise
-            if watched is not None:
-                watched.check(replicas)
+            for tensors, copies in watched:
+                tensors.check(copies)
             self._keep(attributes, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
@@ -181,7 +189,7 @@ class TTDataParallel(Transparent, DataParallel):
                 return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watches, attributes)
+                return self._passes(outputs, replicas, devices, sizes, criterion, watches, attributes[0])
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
@@ -243,7 +251,7 @@ class TTDataParallel(Transparent, DataParallel):
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
             if watched is not None:
                 watched.check(replicas)
-            self._keep(attributes, "get_loss")
+            self._keep([attributes], "get_loss")
             if all(item is ended for item in items):
                 return
             named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
@@ -260,9 +268,9 @@ class TTDataParallel(Transparent, DataParallel):
             _renew(replicas, _replicas(self.module, devices, sizes))
             attributes = SetAttributes(self.module, replicas)
 
-    def _keep(self, attributes: SetAttributes, method: str) -> None:
+    def _keep(self, attributes: list[SetAttributes], method: str) -> None:
         """Keep the attributes that a method has set in all replicas alike; warn once of those that are lost."""
-        lost = attributes.keep()
+        lost = [name for one in attributes for name in one.keep()]
         if lost and not self._tt_warned_of_attributes:
             self.__dict__["_tt_warned_of_attributes"] = True
             warn(
@@ -311,23 +319,48 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
-    """Move part i to device i: its tensors, the ``device`` argument, and a criterion that contains tensors."""
+    """Move part i to device i: its tensors, and the ``device`` argument."""
     if devices[0].type == "cpu":
         return cut
-    criteria: dict[nn.Module, list[nn.Module]] = {}
 
     def moved(item: Any, i: int) -> Any:
         if isinstance(item, torch.device):
             return devices[i]
-        if isinstance(item, nn.Module):
-            if item not in criteria:
-                criteria[item] = replicate(item, devices, not torch.is_grad_enabled())
-            return criteria[item][i]
         if isinstance(item, Tensor):
             return item.to(devices[i], non_blocking=True)
         return map_parts(lambda part: moved(part, i), item)
 
     return [moved(part, i) for i, part in enumerate(cut)]
+
+
+_STATELESS = (type, FunctionType, MethodType, torch.device)
+
+
+def _with_criteria(
+    cut: list[Any], devices: list[torch.device], sizes: list[int]
+) -> tuple[list[Any], list[tuple[Any, list[Any]]]]:
+    """Give each part replicas of the criteria, which may have state; return the criteria with their replicas, too."""
+    copies: dict[int, tuple[Any, list[Any]]] = {}
+
+    def replaced(item: Any, i: int) -> Any:
+        if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, _STATELESS)):
+            if id(item) not in copies:
+                is_module = isinstance(item, nn.Module)
+                copies[id(item)] = (
+                    item,
+                    _replicas(item, devices, sizes) if is_module else [shallow_copy(item) for _ in cut],
+                )
+            return copies[id(item)][1][i]
+        return map_parts(lambda part: replaced(part, i), item)
+
+    parts_with = [
+        (
+            args[:1] + [replaced(item, i) for item in args[1:]],
+            {name: item if name == "batch_data" else replaced(item, i) for name, item in kwargs.items()},
+        )
+        for i, (args, kwargs) in enumerate(cut)
+    ]
+    return parts_with, list(copies.values())
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:

@@ -43,7 +43,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients, named_trained_parameters
+from trainloop.optim import drop_gradients, named_trained_parameters, trained_modules
 from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
@@ -673,26 +673,27 @@ class Training(Run):
 
     @contextmanager
     def watching_counters(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
-        """Warn once per fit if ``get_loss`` changes numbers of the model in a micro-batch that some rank does not have.
+        """Warn once per fit of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
 
         These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
         steps.
         """
         loop, counts = self.loop, step.counts or [0]
         watches = min(counts) <= i < len(step.batches) and loop.is_global_zero and not self._warned_of_counters
-        before = _numbers(loop.model) if watches else {}
+        before = _numbers(loop.model, loop.criterion) if watches else {}
         with around:
             yield
         if not watches:
             return
         samples = step.sizes[i] if step.sizes[i] > 1 else None
-        grown = {name: value - before.get(name, value) for name, value in _numbers(loop.model).items()}
+        after = _numbers(loop.model, loop.criterion)
+        grown = {name: value - before.get(name, value) for name, value in after.items()}
         counters = [name for name, growth in grown.items() if growth not in (0, samples)]
         if counters:
             self._warned_of_counters = True
             missing = [str(rank) for rank, n in enumerate(counts) if n <= i]
             _warn(
-                f"get_loss changes {', '.join(counters[:5])} of the model, but step {loop.progress.global_step + 1} "
+                f"get_loss changes the attribute {', '.join(counters[:5])}, but step {loop.progress.global_step + 1} "
                 f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
                 "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
                 "loader, so that all ranks have the same value."
@@ -791,11 +792,12 @@ class _Skipped:
         return self._before
 
 
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """Return the public attributes of a model and its modules that are numbers, by path."""
+def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
+    """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
     return {
         f"{path}.{name}".lstrip("."): value
-        for path, part in model.named_modules()
+        for module in trained_modules(model, criterion)
+        for path, part in module.named_modules()
         for name, value in vars(part).items()
         if type(value) in (int, float) and not name.startswith("_")
     }
