@@ -164,15 +164,10 @@ class TTDataParallel(Transparent, DataParallel):
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
-            replicated: list[tuple[Any, list[Any]]] = [(self.module, replicas)]
-            if method != "__call__":
-                inputs, criteria = _with_criteria(inputs, devices, sizes)
-                replicated += criteria
+            inputs, criteria = _with_criteria(inputs, devices, sizes)
+            replicated = [(self.module, replicas), *criteria]
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
-            watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
-            modules = [(module, copies) for module, copies in replicated if isinstance(module, nn.Module)]
-            watched = [(WatchedTensors(module), copies) for module, copies in modules] if watches else []
-            attributes = [SetAttributes(module, copies) for module, copies in replicated]
+            watched = _Watched(replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
             try:
                 outputs = self._outputs(calls, devices)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -180,16 +175,14 @@ class TTDataParallel(Transparent, DataParallel):
                 if uncut and type(error) in (RuntimeError, ValueError, IndexError):
                     error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
                 raise
-            for tensors, copies in watched:
-                tensors.check(copies)
-            self._keep(attributes, method)
+            self._keep(watched, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
                 return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watches, attributes[0])
+                return self._passes(outputs, replicas, devices, sizes, criterion, watched)
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
@@ -241,17 +234,14 @@ class TTDataParallel(Transparent, DataParallel):
         devices: list[torch.device],
         sizes: list[int],
         criterion: Any,
-        watches: bool,
-        attributes: SetAttributes,
+        watched: _Watched,
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
-            watched = WatchedTensors(self.module) if watches else None
+            watched = watched.again()
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
-            if watched is not None:
-                watched.check(replicas)
-            self._keep([attributes], "get_loss")
+            self._keep(watched, "get_loss")
             if all(item is ended for item in items):
                 return
             named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
@@ -266,11 +256,10 @@ class TTDataParallel(Transparent, DataParallel):
             loss = self._loss_of_all(losses, sizes, criterion)
             yield (names.pop(), loss) if named[0] else loss
             _renew(replicas, _replicas(self.module, devices, sizes))
-            attributes = SetAttributes(self.module, replicas)
 
-    def _keep(self, attributes: list[SetAttributes], method: str) -> None:
+    def _keep(self, watched: _Watched, method: str) -> None:
         """Keep the attributes that a method has set in all replicas alike; warn once of those that are lost."""
-        lost = [name for one in attributes for name in one.keep()]
+        lost = watched.check_and_keep()
         if lost and not self._tt_warned_of_attributes:
             self.__dict__["_tt_warned_of_attributes"] = True
             warn(
@@ -285,6 +274,26 @@ class TTDataParallel(Transparent, DataParallel):
                     f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
                     f"{t.device}. Call module.to('{device}') first."
                 )
+
+
+class _Watched:
+    """What a call changes in a model and in criteria: tensors and attributes, compared between their replicas."""
+
+    def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool) -> None:
+        self._replicated, self._watches_tensors = replicated, tensors
+        modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
+        self._tensors = [(WatchedTensors(module), copies) for module, copies in modules]
+        self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
+
+    def again(self) -> _Watched:
+        """Return a new object for the next call of the same replicas."""
+        return _Watched(self._replicated, self._watches_tensors)
+
+    def check_and_keep(self) -> list[str]:
+        """Raise an error for tensors that differ; keep attributes that are alike, and return the names of others."""
+        for tensors, copies in self._tensors:
+            tensors.check(copies)
+        return [name for attributes in self._attributes for name in attributes.keep()]
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:

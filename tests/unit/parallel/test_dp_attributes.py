@@ -93,6 +93,18 @@ class Centred(AnnealedByBuffer):
         return loss
 
 
+class Yields(Net):
+    """Yields two losses for each batch, each of which is followed by a step; the loss counts 2 calls for each batch."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        yield criterion(self(x), y)
+        yield criterion(self(x), y)
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return nn.functional.mse_loss(self(batch_data[0]), batch_data[1])
+
+
 def trained(model: Any, replicas: int, criterion: Any = None) -> tuple[Any, list[str]]:
     how: Any = {"gpu_mode": "dp", "devices": replicas} if replicas else {}
     loader = DataLoader(ROWS, 8)
@@ -118,6 +130,14 @@ def test_a_criterion_counts_the_steps_of_one_process(kind: Any) -> None:
     (one, _), (other, said) = (trained(Net(), n, loss) for n, loss in zip((0, 2), criteria, strict=True))
     assert [int(loss.step) for loss in criteria] == [16, 16]
     assert not said
+    torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AnnealedLoss, AnnealedByBuffer, PlainAnnealedLoss])
+def test_a_criterion_of_yielded_losses_counts_those_of_one_process(kind: Any) -> None:
+    criteria = [kind(), kind()]
+    (one, _), (other, _) = (trained(Yields(), n, loss) for n, loss in zip((0, 2), criteria, strict=True))
+    assert [int(loss.step) for loss in criteria] == [16, 16]
     torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
 
 
