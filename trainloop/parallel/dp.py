@@ -7,7 +7,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy as shallow_copy
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -342,7 +342,18 @@ def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
     return [moved(part, i) for i, part in enumerate(cut)]
 
 
-_STATELESS = (type, FunctionType, MethodType, torch.device)
+def _may_have_state(item: Any) -> bool:
+    """Return True for a module, or an object that is called like one, such as a loss that counts its calls."""
+    if hasattr(item, "_orig_mod"):  # a compiled module can't be copied
+        return False
+    return callable(item) and hasattr(item, "__dict__") and not isinstance(item, (type, FunctionType))
+
+
+def _copies(item: Any, number: int) -> list[Any]:
+    try:
+        return [shallow_copy(item) for _ in range(number)]
+    except Exception:  # a class may forbid copies
+        return [item] * number
 
 
 def _with_criteria(
@@ -352,13 +363,10 @@ def _with_criteria(
     copies: dict[int, tuple[Any, list[Any]]] = {}
 
     def replaced(item: Any, i: int) -> Any:
-        if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, _STATELESS)):
+        if _may_have_state(item):
             if id(item) not in copies:
                 is_module = isinstance(item, nn.Module)
-                copies[id(item)] = (
-                    item,
-                    _replicas(item, devices, sizes) if is_module else [shallow_copy(item) for _ in cut],
-                )
+                copies[id(item)] = item, _replicas(item, devices, sizes) if is_module else _copies(item, len(cut))
             return copies[id(item)][1][i]
         return map_parts(lambda part: replaced(part, i), item)
 
