@@ -258,7 +258,8 @@ class _FunctionalLosses(TorchFunctionMode):
         if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             target = args[1] if len(args) > 1 else kwargs["target"]
             weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            if not target.is_floating_point() and divisor_of(result) is None:
+            # While torch.compile traces, a tensor has no __dict__ to read.
+            if not target.is_floating_point() and (torch.compiler.is_compiling() or divisor_of(result) is None):
                 self._found.append(True)
                 attach_divisor(result, _divisor(target, weight, kwargs.get("ignore_index", -100)))
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
