@@ -137,3 +137,33 @@ def test_a_criterion_counts_each_sample_once() -> None:
     )  # fmt: skip
     loop.fit(1)
     assert loop.history["val_counted"] == [17]
+
+
+class CountsSteps(Counted):
+    steps = 0
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.steps += 1
+        return super().get_loss(batch_data, criterion, device)
+
+
+class CountsAndYields(CountsSteps):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        yield super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [CountsSteps, CountsAndYields])
+def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
+    kind: Any, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = TensorDataset(torch.randn(18, 4), torch.randint(3, (18,)))
+    loader = DataLoader(data, batch_sampler=[[*range(8)], [*range(8, 16)], [16, 17]])  # one batch for each rank
+    model = kind()
+    loop = TrainLoop(
+        model, loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
+    )  # fmt: skip
+    loop.fit(1)
+    said = "get_loss changes the attribute steps, but step 2 has no samples for rank 1, where"
+    assert capfd.readouterr().err.count(said) == 1

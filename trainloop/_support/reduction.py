@@ -179,7 +179,8 @@ def _attach(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: i
     is attached there, and the result is ``None``.
     """
     try:
-        divisor = divisor_of(loss)
+        # While torch.compile traces, a tensor has no __dict__ to read.
+        divisor = None if torch.compiler.is_compiling() else divisor_of(loss)
         if divisor is None:
             divisor = _divisor(target, weight, ignore_index)
             attach_divisor(loss, divisor)

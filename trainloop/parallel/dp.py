@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import copy as shallow_copy
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,11 +82,11 @@ class TTDataParallel(Transparent, DataParallel):
     batch that has other tensors (sparse or nested ones, too), an object that may contain samples, or a list that may
     contain samples or columns, stays whole: one replica computes its results, with a warning.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are kept if they
-    have the same value in all replicas (such as a count of steps), and otherwise lost, with a warning for numbers. Only
-    the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In a
-    ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such as
-    ``all_gather`` are errors in a replica.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self`` are kept if
+    they have the same value in all replicas (such as a count of steps), and otherwise lost, with a warning for numbers.
+    Only the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In
+    a ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such
+    as ``all_gather`` are errors in a replica.
 
     On GPUs, as with ``nn.DataParallel``, a parameter that the loss doesn't use gets a gradient of zeros. (In mode
     ``single`` it gets none.) Therefore an optimizer with weight decay changes this parameter.
@@ -164,9 +166,10 @@ class TTDataParallel(Transparent, DataParallel):
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
+            inputs, criteria = _with_criteria(inputs, devices, sizes)
+            replicated = [(self.module, replicas), *criteria]
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
-            watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
-            watched, attributes = WatchedTensors(self.module) if watches else None, SetAttributes(self.module, replicas)
+            watched = _Watched(replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
             try:
                 outputs = self._outputs(calls, devices)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -174,16 +177,14 @@ class TTDataParallel(Transparent, DataParallel):
                 if uncut and type(error) in (RuntimeError, ValueError, IndexError):
                     error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
                 raise
-            if watched is not None:
-                watched.check(replicas)
-            self._keep(attributes, method)
+            self._keep(watched, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
                 return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watches, attributes)
+                return self._passes(outputs, replicas, devices, sizes, criterion, watched)
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
@@ -235,17 +236,14 @@ class TTDataParallel(Transparent, DataParallel):
         devices: list[torch.device],
         sizes: list[int],
         criterion: Any,
-        watches: bool,
-        attributes: SetAttributes,
+        watched: _Watched,
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
-            watched = WatchedTensors(self.module) if watches else None
+            watched = watched.again()
             items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
-            if watched is not None:
-                watched.check(replicas)
-            self._keep(attributes, "get_loss")
+            self._keep(watched, "get_loss")
             if all(item is ended for item in items):
                 return
             named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
@@ -260,16 +258,15 @@ class TTDataParallel(Transparent, DataParallel):
             loss = self._loss_of_all(losses, sizes, criterion)
             yield (names.pop(), loss) if named[0] else loss
             _renew(replicas, _replicas(self.module, devices, sizes))
-            attributes = SetAttributes(self.module, replicas)
 
-    def _keep(self, attributes: SetAttributes, method: str) -> None:
+    def _keep(self, watched: _Watched, method: str) -> None:
         """Keep the attributes that a method has set in all replicas alike; warn once of those that are lost."""
-        lost = attributes.keep()
+        lost = watched.check_and_keep()
         if lost and not self._tt_warned_of_attributes:
             self.__dict__["_tt_warned_of_attributes"] = True
             warn(
-                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the batch, "
-                "so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
+                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the "
+                "batch, so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
             )
 
     def _check_on(self, device: torch.device) -> None:
@@ -290,6 +287,26 @@ def _check_not_compiled(module: nn.Module) -> None:
                 f"replicas. Compile it in place, {'model' if not name else f'model.{name}'}.compile(), or use "
                 "gpu_mode='ddp'."
             )
+
+
+class _Watched:
+    """What a call changes in a model and in criteria: tensors and attributes, compared between their replicas."""
+
+    def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool) -> None:
+        self._replicated, self._watches_tensors = replicated, tensors
+        modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
+        self._tensors = [(WatchedTensors(module), copies) for module, copies in modules]
+        self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
+
+    def again(self) -> _Watched:
+        """Return a new object for the next call of the same replicas."""
+        return _Watched(self._replicated, self._watches_tensors)
+
+    def check_and_keep(self) -> list[str]:
+        """Raise an error for tensors that differ; keep attributes that are alike, and return the names of others."""
+        for tensors, copies in self._tensors:
+            tensors.check(copies)
+        return [name for attributes in self._attributes for name in attributes.keep()]
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
@@ -324,23 +341,56 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _on_devices(cut: list[Any], devices: list[torch.device]) -> list[Any]:
-    """Move part i to device i: its tensors, the ``device`` argument, and a criterion that contains tensors."""
+    """Move part i to device i: its tensors, and the ``device`` argument."""
     if devices[0].type == "cpu":
         return cut
-    criteria: dict[nn.Module, list[nn.Module]] = {}
 
     def moved(item: Any, i: int) -> Any:
         if isinstance(item, torch.device):
             return devices[i]
-        if isinstance(item, nn.Module):
-            if item not in criteria:
-                criteria[item] = replicate(item, devices, not torch.is_grad_enabled())
-            return criteria[item][i]
         if isinstance(item, Tensor):
             return item.to(devices[i], non_blocking=True)
         return map_parts(lambda part: moved(part, i), item)
 
     return [moved(part, i) for i, part in enumerate(cut)]
+
+
+def _may_have_state(item: Any) -> bool:
+    """Return True for a module, or an object that is called like one, such as a loss that counts its calls."""
+    if hasattr(item, "_orig_mod"):  # a compiled module can't be copied
+        return False
+    return callable(item) and hasattr(item, "__dict__") and not isinstance(item, (type, FunctionType))
+
+
+def _copies(item: Any, number: int) -> list[Any]:
+    try:
+        return [shallow_copy(item) for _ in range(number)]
+    except Exception:  # a class may forbid copies
+        return [item] * number
+
+
+def _with_criteria(
+    cut: list[Any], devices: list[torch.device], sizes: list[int]
+) -> tuple[list[Any], list[tuple[Any, list[Any]]]]:
+    """Give each part replicas of the criteria, which may have state; return the criteria with their replicas, too."""
+    copies: dict[int, tuple[Any, list[Any]]] = {}
+
+    def replaced(item: Any, i: int) -> Any:
+        if _may_have_state(item):
+            if id(item) not in copies:
+                is_module = isinstance(item, nn.Module)
+                copies[id(item)] = item, _replicas(item, devices, sizes) if is_module else _copies(item, len(cut))
+            return copies[id(item)][1][i]
+        return map_parts(lambda part: replaced(part, i), item)
+
+    parts_with = [
+        (
+            args[:1] + [replaced(item, i) for item in args[1:]],
+            {name: item if name == "batch_data" else replaced(item, i) for name, item in kwargs.items()},
+        )
+        for i, (args, kwargs) in enumerate(cut)
+    ]
+    return parts_with, list(copies.values())
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:

@@ -183,35 +183,40 @@ class WatchedTensors:
 
 
 class SetAttributes:
-    """Find the attributes that a method sets in replicas, and give them to the module if all replicas set the same.
+    """Find the attributes that a method sets in replicas of a model or a criterion; keep those that all set alike.
 
     A count of steps is the same in all replicas, and so is what pruning computes before each forward (``weight``, from
     a parameter and a mask, which the next call of ``torch.nn.utils.prune`` reads from the module). What a replica
     computes from its part of the batch is lost.
     """
 
-    def __init__(self, module: nn.Module, replicas: list[nn.Module]) -> None:
+    def __init__(self, module: Any, replicas: list[Any]) -> None:
         self._module = module
-        self._replicas = [dict(replica.named_modules()) for replica in replicas]
-        self._before = {path: dict(vars(part)) for path, part in self._replicas[0].items()}
+        self._replicas = [_modules_of(replica) for replica in replicas]
+        self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
 
     def keep(self) -> list[str]:
         """Set the module's attributes; return the names of those that had a value of the same kind and are lost."""
         lost = []
-        modules = dict(self._module.named_modules())
+        modules = _modules_of(self._module)
         for path, before in self._before.items():
             part = modules.get(path)
-            own = [vars(parts[path]) for parts in self._replicas]
+            own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
                 old = before.get(name)
                 if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and isinstance(old, Tensor))):
                     continue
                 same = all(_same(other.get(name), first) for other in own[1:])
-                if same and not _counts_samples(old, first, before["_log_batch_size"]):
+                if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):
                     vars(part)[name] = first
                 elif _is_state(first) and _is_state(old):
                     lost.append(f"{path}.{name}" if path else name)
         return lost
+
+
+def _modules_of(value: Any) -> dict[str, Any]:
+    """Return the modules of a model or criterion by path; a criterion that is no module is its only part."""
+    return dict(value.named_modules()) if isinstance(value, nn.Module) else {"": value}
 
 
 def _is_plain(value: Any) -> bool:

@@ -26,7 +26,7 @@ class Fold:
     num_folds: int
     """Number of folds of the bag."""
     train: np.ndarray[Any, Any]
-    """Numbers of the rows to train on, in ascending order, as int64."""
+    """Numbers of the rows to train on, as int64: in ascending order, or in the order of your own folds."""
     validation: np.ndarray[Any, Any]
     """Numbers of the rows that are held out, in ascending order. Exactly one fold holds out each row, unless you pass
     your own folds."""
@@ -155,8 +155,8 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
             raise ConfigurationError(
                 f"folds[{index}]={pair!r:.80}: must be a pair of arrays of row numbers, (train, validation)."
             )
-        train, validation = (np.sort(part.astype(np.int64)) for part in rows)
-        first, last = min(train[0], validation[0]), max(train[-1], validation[-1])
+        train, validation = rows[0].astype(np.int64), np.sort(rows[1].astype(np.int64))
+        first, last = min(train.min(), validation[0]), max(train.max(), validation[-1])
         if first < 0 or (length is not None and last >= length):
             raise ConfigurationError(
                 f"folds[{index}] contains row {first if first < 0 else last}, but rows are numbered from 0"

@@ -181,7 +181,7 @@ class TuneResult:
         classes = [self._read(folder / "result.pkl").get("classes") for _, folder in finished]
         parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
         first = next(iter(parts.values()))
-        last = max(int(part[-1]) for fold in self.folds for part in (fold.train, fold.validation))
+        last = max(int(part.max()) for fold in self.folds for part in (fold.train, fold.validation))
         rows = self.num_rows or last + 1
         held_out = {row for fold in parts for row in self.folds[fold].validation.tolist()}
         gaps = len(held_out) < rows

@@ -11,6 +11,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROWS = TensorDataset(X, X.sum(1, keepdim=True))
@@ -33,7 +34,8 @@ class Anneals(Net):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         self.step += 1
-        self.layer.calls = getattr(self.layer, "calls", 0.0) + 0.5
+        layer: Any = self.layer
+        layer.calls = getattr(layer, "calls", 0.0) + 0.5
         weight = min(1.0, self.step / 6)
         return super().get_loss(batch_data, criterion, device) + weight * self.layer.weight.square().sum()
 
@@ -56,11 +58,58 @@ class Averages(Net):
         return super().get_loss(batch_data, criterion, device)
 
 
-def trained(model: Any, replicas: int) -> tuple[Any, list[str]]:
+class AnnealedLoss(nn.Module):
+    step = 0
+
+    def forward(self, output: Any, target: Any) -> Any:
+        self.step += 1
+        return nn.functional.mse_loss(output, target) * min(1.0, self.step / 6)
+
+
+class AnnealedByBuffer(nn.Module):
+    step: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(()))
+
+    def forward(self, output: Any, target: Any) -> Any:
+        self.step += 1
+        return nn.functional.mse_loss(output, target) * (self.step / 6).clamp(max=1)
+
+
+class PlainAnnealedLoss:
+    step = 0
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return AnnealedLoss.forward(self, output, target)  # type: ignore[arg-type]
+
+
+class Centred(AnnealedByBuffer):
+    def forward(self, output: Any, target: Any) -> Any:
+        loss = nn.functional.mse_loss(output - self.step, target)
+        with torch.no_grad():
+            self.step.mul_(0.9).add_(0.1 * output.mean())
+        return loss
+
+
+class Yields(Net):
+    """Yields two losses for each batch, each of which is followed by a step; the loss counts 2 calls for each batch."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        yield criterion(self(x), y)
+        yield criterion(self(x), y)
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return nn.functional.mse_loss(self(batch_data[0]), batch_data[1])
+
+
+def trained(model: Any, replicas: int, criterion: Any = None) -> tuple[Any, list[str]]:
     how: Any = {"gpu_mode": "dp", "devices": replicas} if replicas else {}
     loader = DataLoader(ROWS, 8)
     loop = TrainLoop(
-        model, loader, loader, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(),
+        model, loader, loader, None, optim.SGD(model.parameters(), lr=0.1), criterion or nn.MSELoss(),
         accelerator="cpu", progress_bar=False, **how,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
@@ -73,6 +122,28 @@ def test_a_count_of_steps_is_that_of_one_process() -> None:
     (one, _), (other, said) = trained(Anneals(), 0), trained(Anneals(), 2)
     assert (other.step, other.layer.calls, said) == (one.step, one.layer.calls, []) == (16, 8.0, [])
     torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AnnealedLoss, AnnealedByBuffer, PlainAnnealedLoss])
+def test_a_criterion_counts_the_steps_of_one_process(kind: Any) -> None:
+    criteria = [kind(), kind()]
+    (one, _), (other, said) = (trained(Net(), n, loss) for n, loss in zip((0, 2), criteria, strict=True))
+    assert [int(loss.step) for loss in criteria] == [16, 16]
+    assert not said
+    torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [AnnealedLoss, AnnealedByBuffer, PlainAnnealedLoss])
+def test_a_criterion_of_yielded_losses_counts_those_of_one_process(kind: Any) -> None:
+    criteria = [kind(), kind()]
+    (one, _), (other, _) = (trained(Yields(), n, loss) for n, loss in zip((0, 2), criteria, strict=True))
+    assert [int(loss.step) for loss in criteria] == [16, 16]
+    torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_a_buffer_of_a_criterion_that_depends_on_the_samples_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"get_loss changes step, but each replica has only a part"):
+        trained(Net(), 2, Centred())
 
 
 @pytest.mark.parametrize(

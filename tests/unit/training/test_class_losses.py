@@ -10,9 +10,9 @@ import torch
 from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
 from torch import nn, optim
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, TrainLoop
+from trainloop import MultiLoss, TrainLoop, TTModel
 from trainloop._support.reduction import ClassLosses, divisor_of
 
 
@@ -142,3 +142,37 @@ def test_gradients_of_single_samples_can_be_computed_in_the_loss(criterion: nn.M
         sgd.step()
         sgd.zero_grad()
     assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+class LossInForward(nn.Module):
+    """As language models have it: ``forward`` returns the loss, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3, dtype=torch.float64)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        scores = self.layer(x)
+        return scores, functional.cross_entropy(scores, y, ignore_index=1) * 2
+
+
+class Compiled(TTModel):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return self.net(*batch_data)[1]
+
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        return self.net(*batch_data)[0], batch_data[1], {}
+
+
+def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 2, dtype=torch.float64), torch.arange(10) % 3
+    y[:3] = 1  # the first batch has fewer targets
+    net = LossInForward()
+    loop: TrainLoop[Any] = TrainLoop(Compiled(torch.compile(net, backend="eager")), None, progress_bar=False)  # type: ignore[arg-type]
+    loss = loop.evaluate_model_loss(DataLoader(TensorDataset(x, y), 4))
+    assert loss == pytest.approx(net(x, y)[1].item(), rel=1e-12)

@@ -837,7 +837,7 @@ def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
         Halves(),
         list(Halves().split(x)),
         Halves().split(x),
-        [([2, 0, 1], [5, 4, 3]), ([3, 4, 5], [0, 1, 2])],
+        [([0, 1, 2], [5, 4, 3]), ([3, 4, 5], [0, 1, 2])],
     ):
         folds = own_folds(given_, x, y)
         assert [(f.index, f.num_folds, f.train.tolist(), f.validation.tolist()) for f in folds] == [
@@ -845,6 +845,8 @@ def test_own_folds_are_a_splitter_s_or_pairs_of_rows() -> None:
             (1, 2, [3, 4, 5], [0, 1, 2]),
         ]
     assert len(own_folds(Halves(), None, y)[0].train) == 3  # the targets tell the rows
+    ordered = own_folds([([2, 0, 0, 1], [5, 4, 3]), ([3, 4, 5], [0, 1, 2])], x, y)[0]
+    assert (ordered.train.tolist(), ordered.validation.tolist()) == ([2, 0, 0, 1], [3, 4, 5])
     assert digest(folds) == digest(own_folds(Halves(), x, y)) != digest(folds[::-1])
 
 

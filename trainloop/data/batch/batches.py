@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -84,6 +86,30 @@ def _length(batch: Any, seen: dict[int, Any]) -> int | None:
         return len(batch)
     except TypeError:
         return None
+
+
+def integers_of(batch: Any) -> list[Any]:
+    """Return checksums of the integers and texts in a batch: labels, tokens, names, but not pixels (uint8).
+
+    Random changes of the samples rarely affect them, so copies of a loader that yield the same samples have the same.
+
+    Examples
+    --------
+    >>> integers_of({"x": torch.rand(2), "id": [7, 8], "name": "a"})
+    [7, 8, 'a']
+    """
+    if isinstance(batch, Tensor):
+        if batch.is_nested or batch.layout != torch.strided:
+            return []
+        batch = batch.detach().cpu().numpy() if batch.dtype in _INTEGERS else None
+    if isinstance(batch, np.ndarray):
+        return [zlib.crc32(np.ascontiguousarray(batch).tobytes())] if batch.dtype.kind == "i" else []
+    if isinstance(batch, (int, str, np.integer)):
+        return [batch if isinstance(batch, str) else int(batch)]
+    return [one for part in parts_of(batch) or () for one in integers_of(part)]
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 # -- batches whose number of samples may differ from the number of indices ---------------------------------------------

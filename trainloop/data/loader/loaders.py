@@ -172,6 +172,14 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
     """
     if all(digest == digests[0] for digest in digests):
         return
+    if not isinstance(loader, DataLoader) or is_stream(loader):
+        kind = type(loader.dataset if is_stream(loader) else loader).__name__
+        raise ConfigurationError(
+            f"{name}: {kind} yields a different first batch on each rank. trainloop splits its batches over ranks, so "
+            "they must be the same on all ranks: make the order depend only on the global generators of torch, numpy "
+            f"or Python. If {kind} splits its samples over ranks itself, set {kind}.is_distributed = True. If only "
+            "random changes of the samples differ, set it to False."
+        )
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     raise ConfigurationError(
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "

@@ -28,14 +28,14 @@ from torch.utils.data.dataloader import default_collate
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, shard_size
 from trainloop._support.user_line import warn
-from trainloop.data.batch.batches import SampleCounter, may_change_count
+from trainloop.data.batch.batches import SampleCounter, integers_of, may_change_count
 from trainloop.data.batch.randomness import IsolatedRandomState, isolated_iter
 from trainloop.data.batch.starting import start_reading
 from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.columns import SplitBatches, read_columns
-from trainloop.data.order.orders import length_of, rest_of
+from trainloop.data.order.orders import digest_of, length_of, rest_of
 from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.stream.positions import InProcess, Position, StreamPlaces
@@ -381,24 +381,44 @@ class Opaque(Source):
         if self._step > 1 and isinstance(loader, DataLoader) and loaders.keeps_iterator(loader):
             loaders.check_requested((), loader, name)  # this rank's iterator has an order of its own
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
+        unknown = libraries.is_split(loader) is None and libraries.is_split(getattr(loader, "dataset", None)) is None
+        self._digest = 0 if self._step > 1 and unknown else None
+
+    @property
+    def order_digest(self) -> int | None:
+        """Checksum of the pass's first batch: all ranks must read the same batches, unless the user declares it."""
+        return self._digest
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         first, place = first_batch * self._step + self._rank, self._place
+        resumes = place is not None and place.resumes
         with isolated or nullcontext():
             if place is None:
                 batches = start_reading(self.loader, self._name)
             else:
                 # The loaded position is just after this rank's own batch of a round.
-                first = self._step - 1 if place.resumes else first
+                first = self._step - 1 if resumes else first
                 batches, place.isolated = place.read(), isolated
         if isolated is not None:
             batches = isolated_iter(batches, isolated)
+        if self._digest is not None:
+            self._digest = 0
+            if not resumes:  # ranks resume at different batches of a round
+                batches = self._noting_first(batches)
         for batch in islice(batches, first, None, self._step):
             if isinstance(batch, StreamPart):
                 yield batch.size, batch.batch
             else:
                 yield self._counter.count(batch), batch
+
+    def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        noted = False
+        for batch in rest_of(batches):
+            if not noted:
+                noted = True
+                self._digest = digest_of(integers_of(batch.batch if isinstance(batch, StreamPart) else batch))
+            yield batch
 
 
 class Columns(Source):

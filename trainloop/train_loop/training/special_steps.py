@@ -113,7 +113,8 @@ class AlternatingTraining(Training):
                 continue
             self.recorder.batch_size = step.sizes[i]
             self.stage = "forward"
-            with self.place.batchnorm_ranks(counts, i):
+            around = self.place.batchnorm_ranks(counts, i)
+            with around if counts is None else self.watching_counters(around, step, i):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
                 before = self.gradients.now() if self._checks_backward else None

@@ -18,13 +18,13 @@ import logging
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop._launch.failures import described
@@ -42,7 +42,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients, named_trained_parameters
+from trainloop.optim import drop_gradients, named_trained_parameters, trained_modules
 from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
@@ -135,6 +135,7 @@ class Training(Run):
         self._nan_warned = False
         self._skipped = _Skipped()
         self._warned_of_averages = False
+        self._warned_of_counters = False
         self._monitors_checked = False
         self._checks_backward = False  # True in the first step of an epoch
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -639,6 +640,8 @@ class Training(Run):
                 model = place.model if later else model
                 around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
+            if counts:
+                around = self.watching_counters(around, step, i)
             with around:
                 if borrowed is not None:
                     with self.idle.without_side_effects():
@@ -677,6 +680,34 @@ class Training(Run):
         self._checks_backward = False
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    @contextmanager
+    def watching_counters(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
+        """Warn once per fit of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
+
+        These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
+        steps.
+        """
+        loop, counts = self.loop, step.counts or [0]
+        watches = min(counts) <= i < len(step.batches) and loop.is_global_zero and not self._warned_of_counters
+        before = _numbers(loop.model, loop.criterion) if watches else {}
+        with around:
+            yield
+        if not watches:
+            return
+        samples = step.sizes[i] if step.sizes[i] > 1 else None
+        after = _numbers(loop.model, loop.criterion)
+        grown = {name: value - before.get(name, value) for name, value in after.items()}
+        counters = [name for name, growth in grown.items() if growth not in (0, samples)]
+        if counters:
+            self._warned_of_counters = True
+            missing = [str(rank) for rank, n in enumerate(counts) if n <= i]
+            warn_or_print(
+                f"get_loss changes the attribute {', '.join(counters[:5])}, but step {loop.progress.global_step + 1} "
+                f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
+                "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
+                "loader, so that all ranks have the same value."
+            )
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
@@ -769,3 +800,14 @@ class _Skipped:
             self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
             self._since, self._least = 0, None
         return self._before
+
+
+def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
+    """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for module in trained_modules(model, criterion)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in (int, float) and not name.startswith("_")
+    }
