@@ -69,9 +69,26 @@ def test_the_same_batches_on_all_ranks_are_split(evaluation: bool) -> None:
     assert sorted(first + second) == [*range(24)]
 
 
-def test_an_evaluated_stream_of_a_ranks_own_rows_is_an_error() -> None:
+class DeclaredRows(Rows):
+    is_distributed = True
+
+
+class SameRows(Rows):
+    def __init__(self, rank: int) -> None:
+        self.rows = list(range(24))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_rows_of_a_stream_that_belong_to_a_rank_are_not_split_again(evaluation: bool, workers: int) -> None:
     with pytest.raises(ConfigurationError, match=r"loader: Rows yields a different first batch on each rank"):
-        ids_of_ranks(lambda rank: DataLoader(Rows(rank), 4), True)
+        ids_of_ranks(lambda rank: DataLoader(Rows(rank), 4, num_workers=workers), evaluation)
+    if workers:
+        return
+    declared = ids_of_ranks(lambda rank: DataLoader(DeclaredRows(rank), 4), evaluation)
+    assert declared == [[*range(0, 24, 2)], [*range(1, 24, 2)]]
+    first, second = ids_of_ranks(lambda rank: DataLoader(SameRows(rank), 4), evaluation)
+    assert sorted(first + second) == [*range(24)]
 
 
 def test_values_that_augmentation_changes_are_not_compared() -> None:

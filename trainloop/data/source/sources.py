@@ -328,6 +328,12 @@ class Stream(Source):
         self.num_samples = None if length is None or batch_size is None or presharded else length
         self._places = StreamPlaces(self.loader, presharded=presharded)
         self.position = self._places if self.loader.dataset.stateful else None
+        self._digest = 0 if shared and libraries.is_split(loader.dataset) is None else None
+
+    @property
+    def order_digest(self) -> int | None:
+        """Checksum of the pass's first batch: all ranks must read the same samples, unless the user declares it."""
+        return self._digest
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         # The seed is the same on all ranks, unlike for a map-style dataset's batches: ranks must read one stream.
@@ -341,8 +347,17 @@ class Stream(Source):
         if self.position is not None:
             first_batch = 0 if self.position.resumes else first_batch
             parts = self._places.read(parts)
+        if self._digest is not None:
+            parts = self._noting_first(parts)
         for part in islice(parts, first_batch, None):
             yield part.size, part.batch
+
+    def _noting_first(self, parts: Iterator[StreamPart]) -> Iterator[StreamPart]:
+        first = next(parts, None)
+        self._digest = 0 if first is None or first.digest is None else first.digest
+        if first is not None:
+            yield first
+            yield from parts
 
 
 class Opaque(Source):

@@ -12,12 +12,12 @@ from torch.utils.data import IterableDataset, Sampler, default_collate, default_
 
 from trainloop._support import rng
 from trainloop._support.rng import derive_seed
-from trainloop.data.batch.batches import SampleCounter
+from trainloop.data.batch.batches import SampleCounter, integers_of
 from trainloop.data.batch.randomness import IsolatedRandomState, SeedOnArrival, seed_cpu
 from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader.libraries import is_split, same_on_all_ranks
 from trainloop.data.loader.loader_copies import copy_loader
-from trainloop.data.order.orders import rest_of
+from trainloop.data.order.orders import digest_of, rest_of
 from trainloop.data.stream.positions import Place, is_stateful
 from trainloop.errors import ConfigurationError
 
@@ -37,6 +37,8 @@ class StreamPart:
         """True if the part has no global batch, and only says that it is the worker's turn."""
         self.repeated = False
         """True if other workers yield the same samples, because the dataset does not divide them over workers."""
+        self.digest: int | None = None
+        """In a pass's first part: checksum of the samples of all ranks, which all ranks must have read alike."""
 
     def pin_memory(self, *args: Any) -> StreamPart:
         """Return the part with its batch in pinned memory; a loader with ``pin_memory`` calls this."""
@@ -44,7 +46,7 @@ class StreamPart:
         from torch.utils.data._utils.pin_memory import pin_memory
 
         part = StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
-        part.repeated = self.repeated
+        part.repeated, part.digest = self.repeated, self.digest
         return part
 
 
@@ -94,11 +96,13 @@ class StreamShard(IterableDataset[Any]):
         self.places: dict[int, dict[str, Any]] = {}
         """Position from which each worker (0: this process) resumes, used once; see :class:`StreamPlaces`."""
         self._at_end = False  # True if the loaded state is the end of an epoch
+        self._compares = shared and is_split(dataset) is None
 
-    def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None]]:
+    def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None, int | None]]:
         """Yield, for each global batch, this rank's samples (maybe none), its index in this worker, and the position.
 
         An item with None as samples is not a global batch, but a worker's skipped turn, or its position at the end.
+        The last element is a checksum of the first global batch, if ranks must compare it.
         """
         worker = _WatchedWorkerInfo.current()
         if _EpochSeed.seed is not None and worker is not None:
@@ -120,26 +124,30 @@ class StreamShard(IterableDataset[Any]):
                 return
             group_index = place.group
             if place.waits:
-                yield None, group_index, None
+                yield None, group_index, None, None
             samples = place.read(self._stream, at_end=at_end)
+        compared: list[Any] | None = [] if self._compares and not group_index else None
         for sample in samples:
             if count % self.world_size == self.rank:
                 mine.append(sample)
+            if compared is not None:
+                compared += integers_of(sample)
             count += 1
             if count < size:
                 continue
+            digest, compared = None if compared is None else digest_of(compared), None
             # Checked for each batch: a dataset may read its worker's number only after its iteration has started.
             if worker is None or worker.takes(group_index):
-                yield mine, group_index, place
+                yield mine, group_index, place, digest
             group_index += 1
             mine, count = [], 0
         if place is not None:
             place.ended = True  # also set before a short last batch, where the dataset has reached its end
         if count and not (self.drop_last and self.batch_size) and (worker is None or worker.takes(group_index)):
-            yield mine, group_index, place
+            yield mine, group_index, place, None if compared is None else digest_of(compared)
             group_index += 1
         if place is not None:
-            yield None, group_index, place
+            yield None, group_index, place, None
 
     def _stream(self, draws: dict[str, Any] | None) -> Iterator[Any]:
         if self.shared:
@@ -218,9 +226,10 @@ class PartCollate:
         self.epoch_seed = 0
         """The epoch's seed, set before each epoch for loading without workers (workers receive it with indices)."""
 
-    def __call__(self, group: tuple[list[Any] | None, int, Place | None]) -> StreamPart:
-        samples, group_index, place = group
+    def __call__(self, group: tuple[list[Any] | None, int, Place | None, int | None]) -> StreamPart:
+        samples, group_index, place, digest = group
         part = self._part(samples, group_index) if samples else StreamPart(None, None, is_turn=samples is None)
+        part.digest = digest
         if place is not None:
             part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw, too
         return part
