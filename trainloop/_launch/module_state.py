@@ -40,8 +40,6 @@ _MOST_IN_ALL = 16 << 20
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _METHODS = (staticmethod, classmethod, property)
-# Each process has its own: modules, and generators, which a rank seeds as the import does.
-_OWN = (types.ModuleType, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
 _MISSING = object()
 _FILE_LOADER = importlib.machinery.SourceFileLoader
@@ -157,6 +155,13 @@ def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, 
             yield from ((name, prefix + path, value) for path, value in patched)
 
 
+def _is_own(value: Any) -> bool:
+    """Return True if each process has its own: a module, or a generator, which a rank seeds as the import does."""
+    # Not a constant: numpy.random is imported when it is first read, in 8 ms.
+    generators = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
+    return isinstance(value, (types.ModuleType, *generators))
+
+
 def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
     name, file = module.__name__, module.__file__
     for path, value in _named(vars(module), name):
@@ -166,7 +171,7 @@ def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, 
             sent = _function(value, name, path, file)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
             yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
-        elif not isinstance(value, _OWN) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
+        elif not _is_own(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
             yield path, _object(value, limit)
 
 

@@ -33,7 +33,6 @@ _MISSING = object()
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _DATA = (np.generic, torch.dtype, torch.device, DataLoader, Dataset, Sampler)
-_WHOLE = (np.ndarray, torch.Generator, np.random.Generator)
 _ITEMS = (list, deque, set, bytearray)
 
 _OTHERS = ("torch._", "logging", "threading", "multiprocessing")  # modules whose objects contain no user data
@@ -59,7 +58,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         if id(obj) in seen or isinstance(obj, (*_LEAVES, *_DATA)):
             continue
         seen.add(id(obj))
-        if isinstance(obj, _WHOLE):
+        if isinstance(obj, (np.ndarray, torch.Generator, np.random.Generator)):
             if _contents(obj) is not None:
                 found[path] = obj
         elif type(obj).__module__.startswith(_OTHERS):

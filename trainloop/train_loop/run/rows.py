@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ __all__ = ["Predictions", "check_rows", "join_rows", "on_cpu", "row_count", "row
 
 Predictions = tuple[Any, Any, Any]
 
-_KINDS: tuple[tuple[type, Callable[[Any], Any], Callable[[Any], Any]], ...] = (
-    (Tensor, torch.atleast_1d, torch.cat),
-    (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
-    (np.ndarray, np.atleast_1d, np.concatenate),
-)
-"""Arrays whose rows are joined: their type, a function that adds the axis of rows, and one that concatenates."""
+
+@functools.cache
+def _array_kinds() -> list[tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]:
+    """Return the kinds of arrays whose rows are joined: type, how to add the axis of rows, how to concatenate."""
+    # Not a constant: numpy.ma is imported when it is first read, in 6 ms.
+    return [
+        (Tensor, torch.atleast_1d, torch.cat),
+        (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
+        (np.ndarray, np.atleast_1d, np.concatenate),
+    ]
 
 
 def check_rows(output: Any, size: int) -> Predictions:
@@ -151,7 +156,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     first = batches[0]
     if all(batch is None for batch in batches):
         return None
-    for kind, with_rows, concatenate in _KINDS:
+    for kind, with_rows, concatenate in _array_kinds():
         if all(isinstance(batch, kind) for batch in batches):
             # squeeze() removes the rows of a batch of one sample.
             arrays = [batch if batch.ndim else with_rows(batch) for batch in batches]
