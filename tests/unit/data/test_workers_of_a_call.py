@@ -82,6 +82,7 @@ def alive(pids: set[int]) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:gpu_mode='dp'. get_loss changes sum")
 @pytest.mark.parametrize("mode", ["single", "dp"])
 def test_calls_in_a_block_load_what_they_load_outside(mode: str) -> None:
     def calls(inside: bool) -> list[Any]:

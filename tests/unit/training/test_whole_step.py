@@ -321,7 +321,7 @@ def warm_up(optimizer: optim.Optimizer) -> Any:
         ),
         pytest.param(
             adam,
-            partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=20, cycle_momentum=False),
+            partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=14, cycle_momentum=False),
             "step",
             0.5,
             False,
