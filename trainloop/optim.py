@@ -11,6 +11,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainloop._support.nested import map_parts, parts_of
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MultiLoss", "MultiOptimizer"]
@@ -390,15 +391,12 @@ def _states_with_groups(state: Any) -> list[dict[str, Any]]:
     """Return the dicts with ``param_groups`` in nested dicts and lists, outermost first."""
     if isinstance(state, dict) and isinstance(state.get("param_groups"), list):
         return [state]
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [found for part in parts for found in _states_with_groups(part)]
+    return [found for part in parts_of(state) or () for found in _states_with_groups(part)]
 
 
 def _copied(state: Any) -> Any:
-    """Copy nested dicts and lists, but not what they contain."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+    """Copy nested containers, but not what they contain."""
+    return map_parts(_copied, state)
 
 
 def _shares_groups(one: Optimizer, other: Optimizer) -> bool:

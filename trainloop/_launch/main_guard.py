@@ -94,13 +94,10 @@ def _is_guarded(tree: ast.Module, line: int) -> bool:
         return any(part.lineno <= line <= (part.end_lineno or part.lineno) for part in parts)
 
     for node in ast.walk(tree):  # a guard may be inside a loop, a `with` or a `try`
-        if isinstance(node, ast.If):
+        if isinstance(node, (ast.If, ast.IfExp)):
             verdict = _compares_main(node.test)
-            if verdict is not None and has_line(node.body if verdict else node.orelse):
-                return True
-        elif isinstance(node, ast.IfExp):
-            verdict = _compares_main(node.test)
-            if verdict is not None and has_line([node.body if verdict else node.orelse]):
+            branch = node.body if verdict else node.orelse
+            if verdict is not None and has_line(branch if isinstance(branch, list) else [branch]):
                 return True
         elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
             guards = [i for i, value in enumerate(node.values) if _compares_main(value)]

@@ -9,10 +9,10 @@ batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from torch.utils.data import (
     BatchSampler,
@@ -40,6 +40,8 @@ from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.stream.positions import InProcess, Position, StreamPlaces
 from trainloop.data.stream.streams import StreamPart, counting_loader, seed_stream, stream_loader
+
+T = TypeVar("T")
 
 
 class Source:
@@ -92,7 +94,15 @@ class Source:
         In training, it covers the beginning of the pass, and is known after the first item. In evaluation, it covers
         the entire pass, and is known at the end.
         """
-        return None
+        return self._digest
+
+    _digest: int | None = None
+
+    def _comparing_first(self, items: Iterator[T], digest: Callable[[T], int | None]) -> Iterator[T]:
+        """Return the items after taking the first one's checksum, where all ranks must read the same first item."""
+        first = list(islice(items, 1))
+        self._digest = (digest(first[0]) if first else None) or 0
+        return chain(first, items)
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         """Yield this rank's part of each global batch of an epoch from ``first_batch`` on, with its size or sizes.
@@ -328,12 +338,7 @@ class Stream(Source):
         self.num_samples = None if length is None or batch_size is None or presharded else length
         self._places = StreamPlaces(self.loader, presharded=presharded)
         self.position = self._places if self.loader.dataset.stateful else None
-        self._digest = 0 if shared and libraries.is_split(loader.dataset) is None else None
-
-    @property
-    def order_digest(self) -> int | None:
-        """Checksum of the pass's first batch: all ranks must read the same samples, unless the user declares it."""
-        return self._digest
+        self._digest = 0 if self.loader.dataset.compares else None
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         # The seed is the same on all ranks, unlike for a map-style dataset's batches: ranks must read one stream.
@@ -348,16 +353,9 @@ class Stream(Source):
             first_batch = 0 if self.position.resumes else first_batch
             parts = self._places.read(parts)
         if self._digest is not None:
-            parts = self._noting_first(parts)
+            parts = self._comparing_first(parts, lambda part: part.digest)
         for part in islice(parts, first_batch, None):
             yield part.size, part.batch
-
-    def _noting_first(self, parts: Iterator[StreamPart]) -> Iterator[StreamPart]:
-        first = next(parts, None)
-        self._digest = 0 if first is None or first.digest is None else first.digest
-        if first is not None:
-            yield first
-            yield from parts
 
 
 class Opaque(Source):
@@ -399,11 +397,6 @@ class Opaque(Source):
         unknown = libraries.is_split(loader) is None and libraries.is_split(getattr(loader, "dataset", None)) is None
         self._digest = 0 if self._step > 1 and unknown else None
 
-    @property
-    def order_digest(self) -> int | None:
-        """Checksum of the pass's first batch: all ranks must read the same batches, unless the user declares it."""
-        return self._digest
-
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[int | None, Any]]:
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
         first, place = first_batch * self._step + self._rank, self._place
@@ -420,20 +413,14 @@ class Opaque(Source):
         if self._digest is not None:
             self._digest = 0
             if not resumes:  # ranks resume at different batches of a round
-                batches = self._noting_first(batches)
+                batches = self._comparing_first(
+                    batches, lambda one: digest_of(integers_of(one.batch if isinstance(one, StreamPart) else one))
+                )
         for batch in islice(batches, first, None, self._step):
             if isinstance(batch, StreamPart):
                 yield batch.size, batch.batch
             else:
                 yield self._counter.count(batch), batch
-
-    def _noting_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        noted = False
-        for batch in rest_of(batches):
-            if not noted:
-                noted = True
-                self._digest = digest_of(integers_of(batch.batch if isinstance(batch, StreamPart) else batch))
-            yield batch
 
 
 class Columns(Source):

@@ -96,7 +96,8 @@ class StreamShard(IterableDataset[Any]):
         self.places: dict[int, dict[str, Any]] = {}
         """Position from which each worker (0: this process) resumes, used once; see :class:`StreamPlaces`."""
         self._at_end = False  # True if the loaded state is the end of an epoch
-        self._compares = shared and is_split(dataset) is None
+        self.compares = shared and is_split(dataset) is None
+        """True if ranks must compare the first global batch: it is not declared whether the dataset splits itself."""
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, int, Place | None, int | None]]:
         """Yield, for each global batch, this rank's samples (maybe none), its index in this worker, and the position.
@@ -126,7 +127,7 @@ class StreamShard(IterableDataset[Any]):
             if place.waits:
                 yield None, group_index, None, None
             samples = place.read(self._stream, at_end=at_end)
-        compared: list[Any] | None = [] if self._compares and not group_index else None
+        compared: list[Any] | None = [] if self.compares and not group_index else None
         for sample in samples:
             if count % self.world_size == self.rank:
                 mine.append(sample)

@@ -25,14 +25,7 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import (
-    MultiLoss,
-    explain_sparse,
-    needs_closure,
-    optimizers_of,
-    parameters_of,
-    trained_parameters,
-)
+from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
@@ -482,10 +475,6 @@ class Gradients:
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
         self._run.stage = "step"
-        if not self.scales and not self._place.collective:
-            for optimizer in optimizers:
-                optimizer.step()
-            return
         if not self.scales:
             for optimizer in optimizers:
                 with self._place.stepping(optimizer):
