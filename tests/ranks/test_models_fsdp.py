@@ -277,10 +277,30 @@ class Solved(Tower):
         return self.head(hidden) * self.temperature
 
 
+class Balanced(Tower):
+    """Logs the norm of the loss's gradient by one block, as GradNorm does to weigh its tasks."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        by = list(self.blocks[0].parameters())
+        found = torch.autograd.grad(loss, by, retain_graph=True, allow_unused=True)
+        return loss + 0 * sum(g.detach().square().sum() for g in found if g is not None)
+
+
+class BackwardByInputs(Tower):
+    """Computes the gradients of one block alone."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        loss.backward(inputs=list(self.blocks[0].parameters()), retain_graph=True)
+        return loss
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
 REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
+REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 

@@ -18,6 +18,7 @@ from trainloop.model import yields_losses
 from trainloop.parallel.misuse import (
     WatchedForwards,
     explain_sharded,
+    refuse_gradients_of_shards,
     refuse_other_parameters,
     refuse_shards_in_functions,
 )
@@ -226,7 +227,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         for group in self._tt_groups:
             group.reshard_after_backward = False
         try:
-            output = super().__call__(*args, **kwargs)
+            with refuse_gradients_of_shards(self._tt_names):
+                output = super().__call__(*args, **kwargs)
         except RuntimeError as error:
             explain_sharded(error)
             raise

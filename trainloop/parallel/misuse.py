@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "explain_outside",
     "explain_replica",
     "explain_sharded",
+    "refuse_gradients_of_shards",
     "refuse_other_parameters",
     "refuse_shards_in_functions",
 ]
@@ -93,6 +95,41 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
                 )
 
     return unit.register_forward_pre_hook(check, prepend=True)
+
+
+@contextmanager
+def refuse_gradients_of_shards(names: Mapping[int, str]) -> Iterator[None]:
+    """Raise an error if a gradient of a sharded parameter is requested in the block, such as by ``torch.autograd.grad``.
+
+    The graph has gathered copies only: with ``allow_unused=True`` the gradient of a shard would be None, and with
+    ``backward(inputs=...)`` it would be missing.
+
+    Parameters
+    ----------
+    names : mapping from int to str
+        Names of sharded parameters, by their ids.
+    """
+    # Both public functions call this one. A patch of them would miss "from torch.autograd import grad".
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        yield
+        return
+
+    def checked(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        name = next((names[id(t)] for t in args[3] if id(t) in names), None) if len(args) > 3 else None
+        if name is not None:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': a gradient is requested for {name}, of which this rank has a shard only. The "
+                "forward used a gathered copy of it, so the gradient would be missing. Shard the model as one unit "
+                "with fsdp_model_args={'shard': []}, or use gpu_mode='ddp'."
+            )
+        return run(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
 def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
