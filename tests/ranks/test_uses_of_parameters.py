@@ -19,7 +19,7 @@ from trainloop.parallel import TTDataParallel
 D = torch.float64
 NAMES = {
     "functional_call": "functional_call can't replace",
-    "inner loop": "gradient was requested for a tensor",
+    "inner loop": "a gradient is requested for a.0.weight, of which this rank has a shard",
     "penalty, then a forward": "gradient penalty",
 }
 OWN_BACKWARD = "get_loss changes the gradients of parameters"

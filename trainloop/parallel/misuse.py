@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -36,12 +38,6 @@ def explain_sharded(error: RuntimeError) -> None:
             "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (which does not run "
             "if you call only a submodule), use weight_decay for a penalty over self.parameters(), choose larger "
             f"blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
-        ) from error
-    if "differentiated Tensor" in text and "not have been used in the graph" in text:
-        raise ConfigurationError(
-            "gpu_mode='fsdp': a gradient was requested for a tensor that the loss doesn't depend on. If the tensor is "
-            "a parameter (as in an inner loop with torch.func.functional_call), the parameter is one rank's shard, but "
-            f"the forward used a gathered copy. Use gpu_mode='ddp' for such models. torch says: {text}"
         ) from error
     if "setStorage" in text and "storage of size 0" in text:
         raise ConfigurationError(
@@ -99,7 +95,7 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
 
 @contextmanager
 def refuse_gradients_of_shards(names: Mapping[int, str]) -> Iterator[None]:
-    """Raise an error if a gradient of a sharded parameter is requested in the block, such as by ``torch.autograd.grad``.
+    """Raise an error if a gradient of a sharded parameter is requested in the block, as by ``torch.autograd.grad``.
 
     The graph has gathered copies only: with ``allow_unused=True`` the gradient of a shard would be None, and with
     ``backward(inputs=...)`` it would be missing.
@@ -125,11 +121,11 @@ def refuse_gradients_of_shards(names: Mapping[int, str]) -> Iterator[None]:
             )
         return run(outputs, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = checked  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = run
 
 
 def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
@@ -219,18 +215,36 @@ class WatchedTensors:
                 )
 
 
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
 class SetAttributes:
     """Find the attributes that a method sets in replicas of a model or a criterion; keep those that all set alike.
 
     A count of steps is the same in all replicas, and so is what pruning computes before each forward (``weight``, from
     a parameter and a mask, which the next call of ``torch.nn.utils.prune`` reads from the module). What a replica
     computes from its part of the batch is lost.
+
+    A replica is a shallow copy, but gets its own copy of a dict or list of numbers: if all replicas changed one, it
+    would count each step several times.
     """
 
     def __init__(self, module: Any, replicas: list[Any]) -> None:
         self._module = module
         self._replicas = [_modules_of(replica) for replica in replicas]
         self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
+        self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
+        for path, part in _modules_of(module).items():
+            own = getattr(part, "__dict__", {})
+            for name in own.keys() - _OF_ANY_MODULE:
+                if _has_numbers(value := own[name]) and path in self._replicas[0]:
+                    holders = [parts[path].__dict__ for parts in self._replicas]
+                    for held in holders:
+                        if held.get(name) is value:
+                            held[name] = copy.copy(value)
+                    copies = [held.get(name) for held in holders]
+                    self._containers.append((path, name, value, copy.copy(value), copies))
+                    self._before[path].pop(name, None)
 
     def keep(self) -> list[str]:
         """Set the module's attributes; return the names of those that had a value of the same kind and are lost."""
@@ -248,12 +262,49 @@ class SetAttributes:
                     vars(part)[name] = first
                 elif _is_state(first) and _is_state(old):
                     lost.append(f"{path}.{name}" if path else name)
+        return lost + self._keep_containers()
+
+    def _keep_containers(self) -> list[str]:
+        """Write the numbers of the replicas' dicts and lists into those of the module."""
+        lost = []
+        for path, name, value, before, copies in self._containers:
+            own = [parts[path].__dict__.get(name) for parts in self._replicas]
+            if all(one == before for one in own):
+                continue
+            if all(one == own[0] for one in own) and type(own[0]) is type(value):
+                _set_items(value, own[0])
+            elif isinstance(value, list) and all(_is_longer(one, before) for one in own):
+                for one in own:  # each part's results, in order
+                    value.extend(one[len(before) :])
+            elif all(one is its_copy for one, its_copy in zip(own, copies, strict=True)):  # not a new object
+                lost.append(f"{path}.{name}" if path else name)
+            for one in copies:  # a generator continues with them
+                if type(one) is type(value):
+                    _set_items(one, value)
         return lost
+
+
+def _set_items(container: Any, like: Any) -> None:
+    container.clear()
+    container.extend(like) if isinstance(container, list) else container.update(like)
 
 
 def _modules_of(value: Any) -> dict[str, Any]:
     """Return the modules of a model or criterion by path; a criterion that is no module is its only part."""
     return dict(value.named_modules()) if isinstance(value, nn.Module) else {"": value}
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return True for a dict or list of at most 1,000 numbers, such as counts, and for any Counter."""
+    if isinstance(value, Counter):
+        return True
+    if not (isinstance(value, (dict, list)) and 0 < len(value) <= 1000):
+        return False
+    return all(isinstance(item, (int, float)) for item in (value.values() if isinstance(value, dict) else value))
+
+
+def _is_longer(value: Any, before: list[Any]) -> bool:
+    return isinstance(value, list) and value[: len(before)] == before
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -55,6 +56,32 @@ class Averages(Net):
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         self.mean = 0.9 * self.mean + 0.1 * batch_data[0].mean()
+        return super().get_loss(batch_data, criterion, device)
+
+
+class CountsInContainers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, float] = {"steps": 0}
+        self.kinds: Counter[str] = Counter()
+        self.losses = [0.0]
+        self.same_counts = self.counts
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.counts["steps"] += 1
+        self.kinds["train"] += 1
+        loss = super().get_loss(batch_data, criterion, device)
+        self.losses.append(float(batch_data[0].sum()))
+        return loss * min(1.0, self.counts["steps"] / 6)
+
+
+class SumsInADict(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = {"x": 0.0}
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.sums["x"] += float(batch_data[0].sum())
         return super().get_loss(batch_data, criterion, device)
 
 
@@ -124,6 +151,15 @@ def test_a_count_of_steps_is_that_of_one_process() -> None:
     torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
 
 
+def test_a_count_of_steps_in_a_dict_is_that_of_one_process() -> None:
+    (one, _), (other, said) = trained(CountsInContainers(), 0), trained(CountsInContainers(), 2)
+    assert (other.counts, other.kinds, said) == (one.counts, one.kinds, []) == ({"steps": 16}, {"train": 16}, [])
+    assert other.same_counts is other.counts
+    parts = other.losses[1:]  # of each part, as in nn.DataParallel
+    assert [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)] == pytest.approx(one.losses[1:])
+    torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [AnnealedLoss, AnnealedByBuffer, PlainAnnealedLoss])
 def test_a_criterion_counts_the_steps_of_one_process(kind: Any) -> None:
     criteria = [kind(), kind()]
@@ -147,7 +183,12 @@ def test_a_buffer_of_a_criterion_that_depends_on_the_samples_is_an_error() -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "what"), [(CountsRows, "get_loss changes rows,"), (Averages, "get_loss_eval changes mean,")]
+    ("model", "what"),
+    [
+        (CountsRows, "get_loss changes rows,"),
+        (SumsInADict, "get_loss changes sums,"),
+        (Averages, "get_loss_eval changes mean,"),
+    ],
 )
 def test_what_is_computed_from_a_part_is_warned_of_once(model: Any, what: str) -> None:
     _, said = trained(model(), 2)
