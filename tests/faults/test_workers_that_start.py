@@ -54,3 +54,34 @@ def test_workers_that_are_starting_outlive_a_signal_to_all(number: str, ends_wit
     assert done.returncode == ends_with, done.stderr
     assert "DataLoader worker" not in done.stderr
     assert list(folder.glob("*.pt"))  # as at any other step
+
+
+KEPT = """
+import gc
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+from trainloop import TrainLoop, TTBasicModel
+
+class Net(TTBasicModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+gc.disable()
+x, kept = torch.randn(20, 2), []
+for _ in range(3):
+    model = Net()
+    loader = DataLoader(TensorDataset(x, x[:, :1]), 4, num_workers=1, persistent_workers=True)
+    tl = TrainLoop(model, loader, None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), progress_bar=False)
+    tl.fit(num_epochs=1)
+    kept.append(tl)
+"""
+
+
+def test_persistent_workers_that_are_left_at_exit_end_without_a_message(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -470,7 +470,9 @@ def _in_worker(number: int, frame: FrameType | None) -> None:
         if received is None and time.monotonic() < deadline:
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if not received:
+        if received is False:  # the served process ends a worker that it no longer needs: torch's own handler
+            os._exit(0)  # exits like this, and torch reports any other status
+        if received is None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGALRM, check)
