@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -215,10 +216,10 @@ class TTBasicModel(TTModel, ABC):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """Return ``criterion(self(*inputs), target)``."""
         *inputs, target = _checked(batch_data)
-        if criterion is None:
+        if not callable(criterion):
             raise ConfigurationError(
-                f"{type(self).__name__}.get_loss needs a criterion, but criterion is None. Pass "
-                "TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss that does not use one."
+                f"{type(self).__name__}.get_loss calls the criterion, but criterion is {reprlib.repr(criterion)}. Pass a "
+                "callable, TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss of your own."
             )
         return criterion(self(*[_to(x, device) for x in inputs]), _to(target, device))
 

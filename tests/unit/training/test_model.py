@@ -153,6 +153,12 @@ def test_basic_model_refuses_other_batches(batch: Any, described: str) -> None:
 Pair = namedtuple("Pair", "left right")
 
 
+@pytest.mark.parametrize("criterion", [None, "mse", [nn.MSELoss()]])
+def test_basic_model_refuses_a_criterion_that_it_can_not_call(criterion: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"get_loss calls the criterion, but criterion is (None|'mse'|\[MSE)"):
+        Affine().get_loss((torch.ones(2, 1), torch.ones(2, 1)), criterion, CPU)
+
+
 def test_nested_inputs_move_to_the_device() -> None:
     seen: list[Any] = []
 
