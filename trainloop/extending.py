@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import Saver, check_counts, count_of, logs_nothing, require_loader
+from trainloop.callbacks.arguments import check_counts, count_of
+from trainloop.callbacks.base import Saver, logs_nothing, require_loader
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.optim import optimizers_of

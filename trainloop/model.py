@@ -218,8 +218,8 @@ class TTBasicModel(TTModel, ABC):
         *inputs, target = _checked(batch_data)
         if not callable(criterion):
             raise ConfigurationError(
-                f"{type(self).__name__}.get_loss calls the criterion, but criterion is {reprlib.repr(criterion)}. Pass a "
-                "callable, TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss of your own."
+                f"{type(self).__name__}.get_loss calls the criterion, but criterion is {reprlib.repr(criterion)}. Pass "
+                "a callable, as in TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss of your own."
             )
         return criterion(self(*[_to(x, device) for x in inputs]), _to(target, device))
 

@@ -217,7 +217,7 @@ FOREIGN: dict[str, str] = {
         "_push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
-    "parallel/misuse.py": "_version",
+    "parallel/misuse.py": "_engine_run_backward _version",
     "parallel/undoing.py": (
         "_composable_state _execution_engine _fsdp_param_group _get_fsdp_state _module_state_mapping "
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "

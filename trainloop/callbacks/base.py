@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._support.keywords import nearest, refuse, table_of
 from trainloop._support.user_line import warn
+from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.loop import Loop
-from trainloop.devices import whole_number
 from trainloop.distributed.ranks import on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
@@ -24,8 +24,6 @@ __all__ = [
     "AbstractCallback",
     "HookTable",
     "Saver",
-    "check_counts",
-    "count_of",
     "logs_nothing",
     "overrides_of_user",
     "require_loader",
@@ -123,8 +121,9 @@ class AbstractCallback:
         self, callback_name: str | None = None, execution_order: int = 0, device_idx_execution: int | None = None
     ) -> None:
         self.callback_name = callback_name or type(self).__name__
-        self.execution_order = execution_order
-        self.device_idx_execution = device_idx_execution
+        me = type(self).__name__
+        self.execution_order = number_of(me, "execution_order", execution_order)
+        self.device_idx_execution = count_of(me, "device_idx_execution", device_idx_execution, least=0, optional=True)
 
     def register_train_loop_object(self, train_loop_obj: Loop) -> AbstractCallback:
         """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
@@ -424,22 +423,6 @@ def overrides_of_user(callback: AbstractCallback, name: str) -> bool:
     """Return True if a hook is overridden outside of this package."""
     owner = next((cls for cls in type(callback).__mro__ if name in vars(cls)), AbstractCallback)
     return name in callback.__dict__ or owner.__module__.partition(".")[0] != "trainloop"
-
-
-def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
-    """Return an argument if it is a valid number of steps, epochs or similar. Otherwise raise ConfigurationError."""
-    number = whole_number(value)
-    if not (optional and value is None) and (number is None or number < least):
-        also = ", or None" if optional else ""
-        raise ConfigurationError(f"{owner}: {name}={value!r}: must be an int of {least} or more{also}.")
-    return number
-
-
-def check_counts(callback: AbstractCallback, *names: str, least: int = 1, optional: bool = False) -> None:
-    """Check attributes of a callback with :func:`count_of`."""
-    for name in names:
-        value = count_of(type(callback).__name__, name, getattr(callback, name), least, optional=optional)
-        setattr(callback, name, value)
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
+from trainloop.callbacks.arguments import count_of, path_of
+from trainloop.callbacks.base import AbstractCallback, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
 from trainloop.errors import ConfigurationError
 
@@ -100,7 +101,7 @@ class TrainHistoryPlot(AbstractCallback):
 
     def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
         super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)
-        self.path = os.path.expanduser(os.fspath(path))
+        self.path = str(path_of("TrainHistoryPlot", "path", path))
         self.every_n_epochs = count_of("TrainHistoryPlot", "every_n_epochs", every_n_epochs)
 
     def on_train_loop_registration(self) -> None:

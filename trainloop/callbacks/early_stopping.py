@@ -6,7 +6,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.arguments import count_of, number_of
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.errors import ConfigurationError
 
@@ -23,7 +24,7 @@ class _EndsByMetric(AbstractCallback):
         super().__init__(name, execution_order=99)
         self._metric = Monitor(monitor, mode, owner=name)
         self.monitor = monitor
-        self.patience = _at_least_zero(name, "patience", patience)
+        self.patience = number_of(name, "patience", patience, least=0)
 
     def on_train_loop_registration(self) -> None:
         self._metric.check(self.train_loop_obj)
@@ -100,7 +101,7 @@ class EarlyStopping(_EndsByMetric):
         super().__init__("EarlyStopping", monitor, mode, patience)
         self.every_n_steps = count_of("EarlyStopping", "every_n_steps", every_n_steps, optional=True)
         self.judged_step = 0
-        self.min_delta = _at_least_zero("EarlyStopping", "min_delta", min_delta)
+        self.min_delta = number_of("EarlyStopping", "min_delta", min_delta, least=0)
         self.best: float | None = None
         self.best_epoch = 0
         self.epochs_without_improvement = 0
@@ -174,7 +175,7 @@ class ThresholdEarlyStopping(_EndsByMetric):
 
     def __init__(self, monitor: str, threshold: float, patience: int = 0, mode: Mode = "auto") -> None:
         super().__init__("ThresholdEarlyStopping", monitor, mode, patience)
-        self.threshold = threshold
+        self.threshold = number_of("ThresholdEarlyStopping", "threshold", threshold)
         self.epochs_below = 0
 
     def reset(self) -> None:
@@ -239,7 +240,9 @@ class TimeLimit(AbstractCallback):
     ) -> None:
         super().__init__("TimeLimit")
         first = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
-        self.limit_s = first + timedelta(minutes=minutes, hours=hours, days=days).total_seconds()
+        parts = {"seconds": (first, 1), "minutes": (minutes, 60), "hours": (hours, 3600), "days": (days, 86400)}
+        given = {name: (number_of("TimeLimit", name, value, least=0), unit) for name, (value, unit) in parts.items()}
+        self.limit_s = sum(value * unit for value, unit in given.values())
         if not self.limit_s > 0:
             raise ConfigurationError(
                 f"TimeLimit: the limit is {self.limit_s} seconds. It must be above zero, as in TimeLimit(hours=2)."
@@ -280,9 +283,3 @@ class TimeLimit(AbstractCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._elapsed_before_s = state["elapsed_s"]
-
-
-def _at_least_zero(owner: str, name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ConfigurationError(f"{owner}: {name}={value!r}: must be a number, 0 or more.")
-    return value

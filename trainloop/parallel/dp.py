@@ -82,9 +82,9 @@ class TTDataParallel(Transparent, DataParallel):
     batch that has other tensors (sparse or nested ones, too), an object that may contain samples, or a list that may
     contain samples or columns, stays whole: one replica computes its results, with a warning.
 
-    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self``, and numbers in
-    its dicts and lists, are kept if they have the same value in all replicas (such as a count of steps), and otherwise
-    lost, with a warning for numbers. What replicas append to a list is kept, in the order of the parts.
+    As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self``, and numbers
+    in its dicts and lists, are kept if they have the same value in all replicas (such as a count of steps), and
+    otherwise lost, with a warning for numbers. What replicas append to a list is kept, in the order of the parts.
     Only the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In
     a ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such
     as ``all_gather`` are errors in a replica.

@@ -163,8 +163,8 @@ def test_another_model_s_average() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"decay": 1.5}, "decay=1.5: must be between 0 and 1"),
-        ({"decay": -0.1}, "decay=-0.1: must be between 0 and 1"),
+        ({"decay": 1.5}, "decay=1.5: must be a number of 0 or more and of 1 or less"),
+        ({"decay": -0.1}, "decay=-0.1: must be a number of 0 or more and of 1 or less"),
         ({"every_n_steps": 0}, "every_n_steps=0: must be an int of 1 or more"),
         ({"start_step": -1}, "start_step=-1: must be an int of 0 or more"),
     ],

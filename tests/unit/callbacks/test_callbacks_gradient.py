@@ -112,9 +112,9 @@ def test_clipping_needs_a_limit(make: Any) -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: GradientClipping(max_norm=0), "GradientClipping: max_norm=0: must be above zero"),
-        (lambda: GradientClipping(-1.0), "GradientClipping: max_norm=-1.0: must be above zero"),
-        (lambda: GradientClipping(max_value=math.nan), "GradientClipping: max_value=nan: must be above zero"),
+        (lambda: GradientClipping(max_norm=0), "GradientClipping: max_norm=0: must be a number above 0"),
+        (lambda: GradientClipping(-1.0), "GradientClipping: max_norm=-1.0: must be a number above 0"),
+        (lambda: GradientClipping(max_value=math.nan), "GradientClipping: max_value=nan: must be a number above 0"),
         (lambda: GradientStats(every_n_steps=0), "GradientStats: every_n_steps=0: must be an int of 1 or more"),
     ],
 )

@@ -12,7 +12,8 @@ from uuid import uuid4
 from trainloop import checkpoint, distributed
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import Saver, count_of, logs_nothing
+from trainloop.callbacks.arguments import check_flags, count_of, number_of, texts_of
+from trainloop.callbacks.base import Saver, logs_nothing
 from trainloop.callbacks.checkpoints.due import DueSteps
 from trainloop.callbacks.checkpoints.excluded import ExcludedParts
 from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
@@ -128,18 +129,13 @@ class ModelCheckpoint(Saver):
         super().__init__("ModelCheckpoint", execution_order=1000)
         self.every_n_epochs = count_of("ModelCheckpoint", "every_n_epochs", every_n_epochs, optional=True)
         self.every_n_steps = count_of("ModelCheckpoint", "every_n_steps", every_n_steps, optional=True)
-        is_number = isinstance(every_n_minutes, (int, float)) and not isinstance(every_n_minutes, bool)
-        if every_n_minutes is not None and not (is_number and every_n_minutes > 0):
-            raise ConfigurationError(
-                f"ModelCheckpoint: every_n_minutes={every_n_minutes!r}: must be a number above 0, or None."
-            )
-        self.every_n_minutes = every_n_minutes
+        self.every_n_minutes = number_of("ModelCheckpoint", "every_n_minutes", every_n_minutes, optional=True, above=0)
         self.keep = count_of("ModelCheckpoint", "keep", keep, optional=True)
-        self.async_save = async_save
+        self.async_save, self.safetensors = async_save, safetensors
+        check_flags(self, "async_save", "safetensors")
         if safetensors:
             import_extra("safetensors.torch", "ModelCheckpoint: safetensors=True", "safetensors")
-        self.safetensors = safetensors
-        self._excluded = ExcludedParts((exclude,) if isinstance(exclude, str) else tuple(exclude))
+        self._excluded = ExcludedParts(tuple(texts_of("ModelCheckpoint", "exclude", exclude)))
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.

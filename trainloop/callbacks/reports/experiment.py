@@ -31,7 +31,8 @@ from torch import Tensor
 
 from trainloop import checkpoint, distributed
 from trainloop._support.user_line import user_place, warn
-from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
+from trainloop.callbacks.arguments import count_of
+from trainloop.callbacks.base import AbstractCallback, require_loader
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import Folder
 from trainloop.errors import ConfigurationError, UnpicklableError
@@ -89,7 +90,8 @@ class Experiment:
         self.experiment_name = experiment_name
         self.local_model_result_folder_path = os.path.expanduser(os.fspath(local_model_result_folder_path))
         self.hyperparams = dict(hyperparams or {})
-        self.source_dirs = [Path(path).expanduser().absolute() for path in source_dirs]
+        folders = [source_dirs] if isinstance(source_dirs, (str, os.PathLike)) else source_dirs
+        self.source_dirs = [Path(path).expanduser().absolute() for path in folders]
         for path in self.source_dirs:
             if not path.is_dir():
                 raise ConfigurationError(f"source_dirs: {path} is not a folder. Pass existing folders.")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._support.distribution import import_extra
-from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, overrides_of_user, require_loader
+from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, path_of, texts_of
+from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
@@ -71,11 +72,12 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     def __post_init__(self) -> None:
         super().__init__("ModelPerformanceEvaluation")
+        check_flags(self, "on_each_epoch", "on_train_data", "on_val_data")
         if not self.on_train_data and not self.on_val_data:
             raise ConfigurationError(
                 "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."
             )
-        self.args = self.args or {}
+        self.args = dict_of("ModelPerformanceEvaluation", "args", self.args) or {}
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
         self._latest: tuple[Any, dict[str, float]] | None = None  # key that identifies the weights; metrics
@@ -189,8 +191,9 @@ class ConfusionMatrix(AbstractCallback):
             raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
         self.dataset = dataset
         self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
-        self.class_names = None if class_names is None else [str(name) for name in class_names]
-        self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
+        self.class_names = None if class_names is None else texts_of("ConfusionMatrix", "class_names", class_names)
+        file = path_of("ConfusionMatrix", "path", path, optional=True)
+        self.path = None if file is None else Path(file)
         self.writes = path is not None
         self.matrix: Tensor | None = None
 

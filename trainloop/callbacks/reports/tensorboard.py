@@ -21,7 +21,8 @@ from torch import Tensor
 from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of
+from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
@@ -107,9 +108,11 @@ class TensorBoard(Tracker):
         hyperparameters: Mapping[str, Any] | None = None,
         graph_input: Any = None,
     ) -> None:
-        super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), hyperparameters)
-        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        settings = dict_of("TensorBoard", "hyperparameters", hyperparameters)
+        super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), settings)
+        self.log_dir = path_of("TensorBoard", "log_dir", log_dir, optional=True)
         self.learning_rate = learning_rate
+        check_flags(self, "learning_rate")
         self.histograms_every_n_epochs = count_of(
             "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of, texts_of
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 
@@ -76,7 +77,8 @@ class Tracker(AbstractCallback):
         # Runs after callbacks that log at an epoch's end, and before callbacks that write checkpoints.
         super().__init__(name, execution_order=997, device_idx_execution=0)
         self.log_every_n_steps: int | None = count_of(name, *frequency, optional=True)
-        self.hyperparams = None if hyperparams is None else _with_names(hyperparams)
+        given = dict_of(name, "hyperparams", hyperparams)
+        self.hyperparams = None if given is None else _with_names(given)
         self.experiment_name: str | None = None
         self.run_id: str | None = None
         self._epoch_values = EpochValues()
@@ -315,11 +317,13 @@ class WandBTracking(ServiceTracker):
         **kwargs: Any,
     ) -> None:
         super().__init__("WandBTracking", ("batch_log_frequency", batch_log_frequency), hyperparams)
-        self.metric_names = None if metric_names is None else list(metric_names)
-        self.tags = None if tags is None else list(tags)
+        me = "WandBTracking"
+        self.metric_names = None if metric_names is None else texts_of(me, "metric_names", metric_names)
+        self.tags = None if tags is None else texts_of(me, "tags", tags)
         self.wandb_pre_initialized = wandb_pre_initialized
-        self.source_dirs = list(source_dirs)
-        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        check_flags(self, "wandb_pre_initialized")
+        self.source_dirs = texts_of(me, "source_dirs", source_dirs)
+        self.log_dir = path_of("WandBTracking", "log_dir", log_dir, optional=True)
         self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
 
@@ -429,7 +433,7 @@ class MLflowTracking(ServiceTracker):
     ) -> None:
         super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), hyperparams)
         self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri
-        self.tags = None if tags is None else dict(tags)
+        self.tags = dict_of("MLflowTracking", "tags", tags)
 
     def _open(self) -> Any:
         if self._run is not None:

@@ -32,7 +32,8 @@ from trainloop._launch.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, parts_of
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.arguments import count_of
+from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.watch.nan import describe_not_finite
 from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo

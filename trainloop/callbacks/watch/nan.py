@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainloop.callbacks.base import count_of, logs_nothing
+from trainloop.callbacks.arguments import check_flags, count_of
+from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.weights.gradient import GradientCallbackBase, norms_of, which_are_finite
 from trainloop.parallel.shards import local_shard
@@ -79,6 +80,7 @@ class TerminateOnNaN(GradientCallbackBase):
         self.monitor = monitor
         self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
+        check_flags(self, "gradients")
         self.found: NonFinite | None = None
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1

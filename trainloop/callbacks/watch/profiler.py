@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing
+from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
@@ -69,9 +69,10 @@ class Profiler(AbstractCallback):
     def __post_init__(self) -> None:
         # Runs last, because a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=self.device_idx_execution)
-        self.dirpath = os.path.expanduser(os.fspath(self.dirpath))
+        self.dirpath = str(path_of("Profiler", "dirpath", self.dirpath))
         check_counts(self, "skip", least=0)
         check_counts(self, "warmup", "active")
+        check_flags(self, "record_shapes", "profile_memory", "with_stack", "with_flops")
         self.traces: list[str] = []
         self.table = ""
         self._steps = 0
@@ -200,8 +201,8 @@ class ThroughputMonitor(AbstractCallback):
             raise ConfigurationError(
                 f"ThroughputMonitor: units={self.units!r}: must be a function that takes a number of samples."
             )
-        if self.peak_flops is not None and not 0 < self.peak_flops < math.inf:
-            raise ConfigurationError(f"ThroughputMonitor: peak_flops={self.peak_flops!r}: must be a number above 0.")
+        number_of("ThroughputMonitor", "peak_flops", self.peak_flops, optional=True, above=0)
+        check_flags(self, "flops")
         check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
         """FLOPs of this rank's first step; None if they are not counted."""

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainloop.callbacks.base import AbstractCallback, count_of
+from trainloop.callbacks.arguments import check_flags, count_of, number_of
+from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, explain_sparse, named_trained_parameters, parameters_of, trained_parameters
 from trainloop.parallel.shards import clip_gradients, is_sharded, norms_over_ranks
@@ -92,11 +93,8 @@ class GradientClipping(GradientCallbackBase):
         super().__init__("GradientClipping")
         if max_norm is None and max_value is None:
             raise ConfigurationError(f"{type(self).__name__}: pass max_norm, max_value or both.")
-        for name, limit in (("max_norm", max_norm), ("max_value", max_value)):
-            if limit is not None and not limit > 0:
-                raise ConfigurationError(f"{type(self).__name__}: {name}={limit!r}: must be above zero.")
-        self.max_norm = max_norm
-        self.max_value = max_value
+        self.max_norm = number_of("GradientClipping", "max_norm", max_norm, optional=True, above=0)
+        self.max_value = number_of("GradientClipping", "max_value", max_value, optional=True, above=0)
         self.norm_kwargs = {"norm_type": norm_type, **kwargs}
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
@@ -136,6 +134,7 @@ class GradientStats(GradientCallbackBase):
         super().__init__("GradientStats", execution_order=-1)
         self.every_n_steps = count_of("GradientStats", "every_n_steps", every_n_steps)
         self.per_parameter = per_parameter
+        check_flags(self, "per_parameter")
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj

@@ -15,7 +15,8 @@ from torch.optim import Optimizer, lr_scheduler
 
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
+from trainloop.callbacks.arguments import count_of
+from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of

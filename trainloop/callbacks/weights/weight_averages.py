@@ -16,7 +16,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing, require_loader
+from trainloop.callbacks.arguments import check_counts, check_flags, number_of
+from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.parallel.shards import is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
@@ -62,6 +63,7 @@ class WeightAverage(AbstractCallback):
         # Runs before callbacks that read the weights or metrics.
         super().__init__(type(self).__name__, execution_order=-50)
         self.apply_on_train_end = apply_on_train_end
+        check_flags(self, "apply_on_train_end")
         self.average: dict[str, Tensor] = {}
         self.updates = 0
         self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
@@ -247,8 +249,8 @@ class ExponentialMovingAverage(WeightAverage):
 
     def __post_init__(self) -> None:
         super().__init__(self.apply_on_train_end)
-        if not 0.0 <= self.decay <= 1.0:
-            raise ConfigurationError(f"ExponentialMovingAverage: decay={self.decay}: must be between 0 and 1.")
+        number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
+        check_flags(self, "evaluate")
         if self.start_from not in ("first", "initial"):
             raise ConfigurationError(
                 f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
@@ -410,11 +412,13 @@ class StochasticWeightAveraging(WeightAverage):
         me, swa_lr, start = "StochasticWeightAveraging", self.swa_lr, self.start
         if swa_lr is not None and not (isinstance(swa_lr, (int, float)) and 0 < swa_lr < math.inf):
             raise ConfigurationError(f"{me}: swa_lr={swa_lr!r}: must be a number above 0, or None.")
-        if isinstance(start, bool) or not (start >= 0 if isinstance(start, int) else 0 < start < 1):
+        is_number = isinstance(start, (int, float)) and not isinstance(start, bool)
+        if not is_number or not (start >= 0 if isinstance(start, int) else 0 < start < 1):
             raise ConfigurationError(f"{me}: start={start!r}: must be an int of 0 or more, or a float between 0 and 1.")
         if self.anneal_strategy not in ("cos", "linear"):
             raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
         check_counts(self, "anneal_epochs", least=0)
+        check_flags(self, "update_batchnorm")
         self.first_rates: list[float] = []
         """Learning rate of each parameter group when averaging started; empty before that."""
         self._pass: _StatisticsPass | None = None

@@ -1,0 +1,97 @@
+"""Check the arguments of callbacks; each error names the callback, the argument and its value."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trainloop.devices import whole_number
+from trainloop.errors import ConfigurationError
+
+__all__ = ["check_counts", "check_flags", "count_of", "dict_of", "number_of", "path_of", "texts_of"]
+
+
+def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
+    """Return an argument if it is a valid number of steps, epochs or similar. Otherwise raise ConfigurationError."""
+    number = whole_number(value)
+    if not (optional and value is None) and (number is None or number < least):
+        also = ", or None" if optional else ""
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be an int of {least} or more{also}.")
+    return number
+
+
+def check_counts(callback: Any, *names: str, least: int = 1, optional: bool = False) -> None:
+    """Check attributes of a callback with :func:`count_of`."""
+    for name in names:
+        value = count_of(type(callback).__name__, name, getattr(callback, name), least, optional=optional)
+        setattr(callback, name, value)
+
+
+def check_flags(callback: Any, *names: str) -> None:
+    """Raise an error unless the attributes of a callback are True or False, rather than just truthy."""
+    for name in names:
+        value = getattr(callback, name)
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{type(callback).__name__}: {name}={value!r}: must be True or False.")
+
+
+def number_of(
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+) -> Any:
+    """Return an argument if it is a number within the limits, or None if it is ``optional``."""
+    if value is None and optional:
+        return None
+    # A tensor with one element is a number, too; each library has its own numbers.
+    one = not isinstance(value, (bool, str, bytes)) and getattr(value, "shape", ()) == ()
+    try:
+        number = float(value) if one and not isinstance(value, os.PathLike) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    limits = [
+        (above, above is None or number > above, f"above {above}"),
+        (least, least is None or number >= least, f"of {least} or more"),
+        (most, most is None or number <= most, f"of {most} or less"),
+    ]
+    if math.isnan(number) or not all(holds for _, holds, _ in limits):
+        shown = " and ".join(text for limit, _, text in limits if limit is not None)
+        kind = f"must be a number {shown}".rstrip() + ", or None" * optional
+        raise ConfigurationError(f"{owner}: {name}={value!r}: {kind}.")
+    return value if isinstance(value, numbers.Real) else number
+
+
+def path_of(owner: str, name: str, value: Any, *, optional: bool = False) -> str | None:
+    """Return an argument as a path, with ``~`` replaced by the home folder, or None if it is ``optional``."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be a path{', or None' * optional}.")
+    return os.path.expanduser(os.fspath(value))
+
+
+def texts_of(owner: str, name: str, value: Any) -> list[str]:
+    """Return an argument as a list of texts; a single text is a list of one, and other items are converted."""
+    if isinstance(value, str):
+        return [value]
+    try:
+        if isinstance(value, (bytes, Mapping)):
+            raise TypeError
+        return [str(item) for item in value]
+    except TypeError:
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be a list of texts.") from None
+
+
+def dict_of(owner: str, name: str, value: Any) -> dict[str, Any] | None:
+    """Return an argument as a dict, or None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be a dict, or None.")
+    return None if value is None else dict(value)
