@@ -59,6 +59,8 @@ class MultiLoss(Mapping[str, Tensor]):
                 raise ConfigurationError(
                     f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, like the result of a criterion."
                 )
+        if loss_optimizer_map is not None and not isinstance(loss_optimizer_map, Mapping):
+            raise ConfigurationError(f"loss_optimizer_map={loss_optimizer_map!r}: must be a dict, or None.")
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
             raise ConfigurationError(
                 f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}. In the "

@@ -171,7 +171,7 @@ class Recorder:
         asked : LogCall, or a tuple with the same items
         """
         # The usual case first: a known name with the same options; at most two comparisons.
-        series = self._logged.get(name)
+        series = self._logged.get(name) if type(name) is str else None
         if series is None or series.asked != asked:
             series = self._register(name, value, LogCall(*asked))
         if isinstance(value, Tensor):
@@ -248,6 +248,8 @@ class Recorder:
 
     def _register(self, name: str, value: Any, asked: LogCall) -> _Series:
         """Return the series of a name that is logged for the first time, or with options that differ from before."""
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty string.")
         with self._registering:
             before = self._logged.get(name)
             if before is not None and before.asked == asked:  # another thread has registered it
@@ -268,9 +270,11 @@ class Recorder:
             self._logged[name] = series
             return series
 
-    def _check(self, name: Any, value: Any, asked: LogCall, before: _Series | None) -> None:
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"log({name!r}, ...): the name must be a non-empty string.")
+    def _check(self, name: str, value: Any, asked: LogCall, before: _Series | None) -> None:
+        for option in ("on_step", "on_epoch", "sync_dist", "prog_bar", "rank_zero_only"):
+            flag = getattr(asked, option)
+            if flag is not None and not isinstance(flag, bool):
+                raise ConfigurationError(f"log({name!r}, {option}={flag!r}): must be True or False.")
         if asked.reduce not in REDUCTIONS:
             raise ConfigurationError(f"log({name!r}, reduce={asked.reduce!r}): must be 'mean', 'sum', 'min' or 'max'.")
         if isinstance(value, Tensor) and value.is_complex():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -47,23 +48,26 @@ def number_of(
     least: float | None = None,
     most: float | None = None,
     optional: bool = False,
+    nan: bool = False,
 ) -> Any:
-    """Return an argument if it is a number within the limits, or None if it is ``optional``."""
+    """Return an argument if it is a number within the limits, a NaN if ``nan``, or None if it is ``optional``."""
     if value is None and optional:
         return None
     # A tensor with one element is a number, too; each library has its own numbers.
     one = not isinstance(value, (bool, str, bytes)) and getattr(value, "shape", ()) == ()
     try:
-        number = float(value) if one and not isinstance(value, os.PathLike) else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
+        number = float(value) if one else None
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is not None and math.isnan(number) and nan:
+        return value
     limits = [
-        (above, above is None or number > above, f"above {above}"),
-        (least, least is None or number >= least, f"of {least} or more"),
-        (most, most is None or number <= most, f"of {most} or less"),
+        (above, "above {}", operator.gt),
+        (least, "of {} or more", operator.ge),
+        (most, "of {} or less", operator.le),
     ]
-    if math.isnan(number) or not all(holds for _, holds, _ in limits):
-        shown = " and ".join(text for limit, _, text in limits if limit is not None)
+    if number is None or math.isnan(number) or not all(limit is None or ok(number, limit) for limit, _, ok in limits):
+        shown = " and ".join(text.format(limit) for limit, text, _ in limits if limit is not None)
         kind = f"must be a number {shown}".rstrip() + ", or None" * optional
         raise ConfigurationError(f"{owner}: {name}={value!r}: {kind}.")
     return value if isinstance(value, numbers.Real) else number

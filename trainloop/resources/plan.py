@@ -8,7 +8,7 @@ The levels are run > trial (a bag of models, or one model) > fold (one model). I
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
@@ -330,6 +330,9 @@ def place(fractions: Sequence[object], num_gpus: int) -> list[list[int]]:
     [[0], [1], [0], [0], [1], [1]]
     """
     num_gpus = checked_count("num_gpus", num_gpus, least=0)
+    if isinstance(fractions, (str, bytes, Mapping)) or not isinstance(fractions, Iterable):
+        raise ResourceError(f"place: fractions={fractions!r}: must be a list of numbers of GPUs.")
+    fractions = list(fractions)
     requests = [exact(fraction) for fraction in fractions]
     for fraction in fractions:
         check_one_model("place: num_gpus", fraction)

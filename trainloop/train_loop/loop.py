@@ -38,6 +38,7 @@ from trainloop._metrics import EpochEnd, named_losses
 from trainloop._support.carried import check_carried
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.signals import names_of, signals
+from trainloop.callbacks.arguments import dict_of
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
 from trainloop.data.feed.marks import LoaderMarks
@@ -515,7 +516,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             Inside ``fit`` and under torchrun, the default is all ranks. Otherwise only rank 0 collects the rows, for
             the calling process.
         """
-        info = dataset_info or {"type": "other"}
+        info = dict_of("predict_with_model", "dataset_info", dataset_info) or {"type": "other"}
         return self._predict(data_loader, "data_loader", info, execute_callbacks, stream=stream, rows_to=rows_to)
 
     def _loss(self, loader: Any, name: str, kind: str) -> float | dict[str, float]:

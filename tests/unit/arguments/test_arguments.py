@@ -94,6 +94,22 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: make(train_loader=make_data()),
         ["train_loader", "TensorDataset", "DataLoader"],
     ),
+    "inserted value is text": (
+        lambda: make().insert_metric_result_into_history("f1", "0.5"),  # type: ignore[arg-type]
+        ["insert_metric_result_into_history('f1', ...): value='0.5'", "must be a number"],
+    ),
+    "inserted name is no text": (
+        lambda: make().insert_metric_result_into_history(3, 0.5),  # type: ignore[arg-type]
+        ["insert_metric_result_into_history(3, ...)", "non-empty string"],
+    ),
+    "end_training without a callback": (
+        lambda: make().end_training("enough"),  # type: ignore[arg-type]
+        ["tl.end_training('enough', ...)", "tl.early_stop = True"],
+    ),
+    "dataset_info is no dict": (
+        lambda: make().predict_with_model(DataLoader(make_data()), dataset_info="test"),  # type: ignore[arg-type]
+        ["predict_with_model: dataset_info='test'", "must be a dict"],
+    ),
     "data_loader is a dataset": (
         lambda: make().predict_with_model(make_data()),
         ["data_loader is a TensorDataset", "DataLoader(dataset, batch_size=32)"],

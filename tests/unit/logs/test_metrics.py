@@ -504,6 +504,7 @@ def test_a_metric_of_another_kind_starts_anew() -> None:
         (("x", [1.0]), r"the value is a list"),
         (("", 1.0), r"log\('', ...\): the name must be a non-empty string."),
         ((3, 1.0), r"log\(3, ...\): the name must be"),
+        ((["x"], 1.0), r"log\(\['x'\], ...\): the name must be"),
         (("x", 1.0, -1), r"log\('x', batch_size=-1\): must be a number of samples, 0 or more."),
         (("x", 1.0, "many"), r"log\('x', batch_size='many'\): must be a number"),
         (("x", 1.0, torch.ones(2)), r"log\('x', batch_size=tensor\(\[1., 1.\]\)\): must be a number"),
@@ -516,6 +517,11 @@ def test_refused(arguments: Any, message: str) -> None:
     recorder = Recorder(reserved=("val_loss",))
     with pytest.raises(ConfigurationError, match=message):
         log(recorder, *arguments)
+
+
+def test_a_flag_that_is_only_truthy_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"log\('x', on_step='no'\): must be True or False"):
+        log(Recorder(), "x", 1.0, on_step="no")
 
 
 def test_a_value_may_turn_wrong_later() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
+from trainloop.callbacks.arguments import number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.data import TrainFeed
@@ -292,6 +293,11 @@ class LoopState:
 
     def end_training(self, callback: AbstractCallback, reason: str = "") -> None:
         """End training at a callback's request; see :meth:`.AbstractCallback.end_training`."""
+        if not isinstance(callback, AbstractCallback):
+            raise ConfigurationError(
+                f"tl.end_training({callback!r}, ...): the first argument must be the callback that ends training. In a "
+                "callback, call self.end_training(reason); elsewhere, assign tl.early_stop = True."
+            )
         self._note_end(End(type(callback).__name__, callback.callback_name, reason))
         self.note(end_requested=True)
 
@@ -469,11 +475,14 @@ class LoopState:
         value. If a rank inserts several values with one name, the first values of all ranks are averaged, then the
         second values, and so on. :meth:`log` can reduce in other ways.
         """
-        run = self.running
+        me, run = "insert_metric_result_into_history", self.running
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"{me}({name!r}, ...): the name must be a non-empty string.")
+        number = float(number_of(f"{me}({name!r}, ...)", "value", value, nan=True))
         if run is None or not run.parallel:
-            self.history.record(name, float(value), self.history_epoch)
+            self.history.record(name, number, self.history_epoch)
         else:
-            self.history.record_own(name, float(value), self.history_epoch)
+            self.history.record_own(name, number, self.history_epoch)
 
     def flush_logs(self) -> None:
         """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
