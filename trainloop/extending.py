@@ -1,6 +1,7 @@
 """Helpers for authors of callbacks, trackers and other add-ons; this module only collects names.
 
-* arguments: :func:`count_of`, :func:`check_counts`, :func:`require_loader`, :func:`import_extra`
+* arguments: :func:`count_of`, :func:`number_of`, :func:`path_of`, :func:`texts_of`, :func:`dict_of`,
+  :func:`check_counts`, :func:`check_flags`, :func:`require_loader`, :func:`import_extra`
 * hooks: :func:`logs_nothing` for a hook that sends values instead of logging them; :class:`Saver` for a callback that
   writes between steps
 * values: :class:`Tracker`, which collects step and epoch values for a service
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.arguments import check_counts, count_of
+from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, number_of, path_of, texts_of
 from trainloop.callbacks.base import Saver, logs_nothing, require_loader
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
@@ -22,11 +23,16 @@ __all__ = [
     "Saver",
     "Tracker",
     "check_counts",
+    "check_flags",
     "count_of",
+    "dict_of",
     "groups_with_rates",
     "import_extra",
     "logs_nothing",
+    "number_of",
     "optimizers_of",
+    "path_of",
     "require_loader",
+    "texts_of",
     "warn",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from array import array
@@ -139,7 +140,8 @@ class History(Mapping[str, list[float]]):
             axes.legend(frameon=False)
             axes.grid(alpha=0.3)
         if path is not None:
-            figure.savefig(path, dpi=150)
+            is_path = isinstance(path, (str, os.PathLike))  # or an open file
+            figure.savefig(os.path.expanduser(path) if is_path else path, dpi=150)
         return figure
 
     def rows(self) -> list[dict[str, float]]:

@@ -31,12 +31,11 @@ def check_counts(callback: Any, *names: str, least: int = 1, optional: bool = Fa
         setattr(callback, name, value)
 
 
-def check_flags(callback: Any, *names: str) -> None:
-    """Raise an error unless the attributes of a callback are True or False, rather than just truthy."""
-    for name in names:
-        value = getattr(callback, name)
+def check_flags(owner: str, **flags: Any) -> None:
+    """Raise ConfigurationError unless all arguments are True or False, rather than just truthy."""
+    for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ConfigurationError(f"{type(callback).__name__}: {name}={value!r}: must be True or False.")
+            raise ConfigurationError(f"{owner}: {name}={value!r}: must be True or False.")
 
 
 def number_of(

@@ -44,7 +44,7 @@ _FEW = 20  # with fewer rows, no column is treated as an identifier
 def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
     """Return a DataFrame, or read a CSV or Parquet file. Column names are converted to strings, and must be unique."""
     if isinstance(data, (str, os.PathLike)):
-        path = os.fspath(data)
+        path = os.path.expanduser(os.fspath(data))
         try:
             data = (pd.read_parquet if path.lower().endswith((".parquet", ".pq")) else pd.read_csv)(path)
         except (OSError, ValueError, ImportError) as error:

@@ -18,7 +18,7 @@ from sklearn.inspection import permutation_importance
 
 from trainloop.checkpoint import folder
 from trainloop.errors import ConfigurationError
-from trainloop.extending import warn
+from trainloop.extending import path_of, warn
 from trainloop.resources import Plan, plan
 from trainloop.resources.enforce import applied
 from trainloop.resources.quota import checked_count
@@ -69,8 +69,10 @@ class TabularPredictor:
     ) -> None:
         if problem_type not in (None, *get_args(Problem)):
             raise ConfigurationError(f"problem_type={problem_type!r}: must be one of {', '.join(METRICS)}, or None.")
+        if label is None:
+            raise ConfigurationError("label=None: must be the name of the column to predict.")
         self.label = str(label)
-        self.path = None if path is None else os.path.abspath(path)
+        self.path = _folder(path)
         self.lost: dict[str, str] = {}
         """Reason for the failure, by the name of each model that could not be trained."""
         self._asked = problem_type, eval_metric
@@ -279,10 +281,8 @@ class TabularPredictor:
     def save(self, path: str | os.PathLike[str] | None = None) -> str:
         """Save the predictor to a folder (by default ``path``, or a new folder), and return the folder's path."""
         state = {**self.__dict__, "_ensemble": self._trained}
-        if path is not None:
-            self.path = os.path.abspath(path)
-        elif self.path is None:
-            self.path = os.path.abspath(f"TabularModels/{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
+        now = f"TabularModels/{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+        self.path = _folder(path) or self.path or os.path.abspath(now)
         folder(self.path).check_writable()
         write_checked(Path(self.path) / _FILE, *_WHAT, state, "predictor")
         return self.path
@@ -308,9 +308,10 @@ class TabularPredictor:
         ConfigurationError
             If other users could have written the file.
         """
-        state = read_checked(Path(path) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
+        where = str(_folder(path))
+        state = read_checked(Path(where) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
         predictor = cls.__new__(cls)
-        predictor.__dict__.update(state, path=os.path.abspath(path))
+        predictor.__dict__.update(state, path=where)
         return predictor
 
     def __repr__(self) -> str:
@@ -433,6 +434,12 @@ def _row(trial: Trial, task: Task, score: float) -> dict[str, Any]:
     used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
     row = {"score_val": score, "eval_metric": task.metric.name, "fit_time": trial.seconds}
     return {**row, "cpu_seconds": trial.cpu_seconds, "cpus": trial.cpus, "gpus": trial.gpus if used_gpu else 0.0}
+
+
+def _folder(path: Any) -> str | None:
+    """Return an absolute path, or None."""
+    given = path_of("TabularPredictor", "path", path, optional=True)
+    return None if given is None else os.path.abspath(given)
 
 
 def _groups(specs: list[Spec], options: Options) -> list[_Group]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainloop.errors import ConfigurationError
-from trainloop.extending import import_extra
+from trainloop.extending import import_extra, path_of
 from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting
@@ -301,7 +301,7 @@ class TuneResult:
             ax.set_xlabel(name)
         axes[0].set_ylabel(self.metric)
         if path is not None:
-            figure.savefig(os.fspath(path))
+            figure.savefig(path_of("plot", "path", path))
         return figure
 
 
@@ -359,7 +359,7 @@ class BaggedPredictor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, atomically."""
-        write_checked(Path(path), *_WHAT, self.models, "models")
+        write_checked(_path("save", path), *_WHAT, self.models, "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
@@ -383,7 +383,7 @@ class BaggedPredictor:
         ConfigurationError
             If other users could have written the file.
         """
-        return cls(read_checked(Path(path), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
+        return cls(read_checked(_path("load", path), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
 
     def __len__(self) -> int:
         return len(self.models)
@@ -391,3 +391,7 @@ class BaggedPredictor:
     def __repr__(self) -> str:
         kinds = sorted({type(model).__name__ for model in self.models})
         return f"BaggedPredictor({len(self.models)} of {', '.join(kinds)})"
+
+
+def _path(method: str, path: Any) -> Path:
+    return Path(str(path_of(f"BaggedPredictor.{method}", "path", path)))

@@ -25,7 +25,7 @@ from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop._support.screen import bar_size
 from trainloop.errors import ConfigurationError
-from trainloop.extending import warn
+from trainloop.extending import check_flags, dict_of, number_of, path_of, texts_of, warn
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
@@ -156,7 +156,15 @@ def tune(
     ResourceError
         If the machine does not have the requested resources, or they do not become free in time.
     """
-    _check_arguments(make_loop, mode, backend, keep, time_limit_s, data)
+    _check_arguments(make_loop, mode, backend, keep, data, metric)
+    fit_args = dict_of("tune", "fit_args", fit_args)
+    check_flags("tune", parallel_folds=parallel_folds, progress=progress, trusted=trusted)
+    number_of("tune", "time_limit_s", time_limit_s, above=0, optional=True)
+    number_of("tune", "lease_timeout_s", lease_timeout_s, least=0, optional=True)
+    preload = texts_of("tune", "preload", preload)
+    storage = path_of("tune", "storage", storage, optional=True)
+    if total is not None and not isinstance(total, ResourceQuota):
+        raise ConfigurationError(f"tune: total={total!r}: must be a ResourceQuota, or None for the whole machine.")
     if storage is not None:
         checkpoint.folder(storage).check_writable()
     checked_count("num_trials", num_trials, 1)
@@ -252,7 +260,7 @@ def tune(
         return result
 
 
-def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_limit_s: Any, data: Any) -> None:
+def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: Any, metric: Any) -> None:
     if not callable(make_loop):
         raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
     for name, value, known in (
@@ -262,8 +270,8 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, time_li
     ):
         if value not in known:
             raise ConfigurationError(f"{name}={value!r}: must be {known[0]!r} or {known[1]!r}.")
-    if time_limit_s is not None and not (isinstance(time_limit_s, (int, float)) and time_limit_s > 0):
-        raise ConfigurationError(f"time_limit_s={time_limit_s!r}: must be a number of seconds above 0, or None.")
+    if not isinstance(metric, str) and not callable(metric):
+        raise ConfigurationError(f"tune: metric={metric!r}: must be a name, or a function of targets and predictions.")
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or any(x is None for x in data)):
         raise ConfigurationError("data must be (x, y): arrays, tables or lists.")
 

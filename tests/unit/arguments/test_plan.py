@@ -380,6 +380,8 @@ def test_placements(fractions: list[float], num_gpus: int, expected: list[list[i
         ([True], 1, "num_gpus=True"),
         (["0.5"], 1, "num_gpus='0.5'"),
         ([math.nan], 1, "num_gpus=nan"),
+        (0.5, 1, "place: fractions=0.5: must be a list of numbers"),
+        ("0.5", 1, "place: fractions='0.5': must be a list of numbers"),
         ([0.5], -1, "num_gpus=-1: must be an int"),
         ([0.5], True, "num_gpus=True: must be an int"),
         ([0.5], 1.0, "num_gpus=1.0: must be an int"),

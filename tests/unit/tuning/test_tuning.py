@@ -548,6 +548,20 @@ def test_a_predictor_survives_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["bag"]
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas")
+    from trainloop.tabular import TabularPredictor
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path))
+    BaggedPredictor([Scaled(0.5)]).save("~/bag")
+    assert (tmp_path / "bag").exists()
+    assert len(BaggedPredictor.load("~/bag")) == 1
+    result = tune(make_scaled, {"scale": [1.0]}, num_trials=1, storage="~/search", progress=False)
+    assert result.folder == tmp_path / "search"
+    assert TabularPredictor("y", path="~/table").path == str(tmp_path / "table")
+
+
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_names_in_files_of_earlier_versions_exist(name: str) -> None:
     """Saved predictors and searches refer to these names. If you rename one, keep an alias under the old name."""
@@ -642,7 +656,13 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"data": ([1, 2], [1, 2]), "targets": [1]}, ConfigurationError, "same number of rows, but they have 2, 2, 1"),
         ({"targets": 5}, ConfigurationError, "must be arrays, tables or lists"),
         ({"targets": np.array(5)}, ConfigurationError, "must be arrays, tables or lists"),
-        ({"storage": 5}, ConfigurationError, "5 is not a folder"),
+        ({"storage": 5}, ConfigurationError, "tune: storage=5: must be a path, or None"),
+        ({"total": 2}, ConfigurationError, "tune: total=2: must be a ResourceQuota"),
+        ({"metric": 3}, ConfigurationError, "tune: metric=3: must be a name, or a function"),
+        ({"fit_args": [1]}, ConfigurationError, r"tune: fit_args=\[1\]: must be a dict, or None"),
+        ({"parallel_folds": "no"}, ConfigurationError, "tune: parallel_folds='no': must be True or False"),
+        ({"lease_timeout_s": "1"}, ConfigurationError, "tune: lease_timeout_s='1': must be a number of 0 or more"),
+        ({"preload": 1}, ConfigurationError, "tune: preload=1: must be a list of texts"),
         ({"storage": __file__}, ConfigurationError, "can't be written to: .* is a file"),
         ({"num_trials": 0}, ResourceError, "num_trials=0: must be an int of 1 or more"),
         ({"num_trials": None, "space": {}}, ResourceError, "num_trials=None: must be an int of 1 or more"),

@@ -132,7 +132,7 @@ class ModelCheckpoint(Saver):
         self.every_n_minutes = number_of("ModelCheckpoint", "every_n_minutes", every_n_minutes, optional=True, above=0)
         self.keep = count_of("ModelCheckpoint", "keep", keep, optional=True)
         self.async_save, self.safetensors = async_save, safetensors
-        check_flags(self, "async_save", "safetensors")
+        check_flags(type(self).__name__, async_save=self.async_save, safetensors=self.safetensors)
         if safetensors:
             import_extra("safetensors.torch", "ModelCheckpoint: safetensors=True", "safetensors")
         self._excluded = ExcludedParts(tuple(texts_of("ModelCheckpoint", "exclude", exclude)))

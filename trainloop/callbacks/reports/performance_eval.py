@@ -72,7 +72,12 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     def __post_init__(self) -> None:
         super().__init__("ModelPerformanceEvaluation")
-        check_flags(self, "on_each_epoch", "on_train_data", "on_val_data")
+        check_flags(
+            type(self).__name__,
+            on_each_epoch=self.on_each_epoch,
+            on_train_data=self.on_train_data,
+            on_val_data=self.on_val_data,
+        )
         if not self.on_train_data and not self.on_val_data:
             raise ConfigurationError(
                 "ModelPerformanceEvaluation: on_train_data and on_val_data are both False: set at least one to True."

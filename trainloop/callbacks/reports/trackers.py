@@ -321,7 +321,7 @@ class WandBTracking(ServiceTracker):
         self.metric_names = None if metric_names is None else texts_of(me, "metric_names", metric_names)
         self.tags = None if tags is None else texts_of(me, "tags", tags)
         self.wandb_pre_initialized = wandb_pre_initialized
-        check_flags(self, "wandb_pre_initialized")
+        check_flags(type(self).__name__, wandb_pre_initialized=self.wandb_pre_initialized)
         self.source_dirs = texts_of(me, "source_dirs", source_dirs)
         self.log_dir = path_of("WandBTracking", "log_dir", log_dir, optional=True)
         self.project_name, self.experiment_name = project_name, experiment_name

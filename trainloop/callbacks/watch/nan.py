@@ -80,7 +80,7 @@ class TerminateOnNaN(GradientCallbackBase):
         self.monitor = monitor
         self.check_every_n_steps = count_of("TerminateOnNaN", "check_every_n_steps", check_every_n_steps, optional=True)
         self.gradients = gradients
-        check_flags(self, "gradients")
+        check_flags(type(self).__name__, gradients=self.gradients)
         self.found: NonFinite | None = None
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1

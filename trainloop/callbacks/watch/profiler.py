@@ -72,7 +72,13 @@ class Profiler(AbstractCallback):
         self.dirpath = str(path_of("Profiler", "dirpath", self.dirpath))
         check_counts(self, "skip", least=0)
         check_counts(self, "warmup", "active")
-        check_flags(self, "record_shapes", "profile_memory", "with_stack", "with_flops")
+        check_flags(
+            type(self).__name__,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+        )
         self.traces: list[str] = []
         self.table = ""
         self._steps = 0
@@ -202,7 +208,7 @@ class ThroughputMonitor(AbstractCallback):
                 f"ThroughputMonitor: units={self.units!r}: must be a function that takes a number of samples."
             )
         number_of("ThroughputMonitor", "peak_flops", self.peak_flops, optional=True, above=0)
-        check_flags(self, "flops")
+        check_flags(type(self).__name__, flops=self.flops)
         check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
         """FLOPs of this rank's first step; None if they are not counted."""

@@ -134,7 +134,7 @@ class GradientStats(GradientCallbackBase):
         super().__init__("GradientStats", execution_order=-1)
         self.every_n_steps = count_of("GradientStats", "every_n_steps", every_n_steps)
         self.per_parameter = per_parameter
-        check_flags(self, "per_parameter")
+        check_flags(type(self).__name__, per_parameter=self.per_parameter)
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj

@@ -63,7 +63,7 @@ class WeightAverage(AbstractCallback):
         # Runs before callbacks that read the weights or metrics.
         super().__init__(type(self).__name__, execution_order=-50)
         self.apply_on_train_end = apply_on_train_end
-        check_flags(self, "apply_on_train_end")
+        check_flags(type(self).__name__, apply_on_train_end=self.apply_on_train_end)
         self.average: dict[str, Tensor] = {}
         self.updates = 0
         self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
@@ -250,7 +250,7 @@ class ExponentialMovingAverage(WeightAverage):
     def __post_init__(self) -> None:
         super().__init__(self.apply_on_train_end)
         number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
-        check_flags(self, "evaluate")
+        check_flags(type(self).__name__, evaluate=self.evaluate)
         if self.start_from not in ("first", "initial"):
             raise ConfigurationError(
                 f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
@@ -418,7 +418,7 @@ class StochasticWeightAveraging(WeightAverage):
         if self.anneal_strategy not in ("cos", "linear"):
             raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
         check_counts(self, "anneal_epochs", least=0)
-        check_flags(self, "update_batchnorm")
+        check_flags(type(self).__name__, update_batchnorm=self.update_batchnorm)
         self.first_rates: list[float] = []
         """Learning rate of each parameter group when averaging started; empty before that."""
         self._pass: _StatisticsPass | None = None
