@@ -11,7 +11,7 @@ from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel, distributed
 
 GLOBAL_BATCH = 8
 
@@ -128,6 +128,29 @@ class WithSparse(Branches):
         return super().forward(x) + self.table((10 * x[:, 1]).long() % 3)
 
 
+class TwoLosses(WithSparse):
+    """Losses of which each has its own weight, so that a step of several micro-batches has a backward for each."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        x, y = batch_data
+        return MultiLoss({"class": criterion(self(x), y), "size": self.third(x).square().mean()})
+
+
+def train_with_two_losses(mode: str) -> dict[str, Tensor]:
+    model = TwoLosses()
+    tl = TrainLoop(
+        model,
+        DataLoader(optional_in_the_tail(), GLOBAL_BATCH // 2 // distributed.get_world_size()),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3]).double()),
+        gpu_mode=mode,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=2, grad_accumulation=2, ddp_model_args={"find_unused_parameters": True})
+    return model.state_dict()
+
+
 def train_with_a_tail(mode: str, sparse: bool = False, **ddp: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
     model, without = WithSparse() if sparse else Branches("rows"), Without()
     tl = TrainLoop(
@@ -148,6 +171,12 @@ TAILS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"sparse":
 
 def tails_in_ranks() -> list[Any]:
     return [train_with_a_tail("ddp", **options) for options in TAILS]
+
+
+def test_losses_with_separate_backward_passes(tmp_path: Path) -> None:
+    expected = train_with_two_losses("single")
+    for weights in run_own_ranks(train_with_two_losses, 2, "ddp", folder=tmp_path):
+        assert reference.largest_difference(weights, expected) < 1e-9
 
 
 def test_a_parameter_may_be_unused_after_a_step_that_only_some_ranks_have(tmp_path: Path) -> None:

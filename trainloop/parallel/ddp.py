@@ -126,7 +126,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             if is_sparse:
                 # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
                 # which backward may still have to pass on to other layers (torch 2.6 to 2.15).
-                weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
+                weakref.finalize(self, parameter.register_hook(_cloned).remove)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
@@ -331,7 +331,8 @@ class WeighingDataParallel(TTDistributedDataParallel):
         # Set through __dict__, since the carrier must not be a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
-        carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
+        # No gradient arrives from a loss of a MultiLoss that the carrier is not part of.
+        carrier.register_hook(lambda own: None if own is None else owner()._tt_numbers)  # type: ignore[union-attr]
         names = {0: "(the step's weight)", **{index + 1: name for index, name in names.items()}}
         super()._ddp_init_helper([carrier, *parameters], [False, *sparse], names, static_graph)
 
@@ -376,6 +377,11 @@ for _owner, _names in _REQUIRED:
                 f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. Install "
                 "torch 2.6 to 2.15, or a newer trainloop."
             )
+
+
+def _cloned(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient; ``None`` if the backward pass of one of several losses misses the parameter."""
+    return None if gradient is None else gradient.clone()
 
 
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:
