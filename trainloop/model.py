@@ -190,6 +190,14 @@ class TTModel(nn.Module, ABC):
                         return tensor.device
         return torch.device("cpu")
 
+    @device.setter
+    @torch.jit.unused
+    def device(self, value: Any) -> None:
+        raise ConfigurationError(
+            f"{type(self).__name__}.device = {value!r}: TTModel.device is the device on which the model is; it can't "
+            "be set. Leave the assignment out (the loop moves the model and the batches), or choose another name."
+        )
+
     def all_gather(self, value: Any, *, concat: bool = False) -> Any:
         """Return ``value`` (nested tensors and numbers) of all ranks, with a new leading axis for the ranks.
 
@@ -322,6 +330,24 @@ def check_signatures(model: Any) -> None:
                 f"{type(owner).__name__}.{name} takes {signature}, but is called with ({', '.join(given)}): {error}. "
                 f"Define it as {name}({', '.join(('self', *given))})."
             ) from None
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise an error if a submodule, parameter or buffer has the name of a member of ``TTModel``, which hides it.
+
+    Python finds ``TTModel.log`` before the module that ``self.log = nn.Linear(8, 8)`` has registered.
+    """
+    for name, part in model.named_modules():
+        if not isinstance(part, TTModel):
+            continue
+        for kind in ("module", "parameter", "buffer"):
+            for own in part.__dict__[f"_{kind}s"]:
+                if hasattr(TTModel, own):
+                    where = f"{type(model).__name__}{f'.{name}' if name else ''}"
+                    raise ConfigurationError(
+                        f"{where}.{own} is a {kind}, but {own} is a member of TTModel, which Python finds first. "
+                        f"Choose another name, for example {own}_{kind}."
+                    )
 
 
 def _checked(batch_data: Any) -> Any:

@@ -518,6 +518,7 @@ HINTS = {
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
     "ConnectionResetError: in data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
+    "RuntimeError: Expected sparse gradient to be defined.": "sparse=False",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
     "RuntimeError: torch/distributed/distributed_c10d.py: pair.cc: Connection reset by peer": "concat=True",
 }
@@ -539,6 +540,18 @@ def test_hints_for_a_death_without_words(exitcode: int, words: str) -> None:
     advice = hint(record(0, 0, type=None, exitcode=exitcode))
     assert words in advice
     assert bool(advice) == bool(words)
+
+
+@pytest.mark.parametrize("death", [{"timeout": True}, {"type": None, "exitcode": -6}])
+def test_ranks_that_differ_inside_of_a_unit_of_fsdp_are_told_what_must_be_the_same(death: dict[str, Any]) -> None:
+    failure = record(1, 0, **death)
+    stack = 'File "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line 5, in foreach_reduce'
+    assert "the same blocks on every rank" in hint(failure, [stack])
+    assert (
+        "the same blocks on every rank"
+        in worker_failed_error(failure, world_size=2, ended=[0], stacks={1: stack}).message
+    )
+    assert "blocks" not in hint(failure, ["File main.py"])
 
 
 def test_the_text_of_exit_codes() -> None:

@@ -349,6 +349,32 @@ def test_a_script_without_a_guard_is_told_at_once(tmp_path: Path) -> None:
     assert "    if __name__ == '__main__':\n        main()" in done.stderr
 
 
+@pytest.mark.parametrize("edit", ["# a comment\n{}", "def more():\n    pass\n{}", "{}\nmain()\n"])
+def test_the_lines_of_a_script_that_was_edited_since_it_started_say_nothing(edit: str) -> None:
+    running = compile(UNGUARDED, "script.py", "exec")
+    assert main_guard._is_code_of(running, UNGUARDED)
+    assert not main_guard._is_code_of(running, edit.format(UNGUARDED))
+
+
+GUARDED_AND_EDITED = """
+from pathlib import Path
+from trainloop._launch.main_guard import check_main_guard
+if __name__ == '__main__':
+    text = Path(__file__).read_text()
+    Path(__file__).write_text('pass\\n' * 9 + text)
+    check_main_guard()
+    print('checked')
+"""
+
+
+@pytest.mark.long
+def test_a_script_may_be_edited_while_it_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(GUARDED_AND_EDITED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
+
+
 def test_a_process_that_imports_the_script_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigurationError, match="The script starts processes, but is not inside"):

@@ -14,7 +14,7 @@ from test_parity_fsdp import adam, data, distance, float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainloop import AbstractCallback, TrainLoop
+from trainloop import AbstractCallback, TrainLoop, distributed
 from trainloop.callbacks import GradientClipping, GradientStats, TerminateOnNaN
 from trainloop.errors import WorkerFailedError
 
@@ -296,11 +296,23 @@ class BackwardByInputs(Tower):
         return loss
 
 
+class Skipping(Small):
+    """Returns a constant for some batches, as in a loop that has only one process."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        if distributed.get_rank() == 1:
+            return torch.zeros((), requires_grad=True)
+        loss: Tensor = super().get_loss(batch_data, criterion, device)
+        return loss
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
+CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
 REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
+REFUSED[Skipping] = CONSTANT
 REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 

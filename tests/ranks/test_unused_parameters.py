@@ -11,7 +11,7 @@ from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel, distributed
 
 GLOBAL_BATCH = 8
 
@@ -107,3 +107,83 @@ def test_a_gradient_that_no_rank_has_is_none(tmp_path: Path) -> None:
             assert reference.largest_difference(weights, expected) < 1e-9, how
         # What a batch as a whole decides, each rank decides for its own part of it.
         assert reference.largest_difference(facts["batches"][0], by_hand_in_parts("batches")) < 1e-9
+
+
+def optional_in_the_tail() -> TensorDataset:
+    """One rank has the last row, the only one of the first and last global batches that uses ``second``."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(2 * GLOBAL_BATCH + 1, 4, generator=generator, dtype=torch.float64)
+    x[GLOBAL_BATCH : GLOBAL_BATCH + 2, 0] = x[-1, 0] = 2.0
+    return TensorDataset(x, torch.randint(0, 3, (len(x),), generator=generator))
+
+
+class WithSparse(Branches):
+    """An embedding with a sparse gradient, too, which DDP needs in each step."""
+
+    def __init__(self) -> None:
+        super().__init__("rows")
+        self.table = nn.Embedding(3, 3, sparse=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table((10 * x[:, 1]).long() % 3)
+
+
+class TwoLosses(WithSparse):
+    """Losses of which each has its own weight, so that a step of several micro-batches has a backward for each."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
+        x, y = batch_data
+        return MultiLoss({"class": criterion(self(x), y), "size": self.third(x).square().mean()})
+
+
+def train_with_two_losses(mode: str) -> dict[str, Tensor]:
+    model = TwoLosses()
+    tl = TrainLoop(
+        model,
+        DataLoader(optional_in_the_tail(), GLOBAL_BATCH // 2 // distributed.get_world_size()),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        criterion=nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3]).double()),
+        gpu_mode=mode,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=2, grad_accumulation=2, ddp_model_args={"find_unused_parameters": True})
+    return model.state_dict()
+
+
+def train_with_a_tail(mode: str, sparse: bool = False, **ddp: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
+    model, without = WithSparse() if sparse else Branches("rows"), Without()
+    tl = TrainLoop(
+        model,
+        DataLoader(optional_in_the_tail(), GLOBAL_BATCH // distributed.get_world_size()),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0 if sparse else 0.9),
+        criterion=nn.CrossEntropyLoss(),
+        gpu_mode=mode,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    tl.fit(num_epochs=3, callbacks=[without], ddp_model_args={"find_unused_parameters": True, **ddp})
+    return model.state_dict(), without.found
+
+
+TAILS: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}, {"sparse": True}]
+
+
+def tails_in_ranks() -> list[Any]:
+    return [train_with_a_tail("ddp", **options) for options in TAILS]
+
+
+def test_losses_with_separate_backward_passes(tmp_path: Path) -> None:
+    expected = train_with_two_losses("single")
+    for weights in run_own_ranks(train_with_two_losses, 2, "ddp", folder=tmp_path):
+        assert reference.largest_difference(weights, expected) < 1e-9
+
+
+def test_a_parameter_may_be_unused_after_a_step_that_only_some_ranks_have(tmp_path: Path) -> None:
+    for facts in run_own_ranks(tails_in_ranks, 2, folder=tmp_path):
+        for options, (weights, without) in zip(TAILS, facts, strict=True):
+            expected, theirs = train_with_a_tail("single", sparse="sparse" in options)
+            assert without == theirs
+            assert "second.bias" in without[0]
+            assert "second.bias" not in without[2]
+            assert reference.largest_difference(weights, expected) < 1e-9, options

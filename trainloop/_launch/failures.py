@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import traceback as traceback_module
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -274,6 +274,11 @@ _HINTS = [
         "freeze them with requires_grad_(False).",
     ),
     (
+        r"Expected sparse gradient to be defined",
+        "DDP needs a gradient of each sparse embedding from every rank in every step, even with "
+        "find_unused_parameters. Add `table(some_rows).sum() * 0` to the loss, or use sparse=False.",
+    ),
+    (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
         "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank raises its error.",
     ),
@@ -309,19 +314,30 @@ def is_about_memory(error: BaseException) -> bool | None:
     return None if re.search(_PERHAPS_GPU_MEMORY, text, re.IGNORECASE) else False
 
 
-def hint(failure: Failure) -> str:
-    """Return advice if the cause is known; otherwise an empty string."""
+# Frames of torch's exchanges for a unit of fsdp.
+_IN_UNIT = "_fully_shard"
+_SAME_UNITS = (
+    "In fsdp, get_loss must run the same blocks on every rank, the same number of times, and the loss must depend on "
+    "them. For a block that a rank's batch doesn't need, add `block(x).sum() * 0` to the loss, or use gpu_mode='ddp' "
+    "with ddp_model_args={'find_unused_parameters': True}."
+)
+
+
+def hint(failure: Failure, stacks: Iterable[str] = ()) -> str:
+    """Return advice if the cause is known; otherwise an empty string. ``stacks``: Python stacks of the ranks."""
+    in_unit = any(_IN_UNIT in stack for stack in (failure.traceback, *stacks))
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
             "below). Every rank must make the same collective calls. For slow ranks, raise TrainLoop(timeout=seconds)."
+            + (f" {_SAME_UNITS}" if in_unit else "")
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:
         return ""  # the rank has added the advice to its error
     for pattern, advice in _HINTS:
         if re.search(pattern, text, re.IGNORECASE):
-            return advice
+            return _SAME_UNITS if in_unit and "collective" in advice else advice
     if failure.type is None and failure.exitcode == STATUS_LOST:
         return (
             "a possible cause is that the fork server, which starts the ranks, was killed. It is a process of this "
@@ -339,7 +355,9 @@ def hint(failure: Failure) -> str:
         if ended_by == "SIGBUS":
             return _MORE_SHARED_MEMORY
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
-            return "native code crashed. The Python stacks at that moment are below, if they could be written."
+            crashed = "native code crashed. The Python stacks at that moment are below, if they could be written."
+            # Gloo aborts the process if another rank sends something else than this one expects.
+            return f"{crashed} {_SAME_UNITS}" if in_unit and ended_by == "SIGABRT" else crashed
     return ""
 
 
@@ -393,7 +411,7 @@ def worker_failed_error(
     if ended and not failure.timeout:
         others = f"; {_names(ended)} {'was' if len(ended) == 1 else 'were'} ended because of it"
     message = f"{what}{others}."
-    advice = hint(failure)
+    advice = hint(failure, (stacks or {}).values())
     if advice:
         message += f"\nHint: {advice}"
     if failure.recorded is not None:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 from trainloop.errors import ConfigurationError
 
@@ -45,11 +45,12 @@ def check_main_guard() -> None:
     if frame is None:
         return
     path = frame.f_code.co_filename
+    source = "".join(linecache.getlines(path))
     try:
-        tree = ast.parse("".join(linecache.getlines(path)))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):  # the file has changed since
         return
-    if tree.body and not _is_guarded(tree, frame.f_lineno):
+    if tree.body and not _is_guarded(tree, frame.f_lineno) and _is_code_of(frame.f_code, source):
         raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
 
 
@@ -85,6 +86,12 @@ def _main_frame(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _is_code_of(code: CodeType, source: str) -> bool:
+    """Return False if the script's file has been changed while it runs, so that its lines are others."""
+    read = compile(source, code.co_filename, "exec", dont_inherit=True)
+    return (read.co_code, read.co_names, [*read.co_lines()]) == (code.co_code, code.co_names, [*code.co_lines()])
 
 
 def _is_guarded(tree: ast.Module, line: int) -> bool:

@@ -103,6 +103,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         guard_forks()
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
+        self._tt_marked = False
         self._tt_static_passes = 0
         self._settle_buckets()
         self._become_transparent()
@@ -120,11 +121,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             parameters, sparse = parameters[::-1], sparse[::-1]
             names = {len(parameters) - 1 - index: name for index, name in names.items()}
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
-        for parameter, is_sparse in zip(parameters, sparse, strict=True):
+        self._tt_reduced = list(zip(parameters, sparse, strict=True))
+        for parameter, is_sparse in self._tt_reduced:
             if is_sparse:
                 # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
                 # which backward may still have to pass on to other layers (torch 2.6 to 2.15).
-                weakref.finalize(self, parameter.register_hook(Tensor.clone).remove)
+                weakref.finalize(self, parameter.register_hook(_cloned).remove)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
@@ -202,6 +204,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.
         hides = bool(self.device_ids) and self.mixed_precision is None and self._are_here((inputs, kwargs))
+        if self._tt_marked:
+            self._forget_used_parameters()
         try:
             if hides:
                 super()._pre_forward(None)
@@ -247,10 +251,43 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         must call :func:`reduce_gradients` after its last backward of the step.
         """
         before, self._tt_exchanges = self._tt_exchanges, False
+        self.passed_by()
         try:
             yield
         finally:
             self._tt_exchanges = before
+
+    def passed_by(self) -> None:
+        """Note that all ranks run backward passes without this wrapper, before its next forward."""
+        self._tt_marked = self.find_unused_parameters and not self.static_graph
+
+    def _forget_used_parameters(self) -> None:
+        """Run an exchange of zeros, so that DDP forgets which parameters the passes without it have used.
+
+        With ``find_unused_parameters``, torch's reducer (to 2.15 at least) notes the parameters that get a gradient in
+        any backward, and clears its notes only after an exchange. A parameter that the next step does not use would
+        therefore be an internal error ("Encountered gradient which is undefined, but still allreduced").
+        """
+        self._tt_marked = False
+        before = self.require_backward_grad_sync, self.require_forward_param_sync
+        gradients = [
+            (p, p.grad.clone() if self.gradient_as_bucket_view and p.grad is not None else p.grad)
+            for p, _ in self._tt_reduced
+        ]
+        self.require_backward_grad_sync, self.require_forward_param_sync = True, False  # buffers are not sent again
+        for parameter, is_sparse in self._tt_reduced:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
+        try:
+            super()._pre_forward()
+            with self._inside_ddp_forward():
+                used = next(p for p, is_sparse in self._tt_reduced if p.requires_grad and not is_sparse)
+                zero = used.sum() * 0
+            self._post_forward(zero).backward()
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self.require_backward_grad_sync, self.require_forward_param_sync = before
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, unless ``broadcast_buffers=False``. Collective."""
@@ -294,7 +331,8 @@ class WeighingDataParallel(TTDistributedDataParallel):
         # Set through __dict__, since the carrier must not be a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
-        carrier.register_hook(lambda _: owner()._tt_numbers)  # type: ignore[union-attr]
+        # No gradient arrives from a loss of a MultiLoss that the carrier is not part of.
+        carrier.register_hook(lambda own: None if own is None else owner()._tt_numbers)  # type: ignore[union-attr]
         names = {0: "(the step's weight)", **{index + 1: name for index, name in names.items()}}
         super()._ddp_init_helper([carrier, *parameters], [False, *sparse], names, static_graph)
 
@@ -339,6 +377,11 @@ for _owner, _names in _REQUIRED:
                 f"torch {torch.__version__}: {_owner.__name__} no longer has {_name}, which trainloop needs. Install "
                 "torch 2.6 to 2.15, or a newer trainloop."
             )
+
+
+def _cloned(gradient: Tensor | None) -> Tensor | None:
+    """Return a copy of a gradient; ``None`` if the backward pass of one of several losses misses the parameter."""
+    return None if gradient is None else gradient.clone()
 
 
 def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainloop import ModelWrap, TTBasicModel, TTModel
+from trainloop import ModelWrap, TrainLoop, TTBasicModel, TTModel
 from trainloop._metrics import LogCall, Recorder
 from trainloop.errors import ConfigurationError
 
@@ -221,3 +221,35 @@ def test_wrap_refuses_what_it_can_not_train() -> None:
         match=r"feed=<object .*> has no get_loss and no get_predictions. Add what is missing: see ModelWrap.",
     ):
         ModelWrap(nn.Linear(1, 1), object())
+
+
+class Placed(Affine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = CPU
+
+
+class Hidden(Affine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Linear(2, 2)
+
+
+class Around(Affine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Hidden()
+        self.part.register_buffer("get_loss", torch.zeros(1))
+
+
+def test_device_is_not_set() -> None:
+    with pytest.raises(ConfigurationError, match=r"Placed.device = device\(type='cpu'\): .* it can't be set. Leave"):
+        Placed()
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"), [(Hidden, "Hidden.log is a module"), (Around, r"Around.part.log is a module")]
+)
+def test_a_part_of_the_model_with_the_name_of_a_method_is_an_error(cls: type[TTModel], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{what}, but log is a member of TTModel"):
+        TrainLoop(cls(), None)

@@ -90,6 +90,43 @@ def test_numbers_are_the_same(choice: Any, mode: dict[str, Any]) -> None:
     assert {type(module) for module in lean.model.modules()} == {type(module) for module in plain.model.modules()}
 
 
+class Penalised(Net):
+    """Its loss has a penalty on gradients, so that two backward passes recompute a module."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        x = x.requires_grad_()
+        with torch.enable_grad():
+            out = self(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return criterion(out, y) + slope.square().mean()
+
+
+def test_a_penalty_on_gradients_is_the_same() -> None:
+    states = []
+    for choice in (None, Block):
+        model = Penalised().double()
+        data = make_data()
+        tensors = torch.utils.data.TensorDataset(data.tensors[0].double(), data.tensors[1])
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        loop = TrainLoop(
+            model,
+            DataLoader(tensors, 16),
+            None,
+            None,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            checkpoint_modules=choice,
+            progress_bar=False,
+        )
+        torch.manual_seed(1)
+        loop.fit(num_epochs=2)
+        states.append((model.state_dict(), loop.history["calls"]))
+    (expected, calls), (found, again) = states
+    assert all(torch.allclose(value, found[name], atol=1e-12) for name, value in expected.items())
+    assert calls == again
+
+
 def test_less_is_kept() -> None:
     model, x, kept = Net(), make_data().tensors[0], []
     for choice in (None, Block):

@@ -20,7 +20,7 @@ from trainloop.data.loader.libraries import loads
 from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
-from trainloop.model import TTModel, check_signatures, yields_losses
+from trainloop.model import TTModel, check_names, check_signatures, yields_losses
 from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
@@ -49,6 +49,7 @@ def check_model(model: Any) -> Any:
     if not isinstance(model, TTModel) and not callable(getattr(model, "get_loss_eval", None)):
         raise ConfigurationError(f"model is a {type(model).__name__} without get_loss_eval. Subclass TTModel.")
     check_signatures(model)
+    check_names(model)
     reduction = getattr(model, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
         raise ConfigurationError(

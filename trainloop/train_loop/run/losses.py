@@ -31,6 +31,7 @@ __all__ = [
     "joined_losses",
     "loss_of",
     "read_loss",
+    "refuse_constant",
     "split_loss",
     "read_yielded",
     "weights_of_parts",
@@ -107,7 +108,8 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     if not isinstance(loss, (Tensor, MultiLoss)):
         raise ConfigurationError(
             f"get_loss returned a {type(loss).__name__}{' as the loss' if weight is not None else ''}. "
-            "Return a 0-d tensor, (loss, weight) or a MultiLoss."
+            "Return a 0-d tensor, (loss, weight) or a MultiLoss. To skip a batch, return (loss, 0) with a loss of zero "
+            "that is computed from the model's output, such as output.sum() * 0."
         )
     _check_scalar(loss)
     return loss, weight
@@ -152,6 +154,20 @@ _NEEDS_GRADIENTS = (
     "An evaluation runs under torch.no_grad(). If get_loss_eval or get_predictions needs gradients, compute them "
     f"within `with torch.enable_grad():`. {_BEFORE}"
 )
+
+
+def refuse_constant(loss: Any) -> None:
+    """Raise an error for a loss that depends on no parameter, such as ``torch.zeros((), requires_grad=True)``.
+
+    Called in ``fsdp``, where backward of such a loss exchanges nothing: the other ranks would wait for this one.
+    """
+    parts = loss.values() if isinstance(loss, MultiLoss) else (loss,)
+    if all(part.requires_grad and part.grad_fn is None for part in parts):
+        raise ConfigurationError(
+            "gpu_mode='fsdp': get_loss returned a loss that does not depend on the model's parameters. The other ranks "
+            "would wait for this rank's part of their gradients. To skip a batch, call the model as well, and return "
+            "(output.sum() * 0, 0)."
+        )
 
 
 def explain_backward(loss: Any, error: RuntimeError) -> None:

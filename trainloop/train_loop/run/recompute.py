@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -101,7 +101,25 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
 
 
 def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
-    return nullcontext(), _hidden_recomputation(module, logging)
+    return nullcontext(), _Reentered(partial(_hidden_recomputation, module, logging))
+
+
+class _Reentered:
+    """A context that may be entered again: each backward pass through a graph recomputes the module.
+
+    A penalty on gradients, for example, runs one backward pass with ``create_graph=True``, and the loss another one.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

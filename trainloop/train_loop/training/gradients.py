@@ -204,6 +204,8 @@ class Gradients:
         weight.reduced_later = (ragged or self._always_later) and not self._place.collective
         if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
+        if weight.reduced_later and isinstance(self._place.wrapper, TTDistributedDataParallel):
+            self._place.wrapper.passed_by()
 
     def is_whole(self, count: int) -> bool:
         """Return True if one micro-batch of this process is the whole step, of ``count`` micro-batches.

@@ -26,7 +26,14 @@ from trainloop._metrics import Recorder
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
-from trainloop.train_loop.run.losses import BatchLoss, Yielded, explain_backward, joined_losses, read_yielded
+from trainloop.train_loop.run.losses import (
+    BatchLoss,
+    Yielded,
+    explain_backward,
+    joined_losses,
+    read_yielded,
+    refuse_constant,
+)
 from trainloop.train_loop.training.training import Training
 
 __all__ = [
@@ -127,6 +134,8 @@ class AlternatingTraining(Training):
                     continue
                 size = step.sizes[i]
                 optimizer, read = read_yielded(item, size, self.gradients.sums)
+                if self.place.collective:
+                    refuse_constant(read.loss)
                 index = _index_of(self.loop.optimizer, optimizer)
                 indices.add(index)
                 self._backward_of(step, i, index, read)

@@ -50,7 +50,7 @@ from trainloop.train_loop.progress.ending import described_ends, described_signa
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
-from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss
+from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.training import state as run_state
@@ -660,6 +660,8 @@ class Training(Run):
                     if before is not None:
                         gradients.refuse_own_backward(before)
                     read = read_loss(output, sizes[i], gradients.sums)
+                    if place.collective:
+                        refuse_constant(read.loss)
                     if self.class_losses.uneven:
                         self._check_averages(read, count)
                     scaled = read.loss
