@@ -15,6 +15,7 @@ import torch
 
 from trainloop._metrics import StepValues
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop.errors import ConfigurationError
 
 __all__ = ["History"]
@@ -139,7 +140,7 @@ class History(Mapping[str, list[float]]):
             axes.legend(frameon=False)
             axes.grid(alpha=0.3)
         if path is not None:
-            figure.savefig(path, dpi=150)
+            figure.savefig(absolute_path(path), dpi=150)
         return figure
 
     def rows(self) -> list[dict[str, float]]:

@@ -9,8 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
+from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -89,7 +91,7 @@ class TrainHistoryPlot(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing.
+        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing, or the file can't be written.
 
     Examples
     --------
@@ -100,11 +102,12 @@ class TrainHistoryPlot(AbstractCallback):
 
     def __init__(self, path: str | os.PathLike[str] = "train_history.png", every_n_epochs: int = 1) -> None:
         super().__init__("TrainHistoryPlot", execution_order=97, device_idx_execution=0)
-        self.path = os.path.expanduser(os.fspath(path))
+        self.path = absolute_path(path)
         self.every_n_epochs = count_of("TrainHistoryPlot", "every_n_epochs", every_n_epochs)
 
     def on_train_loop_registration(self) -> None:
         import_extra("matplotlib", "TrainHistoryPlot", "plot")
+        check_figure_file("TrainHistoryPlot", self.path)
 
     def on_epoch_end(self) -> None:
         if (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
@@ -114,5 +117,4 @@ class TrainHistoryPlot(AbstractCallback):
         self._plot()
 
     def _plot(self) -> None:
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self.train_loop_obj.history.plot(self.path)
+        save_figure("TrainHistoryPlot", self.train_loop_obj.history.plot(), self.path)

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from sklearn.inspection import permutation_importance
 
+from trainloop._support.platform import absolute_path
 from trainloop.checkpoint import folder
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
@@ -70,7 +71,7 @@ class TabularPredictor:
         if problem_type not in (None, *get_args(Problem)):
             raise ConfigurationError(f"problem_type={problem_type!r}: must be one of {', '.join(METRICS)}, or None.")
         self.label = str(label)
-        self.path = None if path is None else os.path.abspath(path)
+        self.path = None if path is None else absolute_path(path)
         self.lost: dict[str, str] = {}
         """Reason for the failure, by the name of each model that could not be trained."""
         self._asked = problem_type, eval_metric
@@ -280,7 +281,7 @@ class TabularPredictor:
         """Save the predictor to a folder (by default ``path``, or a new folder), and return the folder's path."""
         state = {**self.__dict__, "_ensemble": self._trained}
         if path is not None:
-            self.path = os.path.abspath(path)
+            self.path = absolute_path(path)
         elif self.path is None:
             self.path = os.path.abspath(f"TabularModels/{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
         folder(self.path).check_writable()
@@ -308,9 +309,9 @@ class TabularPredictor:
         ConfigurationError
             If other users could have written the file.
         """
-        state = read_checked(Path(path) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
+        state = read_checked(Path(absolute_path(path)) / _FILE, *_WHAT, "TabularPredictor.save()", trusted=trusted)
         predictor = cls.__new__(cls)
-        predictor.__dict__.update(state, path=os.path.abspath(path))
+        predictor.__dict__.update(state, path=absolute_path(path))
         return predictor
 
     def __repr__(self) -> str:

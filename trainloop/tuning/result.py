@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trainloop._support.platform import absolute_path
 from trainloop.errors import ConfigurationError
 from trainloop.extending import import_extra
 from trainloop.history import format_table, html_table
@@ -118,10 +119,15 @@ class TuneResult:
         best = best_of(self.trials, self.mode)
         if best is None:
             errors = [error for trial in self.trials for error in trial.errors.values()]
-            first = f" The first error:\n{errors[0]}" if errors else " No trial was started."
-            raise ConfigurationError(
-                f"None of the {len(self.trials)} trials has a score. See the errors in result.trials.{first}"
-            )
+            scores = [trial.score for trial in self.trials if trial.score is not None]
+            why = "No trial was started."
+            if errors:
+                why = f"See the errors in result.trials. The first error:\n{errors[0]}"
+            elif scores:
+                why = "The scores are NaN: the trainings diverged, or the metric is undefined for these rows."
+            elif self.trials:
+                why = "No trial has finished."
+            raise ConfigurationError(f"None of the {len(self.trials)} trials has a score. {why}")
         return best
 
     @property
@@ -301,7 +307,7 @@ class TuneResult:
             ax.set_xlabel(name)
         axes[0].set_ylabel(self.metric)
         if path is not None:
-            figure.savefig(os.fspath(path))
+            figure.savefig(absolute_path(path))
         return figure
 
 
@@ -359,7 +365,7 @@ class BaggedPredictor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, atomically."""
-        write_checked(Path(path), *_WHAT, self.models, "models")
+        write_checked(Path(absolute_path(path)), *_WHAT, self.models, "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:
@@ -383,7 +389,7 @@ class BaggedPredictor:
         ConfigurationError
             If other users could have written the file.
         """
-        return cls(read_checked(Path(path), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
+        return cls(read_checked(Path(absolute_path(path)), *_WHAT, "BaggedPredictor.save()", trusted=trusted))
 
     def __len__(self) -> int:
         return len(self.models)

@@ -30,6 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from trainloop import checkpoint, distributed
+from trainloop._support.platform import absolute_path
 from trainloop._support.user_line import user_place, warn
 from trainloop.callbacks.base import AbstractCallback, count_of, require_loader
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
@@ -87,7 +88,7 @@ class Experiment:
             )
         self.project_name = project_name
         self.experiment_name = experiment_name
-        self.local_model_result_folder_path = os.path.expanduser(os.fspath(local_model_result_folder_path))
+        self.local_model_result_folder_path = absolute_path(local_model_result_folder_path)
         self.hyperparams = dict(hyperparams or {})
         self.source_dirs = [Path(path).expanduser().absolute() for path in source_dirs]
         for path in self.source_dirs:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop.callbacks.base import AbstractCallback, check_counts, count_of, overrides_of_user, require_loader
+from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
@@ -190,7 +192,7 @@ class ConfusionMatrix(AbstractCallback):
         self.dataset = dataset
         self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
         self.class_names = None if class_names is None else [str(name) for name in class_names]
-        self.path = None if path is None else Path(os.path.expanduser(os.fspath(path)))
+        self.path = None if path is None else Path(absolute_path(path))
         self.writes = path is not None
         self.matrix: Tensor | None = None
 
@@ -199,6 +201,8 @@ class ConfusionMatrix(AbstractCallback):
         require_loader(self.train_loop_obj, f"{self.dataset}_loader", owner)
         if self.path is not None or self._writers():
             import_extra("matplotlib.figure", "ConfusionMatrix", "plot")
+        if self.path is not None:
+            check_figure_file("ConfusionMatrix", str(self.path))
 
     def on_epoch_end(self) -> None:
         if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
@@ -217,8 +221,7 @@ class ConfusionMatrix(AbstractCallback):
             return
         figure = self.draw()
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(self.path, dpi=150)
+            save_figure("ConfusionMatrix", figure, str(self.path))
         for writer in writers:
             writer.write_figure(f"confusion_matrix/{self.dataset}", figure)
 

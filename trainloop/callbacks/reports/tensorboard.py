@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainloop import __version__
 from trainloop._support.distribution import pip_install
+from trainloop._support.platform import absolute_path
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import count_of, logs_nothing
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
@@ -108,7 +109,7 @@ class TensorBoard(Tracker):
         graph_input: Any = None,
     ) -> None:
         super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), hyperparameters)
-        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        self.log_dir = None if log_dir is None else absolute_path(log_dir)
         self.learning_rate = learning_rate
         self.histograms_every_n_epochs = count_of(
             "TensorBoard", "histograms_every_n_epochs", histograms_every_n_epochs, optional=True
@@ -144,7 +145,7 @@ class TensorBoard(Tracker):
             self.log_dir = _folder_in(self.log_dir)
         if loop.is_global_zero:
             assert self.log_dir is not None
-            why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
+            why = "" if "://" in self.log_dir else why_not_writable(self.log_dir)
             if why:
                 raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
         super().on_train_loop_registration()
@@ -410,7 +411,7 @@ def _floats(rates: dict[str, Any]) -> dict[str, float]:
 
 
 def _new_folder(name: str) -> str:
-    stem = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}")
+    stem = os.path.abspath(os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}"))
     folder, number = stem, 1
     while os.path.exists(folder):
         number += 1

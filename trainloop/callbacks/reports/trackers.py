@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop._support.user_line import warn
 from trainloop.callbacks.base import AbstractCallback, count_of, logs_nothing
 from trainloop.devices import has_ranks
@@ -319,7 +320,7 @@ class WandBTracking(ServiceTracker):
         self.tags = None if tags is None else list(tags)
         self.wandb_pre_initialized = wandb_pre_initialized
         self.source_dirs = list(source_dirs)
-        self.log_dir = None if log_dir is None else os.path.expanduser(os.fspath(log_dir))
+        self.log_dir = None if log_dir is None else absolute_path(log_dir)
         self.project_name, self.experiment_name = project_name, experiment_name
         self.init_kwargs = kwargs
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainloop._support.platform import absolute_path
 from trainloop.callbacks.base import AbstractCallback, check_counts, logs_nothing
+from trainloop.callbacks.files import warning_if_not_written
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
@@ -69,7 +71,7 @@ class Profiler(AbstractCallback):
     def __post_init__(self) -> None:
         # Runs last, because a step ends after all hooks.
         super().__init__("Profiler", execution_order=1000, device_idx_execution=self.device_idx_execution)
-        self.dirpath = os.path.expanduser(os.fspath(self.dirpath))
+        self.dirpath = absolute_path(self.dirpath)
         check_counts(self, "skip", least=0)
         check_counts(self, "warmup", "active")
         self.traces: list[str] = []
@@ -118,8 +120,9 @@ class Profiler(AbstractCallback):
     def _write(self, running: Any) -> None:
         loop = self.train_loop_obj
         path = os.path.join(self.dirpath, f"rank{loop.rank}_step{loop.global_step}.pt.trace.json")
-        running.export_chrome_trace(path)
-        self.traces.append(path)
+        with warning_if_not_written("Profiler", path):
+            running.export_chrome_trace(path)
+            self.traces.append(path)
         by = "self_cuda_time_total" if loop.device.type == "cuda" else "self_cpu_time_total"
         self.table = running.key_averages().table(sort_by=by, row_limit=15)
 

@@ -472,18 +472,17 @@ def _in_own_order(loop: LoopState, state: Mapping[str, Any]) -> list[dict[str, A
             continue
         kind = type(optimizer).__name__
         for i, (mine, other) in enumerate(zip(own, theirs)):
-            if set(mine) != set(other):
+            here, there = ([str(name) for name in a if name not in b] for a, b in ((mine, other), (other, mine)))
+            if here:
                 raise CheckpointError(
-                    f"group {i} of {kind} has {described_names([n for n in mine if n not in other])}, but in the "
-                    f"checkpoint it has {described_names([n for n in other if n not in mine])} instead. Create the "
-                    "optimizer with the same groups, in the same order."
+                    f"group {i} of {kind} has {described_names(here)}, but in the checkpoint it has "
+                    f"{described_names(there)} instead. Create the optimizer with the same groups, in the same order."
                 )
         contains_others = "inner" in one or "param_groups" not in one["state"]
         if contains_others or _has_joint_state(optimizer, in_order_of(one, own, theirs)["state"]):
             raise CheckpointError(
-                f"the parameters of {kind} have another order than in the checkpoint, where they begin with "
-                f"{described_names(theirs[0])}, and its state can't be put into another order. Create the optimizer "
-                "with the same order."
+                f"the parameters of {kind} have another order than in the checkpoint, where {theirs[0][0]} is the "
+                "first, and its state can't be put into another order. Create the optimizer with the same order."
             )
         found.append(in_order_of(one, own, theirs))
     return found
