@@ -16,6 +16,7 @@ import torch
 
 from trainloop._metrics import StepValues
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop.errors import ConfigurationError
 
 __all__ = ["History"]
@@ -141,7 +142,7 @@ class History(Mapping[str, list[float]]):
             axes.grid(alpha=0.3)
         if path is not None:
             is_path = isinstance(path, (str, os.PathLike))  # or an open file
-            figure.savefig(os.path.expanduser(path) if is_path else path, dpi=150)
+            figure.savefig(absolute_path(path) if is_path else path, dpi=150)
         return figure
 
     def rows(self) -> list[dict[str, float]]:

@@ -389,6 +389,22 @@ def with_group_settings(saved: Mapping[str, Any], groups: Sequence[Mapping[str, 
     return changed
 
 
+def in_order_of(
+    saved: Mapping[str, Any], names: Sequence[list[Any]], saved_names: Sequence[list[Any]]
+) -> dict[str, Any]:
+    """Return a result of :func:`optimizer_state_dict` with the parameters of each group in another order.
+
+    Torch identifies parameters by their positions. ``names`` and ``saved_names`` are the names in each group, in the
+    order to return and in the order of ``saved``.
+    """
+    groups = []
+    for group, own, theirs in zip(saved["state"]["param_groups"], names, saved_names, strict=True):
+        order = [theirs.index(name) for name in own]
+        listed = {key: [group[key][i] for i in order] for key in ("params", "param_names") if key in group}
+        groups.append({**group, **listed})
+    return {**saved, "state": {**saved["state"], "param_groups": groups}}
+
+
 def _states_with_groups(state: Any) -> list[dict[str, Any]]:
     """Return the dicts with ``param_groups`` in nested dicts and lists, outermost first."""
     if isinstance(state, dict) and isinstance(state.get("param_groups"), list):

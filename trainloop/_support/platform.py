@@ -25,6 +25,7 @@ else:
     import resource
 
 __all__ = [
+    "absolute_path",
     "affinity",
     "blocked_signals",
     "fcntl",
@@ -45,6 +46,12 @@ __all__ = [
     "write_at",
     "running_system",
 ]
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return a path with ``~`` expanded that stays valid if the current folder changes; a URL is returned unchanged."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 # -- processes and users -----------------------------------------------------------------------------------------------

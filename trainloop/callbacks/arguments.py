@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from trainloop._support.platform import absolute_path
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
@@ -73,12 +74,12 @@ def number_of(
 
 
 def path_of(owner: str, name: str, value: Any, *, optional: bool = False) -> str | None:
-    """Return an argument as a path, with ``~`` replaced by the home folder, or None if it is ``optional``."""
+    """Return an argument as an absolute path, with ``~`` expanded, or as a URL; None if it is ``optional``."""
     if value is None and optional:
         return None
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"{owner}: {name}={value!r}: must be a path{', or None' * optional}.")
-    return os.path.expanduser(os.fspath(value))
+    return absolute_path(value)
 
 
 def texts_of(owner: str, name: str, value: Any) -> list[str]:

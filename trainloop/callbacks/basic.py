@@ -12,6 +12,7 @@ from trainloop._support.distribution import import_extra
 from trainloop.callbacks.arguments import count_of, path_of
 from trainloop.callbacks.base import AbstractCallback, require_loader
 from trainloop.callbacks.early_stopping import EarlyStopping, ThresholdEarlyStopping, TimeLimit
+from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -90,7 +91,7 @@ class TrainHistoryPlot(AbstractCallback):
     Raises
     ------
     ConfigurationError
-        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing.
+        If ``every_n_epochs`` is below 1; at ``fit``, if matplotlib is missing, or the file can't be written.
 
     Examples
     --------
@@ -106,6 +107,7 @@ class TrainHistoryPlot(AbstractCallback):
 
     def on_train_loop_registration(self) -> None:
         import_extra("matplotlib", "TrainHistoryPlot", "plot")
+        check_figure_file("TrainHistoryPlot", self.path)
 
     def on_epoch_end(self) -> None:
         if (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
@@ -115,5 +117,4 @@ class TrainHistoryPlot(AbstractCallback):
         self._plot()
 
     def _plot(self) -> None:
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        self.train_loop_obj.history.plot(self.path)
+        save_figure("TrainHistoryPlot", self.train_loop_obj.history.plot(), self.path)

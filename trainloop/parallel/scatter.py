@@ -361,15 +361,16 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
     Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry; a tuple of
-    plain items is rows, too. Scalars, strings and other objects are taken from the first part.
+    plain items is rows, too. Scalars, strings and other objects are taken from the first part. Rows of different
+    shapes, such as sequences that are padded to the longest of their part, become a list.
     """
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(parts), dim) if first.ndim else first
+        return _joined(torch.cat, parts, dim) if first.ndim else first
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return np.concatenate(parts, dim) if first.ndim else first
+        return _joined(np.concatenate, parts, dim) if first.ndim else first
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
@@ -385,6 +386,11 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
         entries = [combine_predictions(entry, dim) for entry in zip(*parts, strict=True)]
         return with_parts(first, entries)
     return first
+
+
+def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], dim: int) -> Any:
+    shapes = {(*array.shape[:dim], *array.shape[dim + 1 :]) for array in arrays}
+    return concatenate(list(arrays), dim) if len(shapes) == 1 or dim else [row for array in arrays for row in array]
 
 
 def gather(outputs: Sequence[Any], dim: int = 0) -> Any:

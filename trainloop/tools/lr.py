@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
@@ -74,7 +75,7 @@ class LearningRates:
         axes.legend(frameon=False)
         axes.grid(alpha=0.3)
         if path is not None:
-            figure.savefig(path, dpi=150)
+            figure.savefig(absolute_path(path), dpi=150)
         return figure
 
     def __str__(self) -> str:

@@ -143,7 +143,7 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         predictions, truth, _ = loop.predict_on_validation_set()
         predictions = as_rows(predictions)
     if callable(metric):
-        score = float(metric(as_rows(truth), predictions))
+        score = _score(metric, as_rows(truth), predictions)
     elif metric in loop.history:
         score = float(loop.history[metric][-1])
     elif metric == "val_loss" and loop.validation_loader is not None:
@@ -161,6 +161,17 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
     return Outcome(score, predictions, model)
 
 
+def _score(metric: Callable[[Any, Any], Any], truth: Any, predictions: Any) -> float:
+    value = metric(truth, predictions)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"metric {getattr(metric, '__name__', metric)!s}(y_true, y_pred) returned {value!r:.100}, but must return "
+            "a single number."
+        ) from error
+
+
 def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metric: Metric) -> Outcome:
     if loop.validation is None:
         raise ConfigurationError(
@@ -170,7 +181,7 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
     x, y = loop.validation
     predictions = predict_with(estimator, x)
     if callable(metric):
-        score = float(metric(as_rows(y), predictions))
+        score = _score(metric, as_rows(y), predictions)
     elif metric == "val_loss":
         score = _loss(estimator, predictions, np.asarray(y))
     else:

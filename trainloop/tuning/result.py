@@ -118,10 +118,15 @@ class TuneResult:
         best = best_of(self.trials, self.mode)
         if best is None:
             errors = [error for trial in self.trials for error in trial.errors.values()]
-            first = f" The first error:\n{errors[0]}" if errors else " No trial was started."
-            raise ConfigurationError(
-                f"None of the {len(self.trials)} trials has a score. See the errors in result.trials.{first}"
-            )
+            scores = [trial.score for trial in self.trials if trial.score is not None]
+            why = "No trial was started."
+            if errors:
+                why = f"See the errors in result.trials. The first error:\n{errors[0]}"
+            elif scores:
+                why = "The scores are NaN: the trainings diverged, or the metric is undefined for these rows."
+            elif self.trials:
+                why = "No trial has finished."
+            raise ConfigurationError(f"None of the {len(self.trials)} trials has a score. {why}")
         return best
 
     @property

@@ -348,7 +348,10 @@ class _Search:
             if isinstance(searcher, OptunaSearcher):
                 searcher.restore(number, self.store.choices(number))
             return params
-        params = searcher.propose(number)
+        try:
+            params = searcher.propose(number)
+        except StopIteration:  # of an iterator in a searcher of the user's own
+            return None
         if params is not None and isinstance(searcher, OptunaSearcher):
             self.store.write_choices(number, searcher.choices(number))
         return params

@@ -146,7 +146,7 @@ class Searcher(Protocol):
     """Object that proposes parameters, and may learn from scores."""
 
     def propose(self, number: int) -> dict[str, Any] | None:
-        """Return the parameters of trial ``number``, or None if the space is exhausted."""
+        """Return the parameters of trial ``number``, or None (or raise StopIteration) if the space is exhausted."""
         ...
 
     def tell(self, number: int, params: Mapping[str, Any], score: float | None) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainloop import __version__
-from trainloop._support.platform import grp, pwd, user_id, user_name
+from trainloop._support.platform import absolute_path, grp, pwd, user_id, user_name
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableError
 
@@ -229,7 +229,7 @@ class Storage:
     """The folder of one search, open in one process at a time."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, trusted: bool = False) -> None:
-        self.folder = folder.absolute()
+        self.folder = Path(absolute_path(folder))
         self.trusted = trusted
         make_folder(self.folder)
         if not trusted:  # other users must not be able to add pickles

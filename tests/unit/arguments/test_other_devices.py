@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -47,6 +48,18 @@ def test_a_parameter_or_buffer_without_values_is_refused_before_a_start(mode: st
     model.register_buffer("scale", torch.ones(8, device="meta"))
     with pytest.raises(ConfigurationError, match=r"^model\.scale is on the meta device .*to_empty\(device='cpu'\)"):
         fit(model, gpu_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_training_without_gradients_is_refused_before_a_start(mode: str) -> None:
+    for context in (torch.no_grad, torch.inference_mode):
+        with pytest.raises(ConfigurationError, match="fit was called where gradients are off"), context():
+            fit(Net(), gpu_mode=mode)
+    with torch.inference_mode():
+        model = Net()
+    with pytest.raises(ConfigurationError, match=r"^model\.inner\.0\.weight was created in torch\.inference_mode\(\)"):
+        fit(model, gpu_mode=mode)
+    fit(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize("mode", ["single", "dp"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,11 @@ import trainloop.callbacks
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import (
+    ConfusionMatrix,
     DataSubsetTestRun,
+    Profiler,
+    TensorBoard,
+    TrainHistoryPlot,
 )
 from trainloop.callbacks.monitor import Monitor
 from trainloop.errors import ConfigurationError
@@ -112,3 +118,51 @@ def test_only_the_validation_is_shortened() -> None:
     loop.fit(num_epochs=1, callbacks=[DataSubsetTestRun(num_train_batches=0, num_val_batches=1)])
     assert loop.global_step == 7
     assert len(loop.predict_on_validation_set()[0]) == 16
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+class GoTo(AbstractCallback):
+    """Changes the current folder, as some launchers and scripts do."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("go to", execution_order=-1000)
+        self.folder = folder
+
+    def on_epoch_begin(self) -> None:
+        os.chdir(self.folder)
+
+
+def test_relative_paths_are_those_of_the_folder_in_which_a_callback_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Any
+) -> None:
+    pytest.importorskip("matplotlib")
+    may_leave(".ttf")  # matplotlib keeps fonts open
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "elsewhere").mkdir()
+    writers = [TensorBoard("board"), TrainHistoryPlot("plot.png"), ConfusionMatrix(path="~/matrix.png")]
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[GoTo(tmp_path / "elsewhere"), *writers, Profiler("profile", skip=0, active=1)])
+    names = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"board", "plot.png", "home", "profile"}
+
+
+@pytest.mark.parametrize("make", [TrainHistoryPlot, lambda path: ConfusionMatrix(path=path)], ids=["plot", "matrix"])
+def test_a_figure_that_can_not_be_written_is_refused_or_warned_of(make: Any, tmp_path: Path, may_leave: Any) -> None:
+    pytest.importorskip("matplotlib")
+    may_leave(".ttf")  # matplotlib keeps fonts open
+    (tmp_path / "file").write_text("")
+    for name, why in (("a.xyz", "no format 'xyz'"), ("file/a.png", "file is a file"), (".", "is a folder")):
+        with pytest.raises(ConfigurationError, match=why):
+            make_loop().fit(num_epochs=1, callbacks=[make(tmp_path / name)])
+
+    class Block(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            (tmp_path / "later").write_text("")
+
+    loop = make_loop()
+    with pytest.warns(RuntimeWarning, match=r"later/a.png could not be written .* Training continues"):
+        loop.fit(num_epochs=2, callbacks=[Block("block"), make(tmp_path / "later" / "a.png")])
+    assert loop.epoch == 2

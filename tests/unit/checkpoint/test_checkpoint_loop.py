@@ -264,6 +264,29 @@ def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: 
     )
 
 
+@pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends")
+def test_a_resume_says_which_arguments_of_a_schedule_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def schedule(optimizer: Any, steps: int) -> Any:
+        kinds = torch.optim.lr_scheduler
+        parts = [kinds.LinearLR(optimizer, total_iters=steps), kinds.MultiStepLR(optimizer, [steps])]
+        return kinds.SequentialLR(optimizer, parts, [steps])
+
+    def said(epochs: int, steps: int) -> str:
+        loop = small_loop.make_loop(seed=1)
+        callbacks = [LRScheduler(lambda optimizer: schedule(optimizer, steps)), ModelCheckpoint(tmp_path)]
+        loop.fit(epochs, callbacks=callbacks, resume_from="last")
+        return capsys.readouterr().err
+
+    assert said(1, 2) == said(2, 2) == ""
+    assert said(3, 5) == (
+        "Resumed with SequentialLR's milestones=[2] from the checkpoint (the script has [5]), LinearLR's total_iters=2 "
+        "from the checkpoint (the script has 5), MultiStepLR's milestones=[2] from the checkpoint (the script has [5])."
+        "\n"
+    )
+
+
 def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [EarlyStopping("loss", patience=4, min_delta=100.0), ModelCheckpoint(tmp_path, monitor="loss")]
@@ -348,6 +371,50 @@ def test_a_signal_at_any_place_saves_once_and_ends(
     second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
     assert first.model.rows + second.model.rows == whole.model.rows
     assert same(state_of(second), state_of(whole))
+
+
+# -- the order of the optimizer's parameters -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_in_another_order_get_their_own_state(tmp_path: Path, named: bool) -> None:
+    def loop(order: int) -> TrainLoop[Net]:
+        made = make_loop()
+        listed: list[Any] = list(made.model.named_parameters() if named else made.model.parameters())
+        made.optimizer = torch.optim.Adam(listed[::order], 0.01)
+        return made
+
+    whole = loop(1)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 2, loop(1))
+    resumed = loop(-1)
+    resumed.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert resumed.optimizer.param_groups[0]["params"][0] is list(resumed.model.parameters())[-1]
+
+
+def two_groups(model: nn.Module, order: int) -> torch.optim.Optimizer:
+    weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
+    return torch.optim.SGD([{"params": weights}, {"params": biases, "weight_decay": 0.1}][::order], 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "optimizer, message",
+    [
+        (two_groups, r"group 0 of SGD has model.layers.0.bias, .*, but in the checkpoint it has model.layers.0.weight"),
+        (
+            lambda model, order: torch.optim.LBFGS(list(model.parameters())[::order], 0.01),
+            r"the parameters of LBFGS have another order than in the checkpoint, .* can't be put into another order",
+        ),
+    ],
+    ids=["groups", "LBFGS"],
+)
+def test_an_order_that_no_state_fits_is_refused(tmp_path: Path, optimizer: Any, message: str) -> None:
+    first, second = make_loop(), make_loop()
+    first.optimizer, second.optimizer = optimizer(first.model, 1), optimizer(second.model, -1)
+    first.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    with pytest.raises(CheckpointError, match=message):
+        second.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
 
 
 # -- what does not belong --------------------------------------------------------------------------------------------

@@ -67,6 +67,13 @@ def test_rows(name: str, mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("of_batch", [torch.Tensor.numpy, torch.Tensor.clone], ids=["array", "tensor"])
+def test_rows_that_are_padded_to_the_longest_of_their_part(of_batch: Any, mode: dict[str, Any]) -> None:
+    found = predicted(lambda rows: of_batch(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)), **mode)
+    assert [row.tolist()[: len(expected)] for row, expected in zip(found, ROWS, strict=True)] == ROWS
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_tables(mode: dict[str, Any]) -> None:
     pd = pytest.importorskip("pandas")
     series = predicted(lambda rows: pd.Series([float(row[0]) for row in rows]), **mode)

@@ -490,6 +490,8 @@ def test_a_result_without_scores_tells_the_first_error() -> None:
     lost = Trial(0, {}, [None], 0.0, "failed", {0: "ValueError: this one"})
     with pytest.raises(ConfigurationError, match=r"None of the 1 trials has a score(?s:.*)ValueError: this one"):
         _ = result([lost]).best_params
+    with pytest.raises(ConfigurationError, match="The scores are NaN"):
+        _ = result([trial(0, float("nan"))]).best_params
     with pytest.raises(ConfigurationError, match="No trial was started"):
         _ = result([]).best_score
     assert repr(result([lost])) == "TuneResult(1 trials, no score)"
@@ -1071,3 +1073,17 @@ def test_classifiers_of_several_targets() -> None:
     assert set(np.unique(BaggedPredictor([found.model, found.model]).predict(x))) == {0.0, 1.0}
     with pytest.raises(ConfigurationError, match="a single target for each row"):
         fitting.fit(forest, fold=fold, data=(x, y), fit_args=None, params={}, metric="val_loss")
+
+
+def test_a_metric_that_returns_no_number_is_named() -> None:
+    for value in (None, {"f1": 0.5}, "good", [1, 2]):
+        with pytest.raises(ConfigurationError, match=r"metric rates\(y_true, y_pred\) returned .*, but must return a"):
+            fitting._score(named(value), None, None)
+    assert fitting._score(named(np.float32(0.5)), None, None) == 0.5
+
+
+def named(value: Any) -> Any:
+    def rates(y_true: Any, y_pred: Any) -> Any:
+        return value
+
+    return rates

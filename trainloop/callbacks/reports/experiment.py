@@ -30,6 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from trainloop import checkpoint, distributed
+from trainloop._support.platform import absolute_path
 from trainloop._support.user_line import user_place, warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, require_loader
@@ -88,7 +89,7 @@ class Experiment:
             )
         self.project_name = project_name
         self.experiment_name = experiment_name
-        self.local_model_result_folder_path = os.path.expanduser(os.fspath(local_model_result_folder_path))
+        self.local_model_result_folder_path = absolute_path(local_model_result_folder_path)
         self.hyperparams = dict(hyperparams or {})
         folders = [source_dirs] if isinstance(source_dirs, (str, os.PathLike)) else source_dirs
         self.source_dirs = [Path(path).expanduser().absolute() for path in folders]

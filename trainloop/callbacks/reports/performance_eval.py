@@ -16,6 +16,7 @@ from trainloop import distributed
 from trainloop._support.distribution import import_extra
 from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, path_of, texts_of
 from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
+from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
@@ -207,6 +208,8 @@ class ConfusionMatrix(AbstractCallback):
         require_loader(self.train_loop_obj, f"{self.dataset}_loader", owner)
         if self.path is not None or self._writers():
             import_extra("matplotlib.figure", "ConfusionMatrix", "plot")
+        if self.path is not None:
+            check_figure_file("ConfusionMatrix", str(self.path))
 
     def on_epoch_end(self) -> None:
         if self.dataset == "validation" and (self.train_loop_obj.epoch + 1) % self.every_n_epochs == 0:
@@ -225,8 +228,7 @@ class ConfusionMatrix(AbstractCallback):
             return
         figure = self.draw()
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(self.path, dpi=150)
+            save_figure("ConfusionMatrix", figure, str(self.path))
         for writer in writers:
             writer.write_figure(f"confusion_matrix/{self.dataset}", figure)
 

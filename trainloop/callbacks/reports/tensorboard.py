@@ -147,7 +147,7 @@ class TensorBoard(Tracker):
             self.log_dir = _folder_in(self.log_dir)
         if loop.is_global_zero:
             assert self.log_dir is not None
-            why = "" if "://" in self.log_dir else why_not_writable(os.path.abspath(self.log_dir))
+            why = "" if "://" in self.log_dir else why_not_writable(self.log_dir)
             if why:
                 raise ConfigurationError(f"TensorBoard: log_dir={self.log_dir!r}: {why}. Choose another log_dir.")
         super().on_train_loop_registration()
@@ -413,7 +413,7 @@ def _floats(rates: dict[str, Any]) -> dict[str, float]:
 
 
 def _new_folder(name: str) -> str:
-    stem = os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}")
+    stem = os.path.abspath(os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}"))
     folder, number = stem, 1
     while os.path.exists(folder):
         number += 1

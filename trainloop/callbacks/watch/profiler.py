@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.files import warning_if_not_written
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Profiler", "ThroughputMonitor"]
@@ -125,8 +126,9 @@ class Profiler(AbstractCallback):
     def _write(self, running: Any) -> None:
         loop = self.train_loop_obj
         path = os.path.join(self.dirpath, f"rank{loop.rank}_step{loop.global_step}.pt.trace.json")
-        running.export_chrome_trace(path)
-        self.traces.append(path)
+        with warning_if_not_written("Profiler", path):
+            running.export_chrome_trace(path)
+            self.traces.append(path)
         by = "self_cuda_time_total" if loop.device.type == "cuda" else "self_cpu_time_total"
         self.table = running.key_averages().table(sort_by=by, row_limit=15)
 

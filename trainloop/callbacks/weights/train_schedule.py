@@ -6,9 +6,10 @@ and micro-batches. It does not step if AMP skips the optimizer's step.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
@@ -65,6 +66,10 @@ class AbstractScheduler:
         if self.scheduler is not None and state_dict:
             self.scheduler.load_state_dict(state_dict)
             _restore_counters(self.scheduler)
+
+    def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Return the arguments of the scheduler that differ in a state: ``(name, value in the state, own value)``."""
+        return [] if self.scheduler is None else _other_settings(self.scheduler, state_dict)
 
 
 # Arguments of torch's schedulers (and of transformers' functions) that are numbers of steps.
@@ -308,7 +313,17 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def _step(self, *metric: float) -> None:
         self._count += 1
         if self._count % self.frequency == 0:
-            self.scheduler.step(*metric)
+            try:
+                self.scheduler.step(*metric)
+            except ValueError as error:
+                length, _ = self._length()
+                if length is None or self.scheduler.last_epoch <= length:
+                    raise
+                raise ConfigurationError(
+                    f"LRScheduler: the {type(self.scheduler).__name__} has only {length} steps, but the training "
+                    "continues. Make the schedule as long as the training. A resumed run continues the schedule of its "
+                    "checkpoint; to train for longer, load the checkpoint's weights into a new run."
+                ) from error
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -317,6 +332,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             "metric": None if self._metric is None else self._metric.state_dict(),
             "judged_step": self._judged_step,
         }
+
+    def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        return AbstractScheduler.other_settings(self, state_dict["scheduler"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
@@ -432,6 +450,27 @@ def _is_scheduler(scheduler: Any) -> bool:
 def _is_plateau(scheduler: Any) -> bool:
     plateau = lr_scheduler.ReduceLROnPlateau
     return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
+
+
+def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
+    """Compare the arguments of a scheduler, and of the schedulers within it, with those in a state."""
+    own = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    if not isinstance(state, Mapping) or not isinstance(own, Mapping):
+        return []
+    arguments = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch", "optimizer", "schedulers"}
+    names = [name for name in own if name in state and name.lstrip("_") in arguments]
+    pairs = {name.lstrip("_"): (_plain(state[name]), _plain(own[name])) for name in names}
+    kind = type(scheduler).__name__
+    found = [(f"{kind}'s {name}", before, now) for name, (before, now) in pairs.items() if before != now]
+    parts, states = getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ())
+    return found + [one for part, its in zip(parts, states) for one in _other_settings(part, its)]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that can be compared and shown: a list for a Counter of milestones, None for a tensor."""
+    if isinstance(value, (dict, list, tuple)):
+        return sorted(value) if isinstance(value, dict) else list(value)
+    return value if isinstance(value, (int, float, str)) else None
 
 
 def _restore_counters(scheduler: Any) -> None:

@@ -357,6 +357,17 @@ def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device
             "fit was called within torch.autocast, which would use the first step's rounded copies of the weights in "
             "all steps. Call fit outside of it, and pass use_amp='bf16' or use_amp='fp16' to TrainLoop."
         )
+    if not torch.is_grad_enabled():  # inference mode, too
+        raise ConfigurationError(
+            "fit was called where gradients are off: within torch.no_grad() or torch.inference_mode(), or after "
+            "torch.set_grad_enabled(False). Call fit outside of it, or within torch.enable_grad()."
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not nn.parameter.is_lazy(tensor) and tensor.is_inference():
+            raise ConfigurationError(
+                f"model.{name} was created in torch.inference_mode(), so it can't be trained. Create or load the model "
+                "outside of it (torch.no_grad() is possible), or train a copy.deepcopy(model) that is made outside."
+            )
     optimizers = optimizers_of(optimizer)
     asking = next((type(single).__name__ for single in optimizers if needs_closure(single)), None)
     if asking is None:

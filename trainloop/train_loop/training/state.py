@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
     all_optimizers,
     criterion_module,
+    in_order_of,
     inner_optimizers,
     load_optimizer_state_dict,
     optimizer_state_dict,
@@ -446,6 +448,55 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
                 f"the parameter groups of {type(optimizer).__name__} have {saved_sizes} parameters in the checkpoint, "
                 f"but {sizes} in the loop. Create the optimizer with the same groups."
             )
+    _in_own_order(loop, state)  # raises an error for other parameters
+
+
+def _in_own_order(loop: LoopState, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved states of the optimizers, with the parameters of each group in the order of the loop's group.
+
+    A script may have another order in each process, for example if it collects the parameters in sets.
+
+    Raises
+    ------
+    CheckpointError
+        If a group has other parameters.
+    """
+    optimizers, saved, groups = optimizers_of(loop.optimizer), state["optimizers"], state.get("groups")
+    if groups is None:  # older checkpoints lack the names
+        return list(saved)
+    found = []
+    for optimizer, one, own, theirs in zip(optimizers, saved, group_names(loop), groups, strict=True):
+        known = all(None not in group and len(set(group)) == len(group) for group in (*own, *theirs))
+        if own == theirs or not known or list(map(len, own)) != list(map(len, theirs)):
+            found.append(one)
+            continue
+        kind = type(optimizer).__name__
+        for i, (mine, other) in enumerate(zip(own, theirs)):
+            here, there = ([str(name) for name in a if name not in b] for a, b in ((mine, other), (other, mine)))
+            if here:
+                raise CheckpointError(
+                    f"group {i} of {kind} has {described_names(here)}, but in the checkpoint it has "
+                    f"{described_names(there)} instead. Create the optimizer with the same groups, in the same order."
+                )
+        contains_others = "inner" in one or "param_groups" not in one["state"]
+        if contains_others or _has_joint_state(optimizer, in_order_of(one, own, theirs)["state"]):
+            raise CheckpointError(
+                f"the parameters of {kind} have another order than in the checkpoint, where {theirs[0][0]} is the "
+                "first, and its state can't be put into another order. Create the optimizer with the same order."
+            )
+        found.append(in_order_of(one, own, theirs))
+    return found
+
+
+def _has_joint_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Return True if a saved tensor has more elements than its parameter, as the flat gradients of LBFGS have."""
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    sizes = {key: p.numel() for key, p in zip(keys, parameters_of(optimizer), strict=True)}
+    return any(
+        math.prod(getattr(value, "shape", ())) > sizes.get(key, math.inf)
+        for key, own in saved["state"].items()
+        for value in (own.values() if isinstance(own, dict) else ())
+    )
 
 
 def described_differences(
@@ -665,7 +716,7 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
         criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
-    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), _in_own_order(loop, state), strict=True):
         load_optimizer_state_dict(optimizer, saved)
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
         for one in (optimizer, *inner_optimizers(optimizer).values()):
@@ -709,6 +760,10 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
                 # A scheduler changes the rate itself, and records the initial one.
                 now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
                 note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
+    for callback, entry in _matched(loop.callbacks, state["callbacks"])[0]:
+        if hasattr(callback, "other_settings"):
+            for what, before, now in callback.other_settings(entry["state"]):
+                note(what, before, now, of_script=False)
     flags = state.get("flags", {}).get("requires_grad", {})
     other = [name for name, p in loop.model.named_parameters() if flags.get(name, p.requires_grad) != p.requires_grad]
     if other:
@@ -747,15 +802,27 @@ def _steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
 
 
 def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: str) -> None:
-    """Load each callback's state by a method of it, found by type and name; equal ones are matched in order."""
-    left = list(saved)
-    for callback in callbacks:
-        key = (type(callback).__name__, callback.callback_name)
-        # States are identified by type and name, since positions change when a callback is added to the list.
-        found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
-        if found is not None:
-            left.remove(found)
-            getattr(callback, method)(found["state"])
+    """Load each callback's state by a method of it."""
+    pairs, left = _matched(callbacks, saved)
+    for callback, entry in pairs:
+        getattr(callback, method)(entry["state"])
     unused = [entry["name"] for entry in left if entry["state"]]
     if unused:
         warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")
+
+
+def _matched(
+    callbacks: list[Any], saved: list[dict[str, Any]]
+) -> tuple[list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the callbacks with their saved entries, found by type and name, and the entries that are left.
+
+    Positions change when a callback is added to the list, so only equal ones are matched in order.
+    """
+    left, pairs = list(saved), []
+    for callback in callbacks:
+        key = (type(callback).__name__, callback.callback_name)
+        found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
+        if found is not None:
+            left.remove(found)
+            pairs.append((callback, found))
+    return pairs, left
