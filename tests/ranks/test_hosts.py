@@ -20,9 +20,9 @@ import pytest
 import torch.distributed as dist
 
 from trainloop._launch import hosts as hosts_module
-from trainloop._launch.addresses import rendezvous_point
 from trainloop._launch.failures import Failure
 from trainloop._launch.hosts import Hosts
+from trainloop.distributed.addresses import rendezvous_point
 from trainloop.errors import ConfigurationError
 
 # -- the rendezvous point ----------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from trainloop._launch.failures import RestartPolicy
 from trainloop._launch.joining import join, place_here, rank_from_launcher, warn_of_processes_alone
-from trainloop._launch.kept_ranks import keeping
-from trainloop._launch.launching import launch
+from trainloop._launch.launching import keeping, launch
 from trainloop._launch.rank_process import rescue_result
 
 __all__ = [

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainloop._launch.addresses import interface_of, listener_at, local_address, rendezvous_point
 from trainloop._launch.failures import LOST_HOST, Failure
 from trainloop._support.signals import signals
+from trainloop.distributed.addresses import interface_of, listener_at, local_address, rendezvous_point
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 

@@ -22,10 +22,17 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
-from trainloop._launch.forwarding import Sender, sent_records
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.module_state import receive_modules
-from trainloop._launch.output import Report, least_level, quieten_log_streams, rank_streams, reported_records
+from trainloop._launch.output import (
+    Report,
+    Sender,
+    least_level,
+    quieten_log_streams,
+    rank_streams,
+    reported_records,
+    sent_records,
+)
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks

@@ -267,7 +267,7 @@ def _read_log_streams() -> dict[str, list[tuple[str, int, Any]]]:
 def standard_stream_of(handler: logging.Handler) -> str | None:
     """Return the name of the standard stream that a handler writes to; None for a handler that ranks do not get.
 
-    Handlers of other classes, and filters, may depend on this process: see :mod:`trainloop._launch.forwarding`.
+    Handlers of other classes, and filters, may depend on this process: see :mod:`trainloop._launch.output`.
     """
     if type(handler) is not logging.StreamHandler or handler.filters:
         return None

@@ -14,9 +14,9 @@ from multiprocessing import connection
 from typing import Any
 
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
-from trainloop._launch.forwarding import Outlets
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
+from trainloop._launch.output import Outlets
 from trainloop._launch.rank_process import STACK_SIGNAL, State, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, Work
 from trainloop._processes import fork_server as processes

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction
 
-from trainloop._launch.forwarding import Targets
+from trainloop._launch.output import Targets
 from trainloop._support.platform import set_affinity
 from trainloop._support.scratch import Scratch
 from trainloop._transfer import PayloadHandle

@@ -21,9 +21,8 @@ from trainloop import checkpoint
 from trainloop._launch.module_state import SentModules
 from trainloop._launch.settings import SentSettings
 from trainloop._support.keywords import refuses_unknown
-from trainloop._support.output import guarded_output
+from trainloop._support.output import bar_size, guarded_output
 from trainloop._support.scratch import remove, temporary_folder
-from trainloop._support.screen import bar_size
 from trainloop.errors import ConfigurationError
 from trainloop.extending import check_flags, dict_of, number_of, path_of, texts_of, warn
 from trainloop.resources import Plan, ResourceQuota, enforce, plan

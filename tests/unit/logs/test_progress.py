@@ -25,7 +25,7 @@ from kit.small_loop import Net, make_loop
 from torch import Tensor
 
 from trainloop import AbstractCallback, TrainLoop
-from trainloop._support import screen as screens
+from trainloop._support import output as screens
 from trainloop.callbacks import ModelCheckpoint, ThresholdEarlyStopping
 from trainloop.train_loop.progress import display
 from trainloop.train_loop.progress.display import Display

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainloop._launch.forwarding import Targets
-from trainloop._launch.output import Report, quieten_log_streams, rank_streams, reported_records
+from trainloop._launch.output import Report, Targets, quieten_log_streams, rank_streams, reported_records
 from trainloop.distributed import Rank
 
 

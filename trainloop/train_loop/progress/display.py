@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainloop._support.screen import bar_size, has_screen
+from trainloop._support.output import bar_size, has_screen
 from trainloop.train_loop.progress.timings import Timings
 
 __all__ = ["Display"]
