@@ -96,6 +96,15 @@ def synchronised() -> dict[str, Any]:
     except ValueError as e:
         facts["one value"] = str(e)
 
+    layer = convert(layer_of("1d"))
+    x = torch.rand(3, CHANNELS, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    facts["first gradient"] = gradient.requires_grad
+    try:
+        gradient.square().sum().backward()
+    except ConfigurationError as error:
+        facts["second derivative"] = str(error)
+
     # Rank 1 has run out of batches, then comes back.
     layer = convert(layer_of("2d"))
     with participating(layer, [0]):
@@ -172,6 +181,12 @@ def test_ranks_may_hold_few_samples_or_none(counts: list[int], two_ranks: list[d
 def test_one_value_over_all_ranks_is_refused(two_ranks: list[dict[Any, Any]]) -> None:
     for facts in two_ranks:
         assert facts["one value"] == "Expected more than 1 value per channel when training, got 1 over all ranks"
+
+
+def test_a_gradient_penalty_through_it_is_an_error_that_says_what_to_use(two_ranks: list[dict[Any, Any]]) -> None:
+    for facts in two_ranks:
+        assert facts["first gradient"]
+        assert "sync_batchnorm=True: a gradient penalty" in facts["second derivative"]
 
 
 def test_only_ranks_that_participate_are_waited_for(two_ranks: list[dict[Any, Any]]) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -206,8 +205,19 @@ class _Normalise(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = _Normalise._gradients(ctx, grad_output)
+        if not torch.is_grad_enabled():
+            return *gradients, None, None
+        input, weight = ctx.saved_tensors[:2]  # create_graph=True
+        once = (
+            None if gradient is None else _Once.apply(gradient, grad_output, input, weight) for gradient in gradients
+        )
+        return *once, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, total = ctx.saved_tensors
         x, grad = input.to(mean.dtype), grad_output.to(mean.dtype)
         normal = (x - _along(mean, x)) * _along(inverse, x)
@@ -223,7 +233,23 @@ class _Normalise(torch.autograd.Function):
         # Return only this rank's part, since DDP averages gradients of parameters.
         grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that can't be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *_: Any) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise ConfigurationError(
+            "sync_batchnorm=True: a gradient penalty, or another second derivative, can't be computed through a "
+            "BatchNorm that normalises over all ranks. Use InstanceNorm, GroupNorm or LayerNorm in this network, or "
+            "leave sync_batchnorm out."
+        )
 
 
 def _along(per_channel: Tensor, x: Tensor) -> Tensor:
