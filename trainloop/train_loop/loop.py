@@ -42,6 +42,7 @@ from trainloop.callbacks.arguments import dict_of
 from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnamed_hooks
 from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
 from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.loader.loaders import check_trains
 from trainloop.devices import check_num_nodes, has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
@@ -395,6 +396,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 self.left_behind = False
                 received.raise_if_any()
                 return self.model
+            if not data_callbacks:  # these create the loaders in the ranks
+                check_trains(self.train_loader, self.run_config.num_ranks, "train_loader")
             self.wrapper_args = wrapper_args
             ended_by: int = execute(self, Training.train, job=job)
             late = names_of(received.reasons & ~ended_by)

@@ -253,6 +253,12 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optim": (lambda: make(optim=None), ["Did you mean optimizer=, with a MultiOptimizer([...]) for"]),
     "callbacks holds text": (lambda: fit(callbacks=["early stopping"]), ["callbacks", "early stopping"]),
     "fit without train_loader": (lambda: fit({"train_loader": None}), ["train_loader"]),
+    "no batch is left for two ranks": (
+        lambda: fit(
+            {"train_loader": DataLoader(make_data(), len(make_data()), drop_last=True), "gpu_mode": "ddp", "devices": 2}
+        ),
+        ["train_loader", "drop_last=True", "one global batch takes", "drop_last=False"],
+    ),
     "fit without optimizer": (lambda: fit({"optimizer": None}), ["optimizer"]),
     "num_nodes zero": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=0), ["num_nodes", "0"]),
     "num_nodes is text": (lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes="2"), ["num_nodes", "'2'"]),
