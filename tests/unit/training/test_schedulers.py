@@ -285,6 +285,23 @@ class Own(AbstractScheduler, AbstractCallback):
         self.scheduler.step()
 
 
+@pytest.mark.filterwarnings("error:Detected call of:UserWarning")
+def test_a_resumed_run_may_begin_with_a_step_of_the_schedule(tmp_path: Path) -> None:
+    """The checkpoint of an epoch's last step is resumed at the end of this epoch, where the schedule steps."""
+
+    def halved() -> LRScheduler:
+        return LRScheduler(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+    whole = make_loop(seed=0)
+    saves = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=STEPS_PER_EPOCH)
+    whole.fit(num_epochs=2, callbacks=[halved(), saves])
+    again = make_loop(seed=0)
+    first = sorted(tmp_path.glob("*.pt"))[0]
+    again.fit(num_epochs=2, callbacks=[halved(), ModelCheckpoint(tmp_path / "x")], resume_from=first)
+    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert again.history["loss"] == whole.history["loss"]
+
+
 def test_a_scheduler_callback_of_one_s_own(tmp_path: Path) -> None:
     make_loop().fit(num_epochs=2, callbacks=[Own("own"), ModelCheckpoint(tmp_path)])
     loop, own = make_loop(), Own("own")

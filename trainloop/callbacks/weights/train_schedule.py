@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from torch.optim import Optimizer, lr_scheduler
@@ -29,6 +30,8 @@ __all__ = [
     "warn_of_rates_left",
 ]
 
+
+_WRONG_ORDER = r".*(lr_scheduler|optimizer)\.step\(\)`"  # a warning of torch's schedulers
 
 # Schedulers of torch that change the rate until a step, and the attribute that contains this step. True: the training
 # should end at this step. False: the schedule may end earlier, and the rate then stays.
@@ -160,6 +163,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.optimizer_idx = optimizer_idx
         self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
+        self._first = False  # True before the first step of a resumed schedule
         self._metric: Monitor | None = None
         self._judged_step = 0
         if _is_plateau(scheduler):
@@ -281,7 +285,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if started_by_launch():
             # Torch's schedulers wrap the optimizer's step, to warn about calls in the wrong order. The wrapper is lost
             # when the optimizer is sent to a rank, and the warning would be wrong: the loop's order is correct.
-            warnings.filterwarnings("ignore", r".*(lr_scheduler|optimizer)\.step\(\)`")
+            warnings.filterwarnings("ignore", _WRONG_ORDER)
+        self._first = self.train_loop_obj.resumed
 
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
@@ -313,8 +318,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def _step(self, *metric: float) -> None:
         self._count += 1
         if self._count % self.frequency == 0:
+            # The step of the optimizer that precedes the first step of a resumed schedule was before the checkpoint.
+            first, self._first = self._first, False
             try:
-                self.scheduler.step(*metric)
+                with warnings.catch_warnings() if first else nullcontext():
+                    if first:
+                        warnings.filterwarnings("ignore", _WRONG_ORDER)
+                    self.scheduler.step(*metric)
             except ValueError as error:
                 length, _ = self._length()
                 if length is None or self.scheduler.last_epoch <= length:
