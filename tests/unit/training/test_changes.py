@@ -173,21 +173,30 @@ def test_a_callback_that_a_hook_adds_or_removes_counts_from_the_next_epoch_on() 
     assert leaves.epochs == 1
 
 
-def test_end_epoch_ends_this_epoch_only_and_a_resume_in_that_step_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("draws", [False, True], ids=["in order", "from a generator"])
+def test_end_epoch_ends_this_epoch_only_and_a_resume_in_that_step_too(draws: bool, tmp_path: Path) -> None:
     def end(loop: Any) -> None:
         if loop.epoch == 1 and loop.global_step == 6:
             loop.end_epoch()
 
+    def make() -> TrainLoop:
+        loop = loop_of("rate", "single", seed=0)
+        if draws:
+            old: Any = loop.train_loader
+            generator = torch.Generator().manual_seed(1)
+            loop.train_loader = DataLoader(old.dataset, old.batch_size, shuffle=True, generator=generator)
+        return loop
+
     results = []
     for kill in (None, 6):
-        loop = loop_of("rate", "single", seed=0)
+        loop = make()
         keeper = ModelCheckpoint(tmp_path / str(kill), every_n_epochs=None, every_n_steps=1)
         ends: list[AbstractCallback] = [Does("on_batch_end", end), keeper]
         if kill is not None:
             stop = Does("on_epoch_end", lambda loop: 1 / (loop.epoch != 1))
             with pytest.raises(ZeroDivisionError):
                 loop.fit(num_epochs=3, callbacks=[*ends, stop])
-            loop = loop_of("rate", "single", seed=0)
+            loop = make()
         loop.fit(num_epochs=3, callbacks=ends, resume_from="last" if kill else None)
         assert (loop.epoch, loop.global_step) == (3, 10)
         assert len(loop.history["val_loss"]) == 3

@@ -132,9 +132,10 @@ class FeedPosition:
         for (size, self._after_item), batch in read_ahead(placed):
             yield size, batch
 
-    def state(self, plain: Callable[[Any, str], Any]) -> dict[str, Any]:
+    def state(self, plain: Callable[[Any, str], Any], *, ended: bool) -> dict[str, Any]:
         """Return the position as plain types and tensors; see :meth:`TrainFeed.state_dict`."""
-        states = (self._states() if self._at_epoch_begin is None else self._at_epoch_begin).captured()
+        begin = None if ended else self._at_epoch_begin
+        states = (self._states() if begin is None else begin).captured()
         position = self._source.position
         if self._loaded is not None or position is None:
             return {**states, "position": self._loaded}

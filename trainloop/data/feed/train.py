@@ -198,7 +198,9 @@ class TrainFeed:
         """End the epoch, perhaps before its last step; the next epoch draws a new order."""
         self._position.end_epoch(complete=False)
 
-    def state_dict(self, plain: Callable[[Any, str], Any] = lambda value, _: value) -> dict[str, Any]:
+    def state_dict(
+        self, plain: Callable[[Any, str], Any] = lambda value, _: value, *, ended: bool = False
+    ) -> dict[str, Any]:
         """Return the random states that determine the order, as plain types and tensors.
 
         Within an epoch, these are the states at its beginning; between epochs, the current states. If a stream or
@@ -210,8 +212,11 @@ class TrainFeed:
         plain : callable
             Function that is called with the user's state and a name for it. If it raises an error, because a checkpoint
             can't contain the state, a warning reports the error, and the state is left out.
+        ended : bool
+            True if no further step of this epoch will be taken: the states are then the current ones, from which the
+            next epoch draws its order.
         """
-        return self._position.state(plain)
+        return self._position.state(plain, ended=ended)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; generators that no longer exist are ignored."""

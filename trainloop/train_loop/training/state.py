@@ -116,7 +116,7 @@ def _position(run: TrainingRun) -> dict[str, Any]:
         # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
         "last_loss": None if last is None else [last.item(), last.dtype],
         "rng": rng.capture(),
-        "feed": run.feed.state_dict(plain),
+        "feed": run.feed.state_dict(plain, ended=run.loop.progress.epoch_ends),
         "metrics": run.recorder.state_dict(),
     }
 
