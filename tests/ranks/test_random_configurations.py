@@ -101,6 +101,12 @@ class EvaluatesInHook(AbstractCallback):
             self.train_loop_obj.log("in_hook", self.train_loop_obj.evaluate_loss_on_test_set())
 
 
+class EndsEpochs(AbstractCallback):
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.global_step % 5 == 2:
+            self.train_loop_obj.end_epoch()
+
+
 DATA = ("tensors", "rows", "subset", "concatenated", "stream")
 SAMPLERS = ("in order", "shuffled", "its own generator", "weighted", "weighted, its own generator", "with replacement")
 CRITERIA: dict[str, dict[str, Any]] = {
@@ -133,7 +139,7 @@ def draw(seed: int) -> dict[str, Any]:
         "loss": r.choice(list(CRITERIA) if losses == "one" else ["mean", "classes"]),
         "optimizer": r.choice(list(OPTIMIZERS)),
         "schedule": r.choice([None, "step", "epoch", "plateau"]),
-        "callbacks": r.sample(["average", "hook"], r.randint(0, 2)),
+        "callbacks": r.sample(["average", "hook", "ends"], r.randint(0, 2)),
         "clip": r.choice([None, 0.3]),
         "accumulation": r.choice([1, 1, 2, 3]),
         "evaluated": r.choice([True, True, 2]),
@@ -204,6 +210,8 @@ def fit(loop: TrainLoop, config: dict[str, Any], *more: AbstractCallback, **argu
         callbacks.append(ExponentialMovingAverage(0.8, evaluate=True))
     if "hook" in config["callbacks"]:
         callbacks.append(EvaluatesInHook())
+    if "ends" in config["callbacks"]:
+        callbacks.append(EndsEpochs())
     loop.fit(callbacks=callbacks, grad_accumulation=config["accumulation"], **config["length"], **arguments)
 
 
