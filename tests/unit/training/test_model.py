@@ -233,7 +233,6 @@ class Around(Affine):
     def __init__(self) -> None:
         super().__init__()
         self.part = Hidden()
-        self.part.register_buffer("get_loss", torch.zeros(1))
 
 
 def test_device_is_not_set() -> None:

@@ -92,7 +92,8 @@ class AlternatingTraining(Training):
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
         self._checks_backward = False
-        self.functions_seen()
+        if self._functions is not None:
+            self.functions_seen()
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
             loop.progress.last_loss = recorder.add_loss(*joined_losses(losses, size).shown(size))

@@ -687,7 +687,8 @@ class Training(Run):
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
         self._checks_backward = False
-        self.functions_seen()
+        if self._functions is not None:
+            self.functions_seen()
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
@@ -736,8 +737,7 @@ class Training(Run):
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
-        if self._functions is not None:
-            self._functions = [] if any(call.needs_mode for call in self._functions) else None
+        self._functions = [] if any(call.needs_mode for call in self._functions or ()) else None
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
