@@ -13,6 +13,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.7], dtype=torch.float64)
+# Since torch 2.13: the last layer and the loss in one.
+HAS_LINEAR = hasattr(nn, "LinearCrossEntropyLoss")
+LINEAR: dict[str, dict[str, Any]] = {
+    "linear module": {},
+    "linear module, weights": {"weight": CLASS_WEIGHTS},
+    "linear module, smoothed": {"label_smoothing": 0.1},
+}
+if HAS_LINEAR:
+    LINEAR["linear module, in chunks"] = {
+        "options": nn.LinearCrossEntropyOptions(),  # type: ignore[attr-defined]
+        "weight": CLASS_WEIGHTS,
+    }
 
 
 class Classifier(TTModel):
@@ -21,6 +33,8 @@ class Classifier(TTModel):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        if kind.startswith("linear module"):
+            self.head = nn.LinearCrossEntropyLoss(8, 4, **LINEAR[kind])  # type: ignore[attr-defined, assignment]
         self.kind = kind
         self.inner = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)  # a model may have a criterion of its own
 
@@ -30,11 +44,23 @@ class Classifier(TTModel):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         x, y = (part.to(device) for part in batch_data)
+        if self.kind.startswith("linear module"):
+            return self.head(torch.tanh(self.body(x)), y)
         scores = self(x)
         if scores.ndim == 3:  # tokens: torch wants the classes second
             scores = scores.transpose(1, 2)
         if self.kind == "functional":
             return functional.cross_entropy(scores, y, weight=CLASS_WEIGHTS, ignore_index=1)
+        if self.kind == "smoothed function":
+            return functional.cross_entropy(scores, y, None, None, 1, label_smoothing=0.1)
+        if self.kind == "factor of a smoothed function":
+            aux = functional.cross_entropy(scores, y.clamp(min=0), weight=CLASS_WEIGHTS, label_smoothing=0.2)
+            return MultiLoss({"out": 0.5 * functional.cross_entropy(scores, y, label_smoothing=0.1), "aux": -aux / 3})
+        if self.kind == "linear function":
+            hidden = torch.tanh(self.body(x))
+            return functional.linear_cross_entropy(  # type: ignore[attr-defined]
+                hidden, self.head.weight, y, linear_bias=self.head.bias, weight=CLASS_WEIGHTS, ignore_index=1
+            )
         if self.kind == "own criterion":
             return self.inner(scores, y)
         if self.kind == "log":
@@ -78,6 +104,11 @@ CASES: dict[str, tuple[str, Any, TensorDataset]] = {
     "log-probabilities": ("log", nn.NLLLoss(weight=CLASS_WEIGHTS), samples(37)),
     "function": ("plain", partial(functional.cross_entropy, weight=CLASS_WEIGHTS), samples(37)),
     "function in get_loss": ("functional", None, samples(37, ignored=1)),
+    "smoothed function": ("smoothed function", None, samples(37, ignored=1)),
+    "smoothed function of tokens": ("smoothed function", None, samples(29, ignored=1, tokens=5)),
+    "smoothed partial": ("plain", partial(functional.cross_entropy, label_smoothing=0.1), samples(37)),
+    "factor of a smoothed function": ("factor of a smoothed function", None, samples(37)),
+    "factor of a smoothed criterion": ("factor", nn.CrossEntropyLoss(label_smoothing=0.1), samples(37)),
     "the model's own criterion": ("own criterion", None, samples(37)),
     "MultiLoss": ("several", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, later ignored": ("several", nn.CrossEntropyLoss(), samples(37, first=4)),
@@ -85,6 +116,11 @@ CASES: dict[str, tuple[str, Any, TensorDataset]] = {
     "factor": ("factor", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, optimizers": ("several optimizers", nn.CrossEntropyLoss(), samples(37)),
 }
+if HAS_LINEAR:
+    CASES |= {kind: (kind, None, samples(37)) for kind in LINEAR}
+    # In chunks, a batch whose targets are all ignored has NaN gradients.
+    CASES["linear module, in chunks"] = ("linear module, in chunks", None, samples(37, ignored=0))
+    CASES["linear function"] = ("linear function", None, samples(37, ignored=1))
 
 
 def trained(case: str, mode: str, *, batch_size: int, accumulation: int = 1, **arguments: Any) -> dict[str, Any]:

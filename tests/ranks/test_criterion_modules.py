@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel, distributed
 from trainloop.callbacks import GradientClipping, GradientStats, ModelCheckpoint
-from trainloop.errors import WorkerFailedError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 
 D = torch.float64
 
@@ -78,6 +78,47 @@ def by_hand(clip: float | None) -> tuple[list[Tensor], float]:
         norms.append(float(nn.utils.clip_grad_norm_(learned, clip or 1e9)))
         sgd.step()
     return [p.detach() for p in learned], sum(norms) / len(norms)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+def test_one_of_several_optimizers_may_step_only_the_criterion(mode: str) -> None:
+    model, criterion = Net(), Margin()
+    both = MultiOptimizer([optim.SGD(part.parameters(), lr=0.05) for part in (model, criterion)])
+    loop_of(model, criterion, both, mode).fit(1)
+    for ours, theirs in zip([*model.parameters(), *criterion.parameters()], by_hand(None)[0], strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_of_the_criterion_only_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="has none of the model's parameters"):
+        loop_of(Net(), criterion := Margin(), optim.SGD(criterion.parameters(), lr=0.05))
+
+
+class Centres(nn.Module):
+    """Follows the mean of the outputs, which differs between ranks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        centre = torch.zeros(3, dtype=D)
+        if kind == "buffer":
+            self.register_buffer("centre", centre)
+        else:
+            self.centre = nn.Parameter(centre, requires_grad=False)
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(out.mean(0), 0.5)
+        return (out - y).square().mean() + (out - self.centre).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_changes_that_differ_between_ranks_are_reported(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    loop_of(model, Centres("buffer"), optim.SGD(model.parameters(), lr=0.05), mode).fit(1)
+    assert capfd.readouterr().err.count("get_loss has changed criterion.centre differently on each rank") == 1
+    with pytest.raises(WorkerFailedError, match="the ranks' weights differ: criterion parameter 0 differs"):
+        loop_of(model, Centres("parameter"), optim.SGD(model.parameters(), lr=0.05), mode).fit(1)
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])

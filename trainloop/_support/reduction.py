@@ -6,8 +6,8 @@ sums are detected, as far as the model or the criterion declares them.
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
 This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is known only if
 ``get_loss`` returns the tensor that the criterion created, or its product with a number, because autograd's node of the
-criterion contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, a hook on the
-criterion attaches the divisor to the tensor.
+criterion contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, the divisor is
+attached to the tensor: by a hook on the criterion, or for calls of functions by a mode that sees torch's functions.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ClassLosses", "SumRule", "attach_divisor", "divisor_of", "functional_losses", "sum_rule"]
+__all__ = ["ClassLosses", "FunctionCall", "SumRule", "attach_divisor", "divisor_of", "functional_losses", "sum_rule"]
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,17 @@ def _attach(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: i
     return divisor
 
 
+class FunctionCall(NamedTuple):
+    """A call of ``F.cross_entropy`` or ``F.nll_loss``, or a product of its result, in :func:`functional_losses`."""
+
+    thread: threading.Thread | None
+    """``None`` while torch.compile traces."""
+    needs_mode: bool
+    """True if the graph of the result does not contain the divisor."""
+    uneven: bool
+    """True if the call has weighted its targets or ignored some, as far as this is known without waiting."""
+
+
 class ClassLosses:
     """Watch criteria of class indices while they run.
 
@@ -206,7 +217,11 @@ class ClassLosses:
 
     uneven = False
     _in_training = True
-    _forwards: ClassVar[set[Any]] = {nn.CrossEntropyLoss.forward, nn.NLLLoss.forward}
+    _forwards: ClassVar[set[Any]] = {
+        getattr(nn, name).forward
+        for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last one since torch 2.13
+        if hasattr(nn, name)
+    }
 
     def __init__(self, *roots: Any) -> None:
         found = [module for root in roots for module in _modules(root) if self._is_watched(module)]
@@ -219,6 +234,13 @@ class ClassLosses:
         """Return the number of such calls of one ``get_loss`` in training since the last call of this method."""
         calls, self._calls = self._calls, Counter()
         return max(calls.values(), default=0)
+
+    def add(self, calls: Iterable[FunctionCall]) -> None:
+        """Count the calls of functions that one ``get_loss`` in training has made."""
+        for call in calls:
+            if call.uneven and call.thread is not None:
+                self.uneven = True
+                self._calls[call.thread] += 1
 
     def _is_watched(self, module: nn.Module) -> bool:
         # A subclass that overrides forward may divide by anything.
@@ -246,50 +268,75 @@ class ClassLosses:
         if target.is_floating_point():  # with class probabilities, torch takes the mean over samples
             return
         if torch.compiler.is_compiling():
-            attach_divisor(loss, _divisor(target, criterion.weight, criterion.ignore_index))
+            attach_divisor(loss, _divisor(target, criterion.weight, _ignored_by(criterion)))
             return
-        divisor = _attach(loss, target, criterion.weight, criterion.ignore_index)
+        divisor = _attach(loss, target, criterion.weight, _ignored_by(criterion))
         if divisor is None:
             return
-        if found := _found.get():  # the entry of the function that this criterion calls
-            found.pop()
+        found, thread = _found.get() or [], threading.current_thread()
+        for i in range(len(found) - 1, -1, -1):
+            if found[i].thread is thread:  # the entry of the function that this criterion calls
+                del found[i]
+                break
         ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
         if ignores or _weighs_targets(criterion):
             self.uneven = True
             self._calls[threading.current_thread()] += self._in_training
 
 
+def _ignored_by(criterion: Any) -> int:
+    return -100 if criterion.ignore_index is None else criterion.ignore_index
+
+
 def _weighs_targets(criterion: Any) -> bool:
-    return criterion.weight is not None or criterion.ignore_index >= 0
+    return criterion.weight is not None or _ignored_by(criterion) >= 0
 
 
 def _is_declared(criterion: Any) -> bool:
-    return _weighs_targets(criterion) or getattr(criterion, "label_smoothing", 0) > 0
+    # With ``options``, LinearCrossEntropyLoss computes its loss in chunks, by a node of its own.
+    hides = getattr(criterion, "label_smoothing", 0) > 0 or getattr(criterion, "options", None) is not None
+    return hides or _weighs_targets(criterion)
+
+
+def _thread() -> threading.Thread | None:
+    return None if torch.compiler.is_compiling() else threading.current_thread()
 
 
 class _FunctionalLosses(TorchFunctionMode):
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``, and to their products with numbers."""
 
-    def __init__(self, found: list[bool]) -> None:
+    def __init__(self, found: list[FunctionCall]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
-            target = args[1] if len(args) > 1 else kwargs["target"]
-            weight = args[2] if len(args) > 2 else kwargs.get("weight")
-            if not target.is_floating_point():
-                self._found.append(True)
-                _attach(result, target, weight, kwargs.get("ignore_index", -100))
+        if func in _OF_CLASSES:
+            given = {**_DEFAULTS, **dict(zip(_OF_CLASSES[func], args)), **kwargs}
+            target, weight = given["target"], given["weight"]
+            ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
+            means = given["reduction"] == "mean" and given["size_average"] is None and given["reduce"] is None
+            if means and not target.is_floating_point():
+                smooths = given["label_smoothing"] > 0 or given.get("options") is not None
+                divisor = _attach(result, target, weight, ignored)
+                ignores = isinstance(divisor, (int, float)) and divisor != target.numel()
+                uneven = ignores or weight is not None or ignored >= 0
+                self._found.append(FunctionCall(_thread(), smooths, uneven))
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
             divisors = [d for d in map(_attached, args) if d is not None]
             if len(divisors) == 1:
-                self._found.append(True)
+                self._found.append(FunctionCall(_thread(), True, False))
                 attach_divisor(result, divisors[0])
         return result
 
+
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_DEFAULTS = dict(zip(_ARGUMENTS, (None, None, None, None, -100, None, "mean", 0.0), strict=True))
+_OF_CLASSES: dict[Any, tuple[str, ...]] = {functional.cross_entropy: _ARGUMENTS, functional.nll_loss: _ARGUMENTS[:-1]}
+"""Functions of class indices, with the names of their positional arguments."""
+if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13
+    _OF_CLASSES[functional.linear_cross_entropy] = ("input", "linear_weight", "target")
 
 # Python's operators pass the methods of Tensor.
 _PRODUCTS = {
@@ -303,19 +350,20 @@ def _attached(value: Any) -> Tensor | float | None:
     return getattr(value, "trainloop_divisor", None) if isinstance(value, Tensor) else None
 
 
-_found: ContextVar[list[bool] | None] = ContextVar("_found", default=None)
+_found: ContextVar[list[FunctionCall] | None] = ContextVar("_found", default=None)
 
 
 @contextmanager
-def functional_losses(found: list[bool] | None = None) -> Iterator[None]:
-    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` as well, without a graph.
+def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]:
+    """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
-    only if the first batch has made such a call.
+    only if the first batch has made such a call. Training uses it for the first batch of an epoch, and for later ones
+    only if a graph lacks the divisor (label smoothing).
 
     Parameters
     ----------
-    found : list of bool, optional
+    found : list of FunctionCall, optional
         List that receives an entry for each such call. Default: the list of the surrounding context, which threads
         inherit by their context variables. If there is none, nothing is done.
     """

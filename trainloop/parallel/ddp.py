@@ -24,7 +24,13 @@ from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
 
-__all__ = ["TTDistributedDataParallel", "WeighingDataParallel", "comm_hooks_of", "reduce_gradients"]
+__all__ = [
+    "TTDistributedDataParallel",
+    "WeighingDataParallel",
+    "cloned_gradient",
+    "comm_hooks_of",
+    "reduce_gradients",
+]
 
 
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
@@ -126,7 +132,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             if is_sparse:
                 # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
                 # which backward may still have to pass on to other layers (torch 2.6 to 2.15).
-                weakref.finalize(self, parameter.register_hook(_cloned).remove)
+                weakref.finalize(self, parameter.register_hook(cloned_gradient).remove)
 
     def _settle_buckets(self) -> None:
         """Give the buckets their final layout before the first backward.
@@ -379,7 +385,7 @@ for _owner, _names in _REQUIRED:
             )
 
 
-def _cloned(gradient: Tensor | None) -> Tensor | None:
+def cloned_gradient(gradient: Tensor | None) -> Tensor | None:
     """Return a copy of a gradient; ``None`` if the backward pass of one of several losses misses the parameter."""
     return None if gradient is None else gradient.clone()
 

@@ -198,7 +198,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         self.train_loader: Any = check.check_loader(train_loader, "train_loader")
         self.validation_loader: Any = check.check_loader(validation_loader, "validation_loader")
         self.test_loader: Any = check.check_loader(test_loader, "test_loader")
-        self.optimizer: Any = check.check_optimizer(optimizer, model)
+        self.optimizer: Any = check.check_optimizer(optimizer, model, criterion)
         self.criterion: Any = check.check_criterion(criterion)
         self.collate_batch_pred_fn = check.check_callable(collate_batch_pred_fn, "collate_batch_pred_fn")
         self.pred_transform_fn = check.check_callable(pred_transform_fn, "pred_transform_fn")

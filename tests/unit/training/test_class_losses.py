@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import MultiLoss, TrainLoop, TTModel
+from trainloop._support import reduction
 from trainloop._support.reduction import ClassLosses, divisor_of
 
 
@@ -110,6 +112,33 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
     alone = loop(nn.CrossEntropyLoss())
     alone.validation_loader = None
     alone.fit(num_epochs=1)
+
+
+class Functions(Classifier):
+    """Adds up the results of two functions, or returns one of them; notes in which batches calls were looked for."""
+
+    looked: list[bool]
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        self.looked.append(reduction._found.get() is not None)
+        smoothing = 0.1 if self.kind == "smoothed" else 0.0
+        loss = functional.cross_entropy(self(x), y, label_smoothing=smoothing)
+        return loss + functional.nll_loss(self(x).log_softmax(1), y) if self.kind == "sum" else loss
+
+
+@pytest.mark.parametrize("kind", ["plain", "smoothed", "sum"])
+def test_calls_of_functions_are_looked_for_in_an_epochs_first_step_and_where_graphs_do_not_show_them(kind: str) -> None:
+    model = Functions(kind).double()
+    model.looked = []
+    optimizer = optim.SGD(model.parameters(), lr=0.2)
+    loop = TrainLoop(model, DataLoader(samples(12), 2), optimizer=optimizer, progress_bar=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.fit(num_epochs=2, grad_accumulation=2)
+    assert model.looked == ([True] * 12 if kind == "smoothed" else [True, True, *[False] * 4] * 2)
+    warned = ["averages over the targets' weights" in str(warning.message) for warning in caught]
+    assert sum(warned) == (kind == "sum")
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(CLASS_WEIGHTS)])

@@ -21,7 +21,7 @@ from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_names, check_signatures, yields_losses
-from trainloop.optim import MultiOptimizer, needs_closure, optimizers_of, parameters_of
+from trainloop.optim import MultiOptimizer, named_trained_parameters, needs_closure, optimizers_of, parameters_of
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
 
@@ -108,8 +108,11 @@ def check_criterion(criterion: Any) -> Any:
     return criterion
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
-    """Return the optimizer; raise an error if it steps no parameter of the model."""
+def check_optimizer(optimizer: Any, model: nn.Module, criterion: Any = None) -> Any:
+    """Return the optimizer; raise an error if it steps no parameter of the model.
+
+    One of several optimizers may step the criterion only, such as the proxies of classes in metric learning.
+    """
     if optimizer is None:
         return None
     if isinstance(optimizer, type):
@@ -122,7 +125,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> Any:
         raise ConfigurationError(f"optimizer={short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
     # The most common mistake: a new model is created (a fold, a notebook cell run twice), but no new optimizer.
     own = {id(parameter) for parameter in model.parameters()}
-    for i, single in enumerate(optimizers_of(optimizer)):
+    singles = optimizers_of(optimizer)
+    if len(singles) > 1:
+        own |= {id(parameter) for _, parameter in named_trained_parameters(model, criterion)}
+    for i, single in enumerate(singles):
         if not any(id(parameter) in own for parameter in parameters_of(single)):
             which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
             raise ConfigurationError(

@@ -166,7 +166,7 @@ class LoopState:
         if name in ("train_loader", "validation_loader", "test_loader"):
             return check.check_loader(value, name)
         if name == "optimizer":
-            return check.check_optimizer(value, self.model)
+            return check.check_optimizer(value, self.model, self.criterion)
         if name == "criterion":
             return check.check_criterion(value)
         if name == "gradient_clip_norm":

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from trainloop.train_loop.progress.loop_state import LoopState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from trainloop._metrics import Recorder, StepValues
     from trainloop.callbacks.base import HookTable
 
@@ -63,6 +65,9 @@ class TrainingRun(Protocol):
 
     def watch_losses(self) -> None:
         """Watch the criteria of class indices in the model and the criterion, as they are now."""
+
+    def seeing_functions(self, *, idle: bool = False) -> AbstractContextManager[None]:
+        """Attach divisors to the results of functions; ``idle``: the batch is another rank's."""
 
     def take_data(self) -> None:
         """Read the loop's loaders from now on. Collective if ranks exchange sizes."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainloop._metrics import EpochEnd, Recorder
-from trainloop._support.reduction import SumRule, functional_losses
+from trainloop._support.reduction import FunctionCall, SumRule, functional_losses
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at
@@ -78,7 +78,7 @@ def mean_loss(
         If the loader has no samples at all.
     """
     decides: Callable[[Any], bool] | None = sums
-    calls_functions: list[bool] = []
+    calls_functions: list[FunctionCall] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.

@@ -390,7 +390,7 @@ class Gradients:
     def zero_backward(self, batch: Any) -> None:
         """Run forward and backward of another rank's batch, with zero gradients."""
         place = self._place
-        with place.autocast:
+        with place.autocast, self._run.seeing_functions(idle=True):
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         read = read_loss(output, 1)
         if isinstance(read.units, dict):  # the other ranks run a backward for each loss

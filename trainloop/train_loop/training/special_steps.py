@@ -92,6 +92,8 @@ class AlternatingTraining(Training):
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
         self._checks_backward = False
+        if self._functions is not None:
+            self.functions_seen()
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
             loop.progress.last_loss = recorder.add_loss(*joined_losses(losses, size).shown(size))
@@ -125,7 +127,7 @@ class AlternatingTraining(Training):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
                 before = self.gradients.now() if self._checks_backward else None
-                with self.place.autocast:
+                with self.place.autocast, self.seeing_functions():
                     item = next(generator, _ENDED)
                 if before is not None:
                     self.gradients.refuse_own_backward(before)

@@ -19,7 +19,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
-from trainloop.parallel.ddp import comm_hooks_of
+from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.shards import bit_sums
 
 __all__ = [
@@ -186,12 +186,12 @@ class TrainedParameters:
                 for name, p in self._model.named_parameters()
                 if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
             }
-            named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
+        named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
         # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
-        buffers = _changing_buffers(self._model) if shares_buffers else {}
-        if not in_ddp and not buffers:
+        buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
+        if not named and not buffers:
             return
         of_buffers = bit_sums(list(buffers.values()))
         digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (sums, of_buffers)])
@@ -216,6 +216,16 @@ class TrainedParameters:
             "optimizer that draws random numbers."
         )
 
+    def _buffers_beside(self) -> dict[str, Tensor]:
+        """Return the criterion's buffers that ``get_loss`` may change, by name."""
+        of_model = {id(buffer) for buffer in self._model.buffers()}
+        return {
+            f"criterion.{name}": buffer
+            for module in criterion_modules(self._criterion())
+            for name, buffer in _changing_buffers(module).items()
+            if id(buffer) not in of_model
+        }
+
     _buffers_warned = False
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
@@ -225,9 +235,10 @@ class TrainedParameters:
         if distributed.is_global_zero():
             warn_or_print(
                 f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
-                "samples. Rank 0's buffers replace those of all ranks before each forward, so the other ranks' changes "
-                "are lost. Gather what changes them, self.all_gather(values, concat=True), so that all ranks make the "
-                "same change. If each rank should have its own values, use plain attributes (see carried_state)."
+                "samples. Rank 0's buffers replace those of all ranks before each forward (a criterion's: at the end), "
+                "so the other ranks' changes are lost. Gather what changes them, self.all_gather(values, concat=True), "
+                "so that all ranks make the same change. If each rank should have its own values, use plain attributes "
+                "(see carried_state)."
             )
 
 
@@ -282,7 +293,7 @@ def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, st
         for name, p in named
         for kind, made_by in _HOOKS.items()
         # The wrapper of ddp copies sparse gradients by a hook of its own.
-        if p.requires_grad and any(hook is not Tensor.clone for hook in (getattr(p, kind) or {}).values())
+        if p.requires_grad and any(hook is not cloned_gradient for hook in (getattr(p, kind) or {}).values())
     ]
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
-from trainloop._support.reduction import divisor_of
+from trainloop._support.reduction import FunctionCall, divisor_of, functional_losses
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn_or_print
@@ -138,6 +138,8 @@ class Training(Run):
         self._warned_of_counters = False
         self._monitors_checked = False
         self._checks_backward = False  # True in the first step of an epoch
+        self._functions: list[FunctionCall] | None = None
+        """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
         self._kept_in_eval: list[torch.nn.Module] | None = None
         self.between_epochs = False
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
@@ -427,6 +429,8 @@ class Training(Run):
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
         self._checks_backward = self.gradients.combines
+        # A mode of torch's functions would make torch.compile compile again.
+        self._functions = None if any(map(_is_compiled, loop.model.modules())) else []
         if self._kept_in_eval is None and loop.is_global_zero:
             self._check_optimized()
         if self._cut is not None:
@@ -652,7 +656,10 @@ class Training(Run):
                     if self.expects is not None:
                         self.expects(sizes[i])
                     before = gradients.now() if self._checks_backward else None
-                    if place.autocasts:
+                    if self._functions is not None:
+                        with place.autocast, self.seeing_functions():
+                            output = model.get_loss(batches[i], loop.criterion, place.device)
+                    elif place.autocasts:
                         with place.autocast:
                             output = model.get_loss(batches[i], loop.criterion, place.device)
                     else:
@@ -680,6 +687,8 @@ class Training(Run):
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
         self._checks_backward = False
+        if self._functions is not None:
+            self.functions_seen()
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
@@ -710,6 +719,25 @@ class Training(Run):
                 "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
                 "loader, so that all ranks have the same value."
             )
+
+    @contextmanager
+    def seeing_functions(self, *, idle: bool = False) -> Iterator[None]:
+        """Attach divisors to the results of functions, as in ``F.cross_entropy(..., label_smoothing=0.1)``.
+
+        ``idle``: the batch is another rank's.
+        """
+        if self._functions is None:
+            yield
+            return
+        before = len(self._functions)
+        with functional_losses(self._functions):
+            yield
+        if not idle:
+            self.class_losses.add(self._functions[before:])
+
+    def functions_seen(self) -> None:
+        """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
+        self._functions = [] if any(call.needs_mode for call in self._functions or ()) else None
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
@@ -802,6 +830,11 @@ class _Skipped:
             self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
             self._since, self._least = 0, None
         return self._before
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
