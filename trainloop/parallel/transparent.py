@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import is_lazy
@@ -153,6 +154,18 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
             f"{wrapper}: {type(module).__name__} has lazy tensors without a shape: {', '.join(lazy)}. Run one batch "
             "through the model first, e.g. `model(inputs)` under torch.no_grad()."
         )
+
+
+def check_sendable(module: nn.Module, wrapper: str) -> None:
+    """Raise ConfigurationError if ranks can't exchange a buffer of the module."""
+    for name, buffer in module.named_buffers():
+        kind = "quantized" if buffer.is_quantized else "" if buffer.layout == torch.strided else "sparse"
+        if kind:
+            parts = "its integers (int_repr())" if kind == "quantized" else "its indices and its values"
+            raise ConfigurationError(
+                f"{wrapper}: the buffer {name} of {type(module).__name__} is a {kind} tensor, which ranks can't "
+                f"exchange. Register {parts} as buffers, and make the tensor of them in forward, or use gpu_mode='single'."
+            )
 
 
 def with_plain_dicts(output: Any) -> Any:
