@@ -164,7 +164,8 @@ def check_sendable(module: nn.Module, wrapper: str) -> None:
             parts = "its integers (int_repr())" if kind == "quantized" else "its indices and its values"
             raise ConfigurationError(
                 f"{wrapper}: the buffer {name} of {type(module).__name__} is a {kind} tensor, which ranks can't "
-                f"exchange. Register {parts} as buffers, and make the tensor of them in forward, or use gpu_mode='single'."
+                f"exchange. Register {parts} as buffers, and make the tensor of them in forward, or use "
+                "gpu_mode='single'."
             )
 
 

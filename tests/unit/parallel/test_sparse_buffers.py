@@ -14,6 +14,11 @@ from trainloop import TrainLoop, TTBasicModel
 from trainloop.callbacks import ExponentialMovingAverage, FailureRecorder
 from trainloop.errors import ConfigurationError
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+]
+
 KINDS: dict[str, Any] = {
     "coo": lambda: (torch.eye(4) * 2).to_sparse(),
     "csr": lambda: (torch.eye(4) * 2).to_sparse_csr(),
