@@ -156,17 +156,28 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
         )
 
 
-def check_sendable(module: nn.Module, wrapper: str) -> None:
-    """Raise ConfigurationError if ranks can't exchange a buffer of the module."""
+_NOT_EXCHANGED = ("int16", "uint16", "uint32", "uint64")  # by Gloo and NCCL; Gloo also lacks types of 8-bit floats
+
+
+def check_sendable(module: nn.Module, wrapper: str, device: str | None = None) -> None:
+    """Raise ConfigurationError if ranks can't exchange a buffer of the module, on ``device`` or where the buffer is."""
     for name, buffer in module.named_buffers():
-        kind = "quantized" if buffer.is_quantized else "" if buffer.layout == torch.strided else "sparse"
-        if kind:
-            parts = "its integers (int_repr())" if kind == "quantized" else "its indices and its values"
-            raise ConfigurationError(
-                f"{wrapper}: the buffer {name} of {type(module).__name__} is a {kind} tensor, which ranks can't "
-                f"exchange. Register {parts} as buffers, and make the tensor of them in forward, or use "
-                "gpu_mode='single'."
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        if buffer.is_quantized:
+            kind, remedy = "a quantized", "Register its integers (int_repr()) as a buffer, and quantize them in forward"
+        elif buffer.layout != torch.strided:
+            kind, remedy = "a sparse", "Register its indices and its values as buffers, and join them in forward"
+        elif dtype in _NOT_EXCHANGED or (dtype.startswith("float8") and (device or buffer.device.type) == "cpu"):
+            kind, remedy = (
+                f"a {dtype}",
+                "Register it with another dtype, such as torch.int32, and convert it in forward",
             )
+        else:
+            continue
+        raise ConfigurationError(
+            f"{wrapper}: the buffer {name} of {type(module).__name__} is {kind} tensor, which ranks can't exchange. "
+            f"{remedy}, or use gpu_mode='single'."
+        )
 
 
 def with_plain_dicts(output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Buffers that are sparse or quantized, such as the adjacency matrix of a graph: trained, or refused by name."""
+"""Buffers that are sparse or quantized, such as the adjacency matrix of a graph: trained, or refused by name. Dtypes, too."""
 
 from __future__ import annotations
 
@@ -61,11 +61,14 @@ def test_sparse_buffers_in_one_process(kind: str, mode: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", ["coo", "csr", "quantized"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "quantized", "int16", "float8_e5m2"])
 def test_ranks_refuse_a_buffer_that_they_can_not_exchange(kind: str, mode: str) -> None:
-    quantized = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8) if kind == "quantized" else None
-    loop = make_loop(KINDS[kind]() if quantized is None else quantized, gpu_mode=mode, devices=2)
-    word = "quantized" if kind == "quantized" else "sparse"
+    if kind == "quantized":
+        buffer = torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8)
+    else:
+        buffer = KINDS[kind]() if kind in KINDS else torch.eye(4).to(getattr(torch, kind))
+    loop = make_loop(buffer, gpu_mode=mode, devices=2)
+    word = "sparse" if kind in KINDS else kind
     for call in (lambda: loop.fit(num_epochs=1), loop.predict_on_validation_set):
         with pytest.raises(ConfigurationError, match=rf"the buffer adjacency of Graph is a {word} tensor, which ranks"):
             call()

@@ -71,7 +71,7 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
     if has_ranks(loop.gpu_mode):
-        check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}")
+        check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}", loop.run_config.devices[0].type)
     if job is not None:
         launch.warn_of_processes_alone(loop.gpu_mode)
     apart = job is not None and (job.restarts is not None or loop.runs_apart)
