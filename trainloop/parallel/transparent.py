@@ -170,7 +170,7 @@ def check_sendable(module: nn.Module, wrapper: str, device: str | None = None) -
         elif dtype in _NOT_EXCHANGED or (dtype.startswith("float8") and (device or buffer.device.type) == "cpu"):
             kind, remedy = (
                 f"a {dtype}",
-                "Register it with another dtype, such as torch.int32, and convert it in forward",
+                "Register it as another dtype, such as torch.int32, and convert it in forward",
             )
         else:
             continue

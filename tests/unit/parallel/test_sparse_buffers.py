@@ -1,4 +1,4 @@
-"""Buffers that are sparse or quantized, such as the adjacency matrix of a graph: trained, or refused by name. Dtypes, too."""
+"""Buffers that are sparse, quantized or of odd dtypes, such as the matrix of a graph: trained, or refused by name."""
 
 from __future__ import annotations
 
