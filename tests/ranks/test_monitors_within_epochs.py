@@ -83,3 +83,37 @@ def test_plateaus_within_an_epoch() -> None:
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     with pytest.raises(ConfigurationError, match="frequency=n"):
         LRScheduler(ReduceLROnPlateau, "step", "step_val_loss")
+
+
+LATE = STEPS_PER_EPOCH + 3
+
+
+class ValidatesLate(AbstractCallback):
+    """Logs its first value only in the second epoch."""
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.global_step == LATE:
+            self.log("step_val_loss", 1.0)
+
+
+JUDGES: dict[str, Any] = {
+    "stopping": lambda name, folder: EarlyStopping(name, patience=9, every_n_steps=LATE),
+    "checkpoint": lambda name, folder: ModelCheckpoint(folder, None, LATE, monitor=name, keep=1),
+    "plateau": lambda name, folder: LRScheduler(ReduceLROnPlateau, "step", monitor=name, frequency=LATE),
+}
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_a_metric_may_come_after_the_first_epoch(judge: str, tmp_path: Path) -> None:
+    loop, callback = make_loop(), JUDGES[judge]("step_val_loss", tmp_path)
+    loop.fit(3, callbacks=[ValidatesLate(), callback])
+    assert loop.epoch == 3
+    if judge != "plateau":
+        assert (callback.best if judge == "stopping" else callback.best_value) == 1.0
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_a_metric_that_nothing_logs_by_then_is_an_error(judge: str, tmp_path: Path) -> None:
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match=r"monitor='other_loss' is not in the history after epoch 2"):
+        loop.fit(3, callbacks=[ValidatesLate(), JUDGES[judge]("other_loss", tmp_path)])

@@ -129,8 +129,10 @@ class EarlyStopping(_EndsByMetric):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        if self.every_n_steps is None:
-            self._judge(self._metric.new_value(self.train_loop_obj))
+        within = self.every_n_steps is not None
+        value = self._metric.new_value(self.train_loop_obj, due=not within or self.judged_step > 0, within=within)
+        if not within:
+            self._judge(value)
 
     def _judge(self, value: float | None) -> None:
         loop = self.train_loop_obj

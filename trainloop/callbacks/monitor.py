@@ -141,8 +141,10 @@ class Monitor:
             "If nothing logs it by the end of the first epoch, the training ends there with an error."
         )
 
-    def new_value(self, loop: Any) -> float | None:
+    def new_value(self, loop: Any, *, due: bool = True, within: bool = False) -> float | None:
         """Return the metric's newest value; ``None`` if that value was already read, or the metric has no value yet.
+
+        ``within`` is True if the metric is read at steps; ``due`` is False before the first of them.
 
         Raises
         ------
@@ -156,7 +158,7 @@ class Monitor:
             )
         values = loop.history.get(self.name)
         if not values:
-            if self._appears_later(loop):
+            if not due or self._appears_later(loop) or (within and loop.history.step_indices(self.name)):
                 return None
             names = ", ".join(repr(name) for name in loop.history) or "none yet"
             meant = nearest(self.name, loop.history, _NEAR)

@@ -22,7 +22,14 @@ from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
-from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, with_multi_losses, with_plain_dicts
+from trainloop.parallel.transparent import (
+    SharedName,
+    Transparent,
+    check_not_lazy,
+    check_sendable,
+    with_multi_losses,
+    with_plain_dicts,
+)
 
 __all__ = [
     "TTDistributedDataParallel",
@@ -90,6 +97,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     @refuses_unknown
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         check_not_lazy(module, "TTDistributedDataParallel")
+        check_sendable(module, "TTDistributedDataParallel")
         # DDP has the same check, but does not name the module.
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:

@@ -26,6 +26,7 @@ from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import (
     Transparent,
     check_not_lazy,
+    check_sendable,
     with_dicts_of,
     with_multi_losses,
     with_plain_dicts,
@@ -154,6 +155,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         from torch.distributed.fsdp import fully_shard  # the import takes half a second, and most programs never shard
 
         check_not_lazy(module, "TTFullyShardedDataParallel")
+        check_sendable(module, "TTFullyShardedDataParallel")
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigurationError(
                 "TTFullyShardedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainloop._support.nested import parts_of
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import bit_sums, is_sharded, stays_whole
+from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, stays_whole
 
 __all__ = [
     "SetAttributes",
@@ -201,7 +201,7 @@ class WatchedTensors:
         for (path, name), (tensor, version) in self._before.items():
             own = [getattr(part.get(path), name, None) for part in parts]
             is_buffer = name in self._module.get_submodule(path)._buffers
-            replaced = is_buffer and isinstance(own[0], Tensor) and own[0].data_ptr() != tensor.data_ptr()
+            replaced = is_buffer and isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
             if not replaced and tensor._version == version:
                 continue
             first: Any = own[0]
@@ -216,6 +216,10 @@ class WatchedTensors:
 
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _place_of(tensor: Tensor) -> list[int]:
+    return [part.data_ptr() for part in dense_parts(tensor)]
 
 
 class SetAttributes:

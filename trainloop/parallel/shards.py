@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "bytes_of",
+    "dense_parts",
     "MARKS",
     "ShardSlice",
     "bit_sums",
@@ -271,3 +273,24 @@ def _bit_sum(tensor: Tensor) -> Tensor:
     whole = flat.numel() - flat.numel() % (8 // size) if size < 8 else flat.numel()
     rest = flat[whole:].view(_INTEGERS[size]).sum(dtype=torch.int64)
     return flat[:whole].view(torch.int64).sum() + rest if whole else rest
+
+
+# -- sparse tensors ----------------------------------------------------------------------------------------------------
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the data: indices and values of a sparse tensor, or the tensor itself."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # a layout of a backend, such as MKL-DNN's
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor of any layout."""
+    return sum(part.nbytes for part in dense_parts(tensor))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import is_lazy
@@ -152,6 +153,30 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
         raise ConfigurationError(
             f"{wrapper}: {type(module).__name__} has lazy tensors without a shape: {', '.join(lazy)}. Run one batch "
             "through the model first, e.g. `model(inputs)` under torch.no_grad()."
+        )
+
+
+_NOT_EXCHANGED = ("int16", "uint16", "uint32", "uint64")  # by Gloo and NCCL; Gloo also lacks types of 8-bit floats
+
+
+def check_sendable(module: nn.Module, wrapper: str, device: str | None = None) -> None:
+    """Raise ConfigurationError if ranks can't exchange a buffer of the module, on ``device`` or where the buffer is."""
+    for name, buffer in module.named_buffers():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        if buffer.is_quantized:
+            kind, remedy = "a quantized", "Register its integers (int_repr()) as a buffer, and quantize them in forward"
+        elif buffer.layout != torch.strided:
+            kind, remedy = "a sparse", "Register its indices and its values as buffers, and join them in forward"
+        elif dtype in _NOT_EXCHANGED or (dtype.startswith("float8") and (device or buffer.device.type) == "cpu"):
+            kind, remedy = (
+                f"a {dtype}",
+                "Register it as another dtype, such as torch.int32, and convert it in forward",
+            )
+        else:
+            continue
+        raise ConfigurationError(
+            f"{wrapper}: the buffer {name} of {type(module).__name__} is {kind} tensor, which ranks can't exchange. "
+            f"{remedy}, or use gpu_mode='single'."
         )
 
 

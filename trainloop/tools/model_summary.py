@@ -16,6 +16,7 @@ from trainloop._support.nested import parts_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of
+from trainloop.parallel.shards import dense_parts
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch
 from trainloop.train_loop.execution.execute import untouched
@@ -266,13 +267,15 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
     Its value is a function that returns the bytes that autograd keeps for backward, without weights.
     """
-    weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    own = [part for t in (*model.parameters(), *model.buffers()) for part in dense_parts(t)]
+    weights = {part.untyped_storage().data_ptr() for part in own}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), storage.nbytes())
+        for part in dense_parts(tensor):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -292,12 +295,13 @@ def _optimizer_bytes(optimizer: Any) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value; for a sparse tensor, its indices and values."""
+    """Return the tensors in a nested value."""
     if isinstance(value, Tensor):
-        return [value.coalesce().indices(), value.coalesce().values()] if value.is_sparse else [value]
+        return [value]
     return [tensor for part in parts_of(value) or () for tensor in _tensors(part)]
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in tensors}
+    parts = [part for tensor in tensors for part in dense_parts(tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in parts}
     return sum(storages.values())

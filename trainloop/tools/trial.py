@@ -45,8 +45,10 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
     """
     own = (loop.model, loop.optimizer, loop.criterion)
     parts = shared_parts({str(i): part for i, part in enumerate(own)}, {}).values()
-    # torch refuses to copy tensors that an operation has computed, such as outputs that a model keeps.
-    copied: dict[int, Any] = {id(t): t.detach().clone() for t in parts if isinstance(t, Tensor) and not t.is_leaf}
+    # torch refuses to copy tensors that an operation has computed, such as outputs that a model keeps, and sparse ones
+    # in rows or columns.
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    copied: dict[int, Any] = {id(t): t.detach().clone() for t in tensors if not t.is_leaf or t.layout != torch.strided}
     data = [loader for loader in (loop.train_loader, loop.validation_loader, loop.test_loader) if loader is not None]
     copied.update((id(part), part) for loader in data for part in (loader, getattr(loader, "dataset", loader)))
     copied[id(loop)] = None

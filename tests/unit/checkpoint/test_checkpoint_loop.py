@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit import small_loop
@@ -99,6 +101,32 @@ class Shuffled(BatchSampler):
         return 11
 
 
+class Own:
+    """A sampler of the user's own, with a generator of its own: of Python, numpy or torch."""
+
+    def __init__(self, generator: Any) -> None:
+        self.rng = generator
+
+    def __iter__(self) -> Any:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(101, generator=self.rng).tolist())
+        order = list(range(101))
+        self.rng.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 101
+
+
+GENERATORS: dict[str, Any] = {
+    "Python": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "MT19937": lambda: np.random.Generator(np.random.MT19937(3)),
+    "RandomState": lambda: np.random.RandomState(3),
+    "torch": lambda: torch.Generator().manual_seed(3),
+}
+
+
 def with_generator(**arguments: Any) -> Any:
     return lambda data: DataLoader(data, 10, generator=torch.Generator().manual_seed(5), **arguments)
 
@@ -116,6 +144,13 @@ LOADERS: dict[str, Any] = {
     "stream": lambda data: DataLoader(Stream(), 10),
     "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
     "list of batches": lambda data: list(DataLoader(data, 10)),
+    **{
+        f"a sampler's {name}": lambda data, make=make: DataLoader(data, 10, sampler=Own(make()))
+        for name, make in GENERATORS.items()
+    },
+    "a batch sampler's sampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(Own(random.Random(1)), 10, False)
+    ),
 }
 
 
@@ -166,6 +201,17 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, st
     )
     assert first.model.rows + second.model.rows == whole.model.rows
     assert same(state_of(second), state_of(whole))
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_samplers_generator_continues_after_ranks(generator: str) -> None:
+    def orders(**mode: Any) -> list[list[int]]:
+        sampler = Own(GENERATORS[generator]())
+        loop = make_loop(DataLoader(make_data(), 10, sampler=sampler), accelerator="cpu", **mode)
+        loop.fit(num_epochs=1)
+        return [list(sampler) for _ in range(2)]
+
+    assert orders() == orders(gpu_mode="ddp", devices=2)
 
 
 def test_the_order_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ class ModelCheckpoint(Saver):
             )
         self._folder = checkpoint.folder(dirpath)
         self._begin_run()
+        self._first_step = 0  # the step before the first one of this run
         self._saved_step: int | None = None  # None: the state has changed since the last checkpoint
         self._fit = ""  # ID of the call of fit; the same after each restart
         self._restarted = False  # resumed from a checkpoint of the same fit, after a failure
@@ -352,7 +353,8 @@ class ModelCheckpoint(Saver):
         self._excluded.begin(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.folder.remove_dead()
-        self._due.restart(self.train_loop_obj.global_step)
+        self._first_step = self.train_loop_obj.global_step
+        self._due.restart(self._first_step)
 
     def on_restart(self, failure: Any) -> None:
         """Write the checkpoint of this step again if it was not yet complete when the failure occurred."""
@@ -370,7 +372,9 @@ class ModelCheckpoint(Saver):
         self._saved_step = None  # the history has a new row
         value = self._value_within()
         if value is None and self._metric is not None:
-            value = self._metric.new_value(loop)
+            every = self.every_n_steps
+            due = not every or loop.global_step // every > self._first_step // every
+            value = self._metric.new_value(loop, due=due, within=bool(every))
         improved = False
         if self._metric is not None:
             self._finish_writing()

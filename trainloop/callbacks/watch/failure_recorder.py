@@ -39,7 +39,7 @@ from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import criterion_module
-from trainloop.parallel.shards import is_sharded
+from trainloop.parallel.shards import bytes_of, is_sharded
 
 __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
 
@@ -226,8 +226,8 @@ class FailureRecorder(AbstractCallback):
         self._planned, self._large = now, {}
         groups: dict[Any, tuple[list[str], list[Tensor]]] = {}
         left = _MAX_BUFFER_BYTES
-        for path, buffer in sorted(named.items(), key=lambda entry: entry[1].nbytes):
-            left -= buffer.nbytes
+        for path, buffer in sorted(named.items(), key=lambda entry: bytes_of(entry[1])):
+            left -= bytes_of(buffer)
             if left < 0:
                 self._large[path] = buffer
                 continue

@@ -306,6 +306,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
+        if self.interval == "step" and self._metric is not None:
+            self._metric.new_value(
+                self.train_loop_obj, due=self._judged_step > 0, within=True
+            )  # an error if nothing logs it
         if self.interval != "epoch" or self.train_loop_obj.cut is not None:  # a cut epoch is not at its end
             return
         if self._metric is None:

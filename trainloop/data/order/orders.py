@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -100,28 +103,92 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
     return parts
 
 
-def generators_of(loader: Any) -> dict[str, torch.Generator]:
-    """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once."""
-    found: dict[str, torch.Generator] = {}
+class Generator(Protocol):
+    """A random generator, by the methods of torch's generators."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _OfPython:
+    own: random.Random
+
+    def get_state(self) -> Any:
+        return self.own.getstate()
+
+    def set_state(self, state: Any) -> None:
+        self.own.setstate(state)
+
+
+@dataclass(frozen=True)
+class _OfNumpy:
+    own: np.random.Generator
+
+    def get_state(self) -> Any:
+        return _without_arrays(self.own.bit_generator.state)
+
+    def set_state(self, state: Any) -> None:
+        self.own.bit_generator.state = state
+
+
+@dataclass(frozen=True)
+class _OfOldNumpy:
+    own: np.random.RandomState
+
+    def get_state(self) -> Any:
+        return _without_arrays(self.own.get_state(legacy=False))
+
+    def set_state(self, state: Any) -> None:
+        self.own.set_state(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def _as_generator(value: Any) -> Generator | None:
+    if isinstance(value, torch.Generator):
+        return value
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _OfPython(value)
+    if isinstance(value, np.random.RandomState):
+        return _OfOldNumpy(value)
+    return _OfNumpy(value) if isinstance(value, np.random.Generator) else None
+
+
+def generators_of(loader: Any) -> dict[str, Generator]:
+    """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once.
+
+    In samplers of the user's own classes, these are all attributes that are generators of Python, numpy or torch.
+    """
+    found: dict[str, Generator] = {}
     for name, holder in parts_of_loader(loader).items():
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found.values()):
-            found[name] = generator
+        attributes = {name: getattr(holder, "generator", None)}
+        if name != "loader" and not type(holder).__module__.startswith("torch."):
+            attributes.update({f"{name}:{key}": value for key, value in getattr(holder, "__dict__", {}).items()})
+        for key, value in attributes.items():
+            generator = _as_generator(value)
+            if generator is not None and all(generator != other for other in found.values()):
+                found[key] = generator
     return found
 
 
-def generator_states(loaders: Iterable[Any]) -> list[dict[str, torch.Tensor]]:
+def generator_states(loaders: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the states of each loader's generators, for :func:`set_generator_states`."""
     return [{name: own.get_state() for name, own in generators_of(loader).items()} for loader in loaders]
 
 
-def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, torch.Tensor]]) -> None:
+def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, Any]]) -> None:
     """Set the states of loaders' generators. A generator without a saved state is not changed."""
     for loader, saved in zip(loaders, states, strict=True):
         set_states(generators_of(loader), saved)
 
 
-def set_states(generators: Mapping[str, torch.Generator], states: Mapping[str, torch.Tensor]) -> None:
+def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
     """Set the states of generators by name. A generator without a saved state is not changed."""
     for name, generator in generators.items():
         if name in states:

@@ -27,6 +27,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim import needs_closure, optimizers_of
+from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.arguments.run_config import run_config_under_launcher
@@ -69,6 +70,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
+    if has_ranks(loop.gpu_mode):
+        check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}", loop.run_config.devices[0].type)
     if job is not None:
         launch.warn_of_processes_alone(loop.gpu_mode)
     apart = job is not None and (job.restarts is not None or loop.runs_apart)

@@ -24,6 +24,7 @@ from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
 from trainloop.optim import optimizers_of, trained_modules
+from trainloop.parallel.shards import bytes_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.arguments.options import Restart, RestartOptions
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -160,9 +161,11 @@ class Supervisor:
 def _room_in_memory(loop: LoopState) -> int:
     """Return how many bytes of memory the private folder needs; 0 if the run is not allowed that much memory."""
     modules = trained_modules(loop.model, loop.criterion)
-    weights = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    weights = sum(bytes_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
-    held = sum(t.nbytes for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor))
+    held = sum(
+        bytes_of(t) for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor)
+    )
     needed = _ROOM * (weights + (held or 2 * weights))  # before the first step, assume the size of Adam's state
     quota = loop.options.quota
     limit = available().memory if quota is None or quota.memory == "auto" else int(quota.memory)
