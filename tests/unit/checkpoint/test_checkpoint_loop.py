@@ -348,6 +348,34 @@ def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
     assert second[1].best_path == first[1].best_path or second[1].best_value < first[1].best_value
 
 
+class Counts(AbstractCallback):
+    def __init__(self, name: str, by: int) -> None:
+        super().__init__(name)
+        self.by, self.count = by, 0
+
+    def on_epoch_end(self) -> None:
+        self.count += self.by
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_callbacks_of_one_name_are_matched_in_order_with_a_warning_if_one_is_missing(tmp_path: Path) -> None:
+    def resumed(*names: str) -> list[int]:
+        callbacks = [Counts(name, by) for name, by in zip(names, (1, 10), strict=False)]
+        make_loop().fit(num_epochs=2, callbacks=[*callbacks, ModelCheckpoint(tmp_path / "same")], resume_from="last")
+        return [callback.count for callback in callbacks]
+
+    keeper = ModelCheckpoint(tmp_path / "same")
+    make_loop().fit(num_epochs=1, callbacks=[Counts("a", 1), Counts("a", 10), keeper])
+    fewer = pytest.warns(UserWarning, match=r"states of 2 callbacks 'a' \(Counts\), but this fit has 1\.")
+    with fewer, pytest.warns(UserWarning, match="callbacks not in this fit: a"):
+        assert resumed("a") == [2]
+
+
 def test_load_best_after_fit(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, monitor="loss", mode="max", keep=1)
     loop = make_loop()

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -806,6 +807,16 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: s
     pairs, left = _matched(callbacks, saved)
     for callback, entry in pairs:
         getattr(callback, method)(entry["state"])
+    numbers = Counter((type(callback).__name__, callback.callback_name) for callback in callbacks)
+    saved_numbers = Counter((entry["type"], entry["name"]) for entry in saved if entry["state"])
+    for (kind, name), number in saved_numbers.items():
+        here = numbers[kind, name]
+        if here and here != number and max(here, number) > 1:
+            warn(
+                f"the checkpoint has the states of {number} callbacks {name!r} ({kind}), but this fit has {here}. They "
+                "are matched in order, so a callback may have the state of another. Pass the same callbacks in the "
+                "same order, or give those of one class different names (callback_name)."
+            )
     unused = [entry["name"] for entry in left if entry["state"]]
     if unused:
         warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")
