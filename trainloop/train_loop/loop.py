@@ -33,7 +33,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
-from trainloop._launch import keeping
+from trainloop._launch import keeping, rank_from_launcher
 from trainloop._metrics import EpochEnd, named_losses
 from trainloop._support.carried import check_carried
 from trainloop._support.keywords import refuses_unknown
@@ -396,7 +396,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 self.left_behind = False
                 received.raise_if_any()
                 return self.model
-            if not data_callbacks:  # these create the loaders in the ranks
+            # Ranks of a launcher compare their loaders first, and data callbacks create the loaders in the ranks.
+            if has_ranks(self.gpu_mode) and not data_callbacks and rank_from_launcher() is None:
                 check_trains(self.train_loader, self.run_config.num_ranks, "train_loader")
             self.wrapper_args = wrapper_args
             ended_by: int = execute(self, Training.train, job=job)
