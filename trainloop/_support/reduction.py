@@ -193,7 +193,7 @@ class FunctionCall(NamedTuple):
     """A call of ``F.cross_entropy`` or ``F.nll_loss``, or a product of its result, in :func:`functional_losses`."""
 
     thread: threading.Thread | None
-    """``None`` while torch.compile traces."""
+    """``None`` for calls within compiled functions."""
     needs_mode: bool
     """True if the graph of the result does not contain the divisor."""
     uneven: bool
@@ -298,16 +298,13 @@ def _is_declared(criterion: Any) -> bool:
     return hides or _weighs_targets(criterion)
 
 
-def _thread() -> threading.Thread | None:
-    return None if torch.compiler.is_compiling() else threading.current_thread()
-
-
 class _FunctionalLosses(TorchFunctionMode):
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``, and to their products with numbers."""
 
     def __init__(self, found: list[FunctionCall]) -> None:
         super().__init__()
         self._found = found
+        self.seen_by_compiler = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -322,13 +319,28 @@ class _FunctionalLosses(TorchFunctionMode):
                 divisor = _attach(result, target, weight, ignored)
                 ignores = isinstance(divisor, (int, float)) and divisor != target.numel()
                 uneven = ignores or weight is not None or ignored >= 0
-                self._found.append(FunctionCall(_thread(), smooths, uneven))
+                self._note(smooths, uneven)
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
             divisors = [d for d in map(_attached, args) if d is not None]
             if len(divisors) == 1:
-                self._found.append(FunctionCall(_thread(), True, False))
+                self._note(True, False)
                 attach_divisor(result, divisors[0])
         return result
+
+    def _note(self, needs_mode: bool, uneven: bool) -> None:
+        if torch.compiler.is_compiling():
+            self.seen_by_compiler = True  # it would compile again whenever the list has another length
+        else:
+            self._found.append(FunctionCall(threading.current_thread(), needs_mode, uneven))
+
+
+class _FunctionalLossesInTraining(_FunctionalLosses):
+    """The same, except for functions that torch.compile has compiled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -354,7 +366,7 @@ _found: ContextVar[list[FunctionCall] | None] = ContextVar("_found", default=Non
 
 
 @contextmanager
-def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]:
+def functional_losses(found: list[FunctionCall] | None = None, *, training: bool = False) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
@@ -366,6 +378,8 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
     found : list of FunctionCall, optional
         List that receives an entry for each such call. Default: the list of the surrounding context, which threads
         inherit by their context variables. If there is none, nothing is done.
+    training : bool
+        Leave functions that torch.compile has compiled as they are.
     """
     found = _found.get() if found is None else found
     if found is None:
@@ -373,8 +387,10 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
         return
     token = _found.set(found)
     try:
-        with _FunctionalLosses(found):
+        with _FunctionalLossesInTraining(found) if training else _FunctionalLosses(found) as mode:
             yield
+        if mode.seen_by_compiler and not found:
+            found.append(FunctionCall(None, True, False))
     finally:
         _found.reset(token)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,17 +89,24 @@ def test_tables(mode: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(
-    "kind", [set, lambda rows: {"a": frozenset([1])}, lambda rows: Matrix()], ids=["set", "in", "own"]
+    "kind",
+    [set, lambda rows: {"a": frozenset([1])}, lambda rows: Matrix(), lambda rows: Output(torch.zeros(3))],
+    ids=["set", "in", "own", "dataclass"],
 )
 def test_kinds_that_have_no_rows(kind: Any, mode: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"returned a \S*(builtins.set|frozenset|Matrix) in y_pred, whose rows"
+        ConfigurationError, match=r"returned a \S*(builtins.set|frozenset|Matrix|Output) in y_pred, whose rows"
     ):
         predicted(kind, **mode)
 
 
 class Matrix:
     shape = (3, 3)
+
+
+@dataclass
+class Output:
+    logits: Tensor
 
 
 def test_one_value_per_batch_stays() -> None:

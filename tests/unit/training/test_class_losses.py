@@ -205,3 +205,22 @@ def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() ->
     loop: TrainLoop[Any] = TrainLoop(Compiled(torch.compile(net, backend="eager")), None, progress_bar=False)  # type: ignore[arg-type]
     loss = loop.evaluate_model_loss(DataLoader(TensorDataset(x, y), 4))
     assert loss == pytest.approx(net(x, y)[1].item(), rel=1e-12)
+
+
+@torch.compile(backend="eager")
+def compiled_loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores, y, ignore_index=1)
+
+
+class WithCompiledLoss(Classifier):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return compiled_loss(self(batch_data[0]), batch_data[1])
+
+
+def test_a_compiled_function_is_compiled_once_for_all_batches_of_evaluations() -> None:
+    few, more = samples(12, ignored=1, first=2), samples(40, ignored=1, first=2)
+    loop = TrainLoop(WithCompiledLoss().double(), None, criterion=None, progress_bar=False)
+    loop.evaluate_model_loss(DataLoader(few, 4))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        in_batches = loop.evaluate_model_loss(DataLoader(more, 4))
+    assert in_batches == pytest.approx(loop.evaluate_model_loss(DataLoader(more, 40)), rel=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -83,18 +84,19 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Raise an error about a collection whose rows can't be joined, such as a set or a sparse matrix of scipy."""
+    """Raise an error about an object whose rows can't be joined, such as a set, a sparse matrix or a dataclass."""
     parts = parts_of(value)
-    if parts is not None:
+    whole = is_dataclass(value) and not isinstance(value, Mapping | tuple)
+    if parts is not None and not whole:
         for part in parts if isinstance(value, Mapping | tuple) else ():  # an item of a list may be any object
             _check_kind(name, part)
         return
     known = isinstance(value, (Tensor, np.ndarray, np.generic, str, bytes)) or is_table(value)
-    if not known and (hasattr(type(value), "__len__") or hasattr(value, "shape")):
+    if not known and (whole or hasattr(type(value), "__len__") or hasattr(value, "shape")):
         raise ConfigurationError(
             f"get_predictions returned a {type(value).__module__}.{type(value).__qualname__} in {name}, whose rows "
-            "can't be joined with those of other batches. Return a tensor, an array, a table of pandas, or a list "
-            "with one item for each sample."
+            "can't be joined with those of other batches. Return a tensor, an array, a table of pandas, a dict of "
+            "these, or a list with one item for each sample."
         )
 
 

@@ -730,7 +730,7 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions):
+        with functional_losses(self._functions, training=True):
             yield
         if not idle:
             self.class_losses.add(self._functions[before:])
