@@ -12,7 +12,12 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["map_parts", "map_together", "parts_of", "paths_of", "with_parts"]
+import numpy as np
+import torch
+
+__all__ = ["map_parts", "map_together", "packed", "parts_of", "paths_of", "unpacked", "with_parts"]
+
+_ARRAY = "__array__"
 
 
 def parts_of(value: Any) -> list[Any] | None:
@@ -151,3 +156,17 @@ def _of_type(kind: Any, content: Any) -> Any:
         return kind(content)
     except Exception:  # a type's constructor may require anything
         return content
+
+
+def packed(state: Any) -> Any:
+    """Return a state with numpy arrays as marked tensors: checkpoints contain tensors only."""
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(state.astype(state.dtype.newbyteorder("=")))}
+    return map_parts(packed, state)
+
+
+def unpacked(state: Any) -> Any:
+    """Invert :func:`packed`."""
+    if type(state) is dict and set(state) == {_ARRAY}:
+        return state[_ARRAY].numpy().copy()
+    return map_parts(unpacked, state)

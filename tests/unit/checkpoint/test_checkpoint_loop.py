@@ -118,6 +118,25 @@ class Own:
         return 101
 
 
+class Passes(Own):
+    """A sampler that counts its passes, and reports the count and its generator."""
+
+    def __init__(self) -> None:
+        super().__init__(random.Random(3))
+        self.passes = np.zeros(1, dtype=np.int64)
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return iter([(i + int(self.passes[0])) % 101 for i in super().__iter__()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "rng": self.rng.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes[:] = state["passes"]
+        self.rng.setstate(state["rng"])
+
+
 GENERATORS: dict[str, Any] = {
     "Python": lambda: random.Random(3),
     "numpy": lambda: np.random.default_rng(3),
@@ -148,6 +167,10 @@ LOADERS: dict[str, Any] = {
         f"a sampler's {name}": lambda data, make=make: DataLoader(data, 10, sampler=Own(make()))
         for name, make in GENERATORS.items()
     },
+    "a sampler with a state_dict": lambda data: DataLoader(data, 10, sampler=Passes()),
+    "a batch sampler's sampler with a state_dict": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(Passes(), 10, False)
+    ),
     "a batch sampler's sampler": lambda data: DataLoader(
         data, batch_sampler=BatchSampler(Own(random.Random(1)), 10, False)
     ),
@@ -212,6 +235,29 @@ def test_a_samplers_generator_continues_after_ranks(generator: str) -> None:
         return [list(sampler) for _ in range(2)]
 
     assert orders() == orders(gpu_mode="ddp", devices=2)
+
+
+def test_a_samplers_state_dict_continues_after_ranks() -> None:
+    def order(**mode: Any) -> list[int]:
+        sampler = Passes()
+        make_loop(DataLoader(make_data(), 10, sampler=sampler), accelerator="cpu", **mode).fit(num_epochs=1)
+        assert sampler.passes.tolist() == [1]
+        return list(sampler)
+
+    assert order() == order(gpu_mode="ddp", devices=2)
+
+
+def test_a_samplers_state_that_no_checkpoint_can_contain_is_warned_of(tmp_path: Path) -> None:
+    class Odd(Own):
+        def state_dict(self) -> Any:
+            return {"loop": object()}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    loop = make_loop(DataLoader(make_data(), 10, sampler=Odd(random.Random(3))))
+    with pytest.warns(UserWarning, match=r"train_loader: the state_dict\(\) of its sampler can't be stored"):
+        loop.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
 
 
 def test_the_order_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from trainloop._support import rng
 from trainloop._support.user_line import warn
 from trainloop.data.loader.loader_copies import isolated_base_seed, persistent_workers
-from trainloop.data.order.orders import generators_of, set_states
+from trainloop.data.order.orders import generators_of, kept_in_checkpoints, set_states
 from trainloop.data.source.sources import Source
 
 __all__ = ["FeedPosition"]
@@ -136,6 +136,7 @@ class FeedPosition:
         """Return the position as plain types and tensors; see :meth:`TrainFeed.state_dict`."""
         begin = None if ended else self._at_epoch_begin
         states = (self._states() if begin is None else begin).captured()
+        states["generators"] = kept_in_checkpoints(states["generators"], plain, self._name)
         position = self._source.position
         if self._loaded is not None or position is None:
             return {**states, "position": self._loaded}

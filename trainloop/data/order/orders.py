@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -14,9 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from trainloop._support.nested import packed, unpacked
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
+from trainloop._support.user_line import warn
 from trainloop.data.batch.randomness import IsolatedRandomState
+from trainloop.errors import TrainLoopError
 
 T = TypeVar("T")
 
@@ -144,6 +148,23 @@ class _OfOldNumpy:
         self.own.set_state(state)
 
 
+@dataclass(frozen=True)
+class _OfState:
+    """An own sampler's ``state_dict`` and ``load_state_dict``."""
+
+    own: Any
+
+    def get_state(self) -> Any:
+        return packed(copy.deepcopy(self.own.state_dict()))
+
+    def set_state(self, state: Any) -> None:
+        self.own.load_state_dict(unpacked(state))
+
+
+def _has_state(holder: Any) -> bool:
+    return all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def _without_arrays(state: Any) -> Any:
     if isinstance(state, np.ndarray):
         return state.tolist()
@@ -163,18 +184,37 @@ def _as_generator(value: Any) -> Generator | None:
 def generators_of(loader: Any) -> dict[str, Generator]:
     """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once.
 
-    In samplers of the user's own classes, these are all attributes that are generators of Python, numpy or torch.
+    In samplers of the user's own classes, these are all attributes that are generators of Python, numpy or torch; or,
+    if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these methods includes
+    its samplers' states in its own.
     """
     found: dict[str, Generator] = {}
     for name, holder in parts_of_loader(loader).items():
         attributes = {name: getattr(holder, "generator", None)}
         if name != "loader" and not type(holder).__module__.startswith("torch."):
-            attributes.update({f"{name}:{key}": value for key, value in getattr(holder, "__dict__", {}).items()})
+            if not _has_state(holder):
+                attributes.update({f"{name}:{key}": value for key, value in getattr(holder, "__dict__", {}).items()})
+            elif not _has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
+                found[f"{name}:state"] = _OfState(holder)
         for key, value in attributes.items():
             generator = _as_generator(value)
             if generator is not None and all(generator != other for other in found.values()):
                 found[key] = generator
     return found
+
+
+def kept_in_checkpoints(states: Mapping[str, Any], plain: Callable[[Any, str], Any], name: str) -> dict[str, Any]:
+    """Return the states of generators that a checkpoint can contain; warn of a sampler's own state that it can't."""
+    kept = {}
+    for key, state in states.items():
+        try:
+            kept[key] = plain(state, f"{name}: {key}")
+        except TrainLoopError as error:
+            warn(
+                f"{name}: the state_dict() of its {key.removesuffix(':state')} can't be stored in a checkpoint, so a "
+                f"resumed run may read another order. The error: {error}"
+            )
+    return kept
 
 
 def generator_states(loaders: Iterable[Any]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support import rng
-from trainloop._support.nested import map_parts
+from trainloop._support.nested import packed, unpacked
 from trainloop.data.batch.randomness import IsolatedRandomState
 from trainloop.data.batch.starting import started_with_workers
 from trainloop.data.batch.stops import guard_stop_iteration
@@ -28,8 +28,6 @@ from trainloop.data.loader import libraries
 from trainloop.data.order.orders import length_of
 
 T = TypeVar("T")
-
-_ARRAY = "__array__"
 
 
 def is_stateful(thing: Any) -> bool:
@@ -336,17 +334,3 @@ def retry_if_empty(read: Callable[[], Iterator[T]]) -> Iterator[T]:
     items = read()
     first = list(islice(items, 1))
     return chain(first, items) if first else read()
-
-
-def packed(state: Any) -> Any:
-    """Return a state with numpy arrays as marked tensors: checkpoints contain tensors only."""
-    if isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
-        return {_ARRAY: torch.from_numpy(state.astype(state.dtype.newbyteorder("=")))}
-    return map_parts(packed, state)
-
-
-def unpacked(state: Any) -> Any:
-    """Invert :func:`packed`."""
-    if type(state) is dict and set(state) == {_ARRAY}:
-        return state[_ARRAY].numpy().copy()
-    return map_parts(unpacked, state)

@@ -24,7 +24,7 @@ from trainloop.callbacks.base import overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
-from trainloop.data.order.orders import generator_states, set_generator_states
+from trainloop.data.order.orders import generator_states, kept_in_checkpoints, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
@@ -248,7 +248,14 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "groups": group_names(loop),
         "flags": training_flags(loop.model),
         "scaler": run.place.scaler.state_dict(),
-        "generators": generator_states((loop.validation_loader, loop.test_loader)),
+        "generators": [
+            kept_in_checkpoints(states, plain, name)
+            for name, states in zip(
+                ("validation_loader", "test_loader"),
+                generator_states((loop.validation_loader, loop.test_loader)),
+                strict=True,
+            )
+        ],
         "place": _place(run),
     }
 
