@@ -237,6 +237,42 @@ def test_a_samplers_generator_continues_after_ranks(generator: str) -> None:
     assert orders() == orders(gpu_mode="ddp", devices=2)
 
 
+class Noise(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = GENERATORS["torch"](), GENERATORS["Python"](), GENERATORS["numpy"]()
+        self.torch, self.python, self.numpy = self.generators
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.torch, dtype=x.dtype)
+        return x + noise * self.python.random() * self.numpy.random()
+
+
+class Noisy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return super().get_loss((self.noise(x), y), criterion, device)
+
+
+@pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}], ids=["single", "ddp"])
+def test_generators_of_a_models_parts_resume(mode: dict[str, Any], tmp_path: Path) -> None:
+    def make() -> TrainLoop:
+        return make_loop(model=Noisy(), accelerator="cpu", **mode)
+
+    whole, again = make(), make()
+    whole.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=None)])
+    middle = sorted(tmp_path.glob("*.pt"))[2]
+    again.fit(num_epochs=2, resume_from=middle)
+    assert again.history["loss"] == whole.history["loss"]
+    assert same(again.model.state_dict(), whole.model.state_dict())
+
+
 def test_a_samplers_state_dict_continues_after_ranks() -> None:
     def order(**mode: Any) -> list[int]:
         sampler = Passes()

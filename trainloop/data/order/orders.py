@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from trainloop._support.nested import packed, unpacked
@@ -200,6 +201,19 @@ def generators_of(loader: Any) -> dict[str, Generator]:
             generator = _as_generator(value)
             if generator is not None and all(generator != other for other in found.values()):
                 found[key] = generator
+    return found
+
+
+def generators_in(**holders: Any) -> dict[str, Generator]:
+    """Return the generators of Python, numpy and torch that are attributes of modules, or of other objects, by path."""
+    found: dict[str, Generator] = {}
+    for name, holder in holders.items():
+        parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
+        for path, part in parts.items():
+            for key, value in getattr(part, "__dict__", {}).items():
+                generator = _as_generator(value)
+                if generator is not None and all(generator != other for other in found.values()):
+                    found[f"{name}.{path}:{key}"] = generator
     return found
 
 

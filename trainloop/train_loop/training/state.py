@@ -24,7 +24,14 @@ from trainloop.callbacks.base import overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
-from trainloop.data.order.orders import generator_states, kept_in_checkpoints, set_generator_states
+from trainloop.data.order.orders import (
+    Generator,
+    generator_states,
+    generators_in,
+    kept_in_checkpoints,
+    set_generator_states,
+    set_states,
+)
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
@@ -105,9 +112,14 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
         "ends": [tuple(end) for end in loop.ends],
         "callbacks": _callback_states(loop, "rank_state_dict"),
         "optimizers": own_optimizer_states(loop),
+        "generators": {name: own.get_state() for name, own in _generators(loop).items()},
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     return distributed.gather_to(mine) if run.parallel else [mine]
+
+
+def _generators(loop: LoopState) -> dict[str, Generator]:
+    return generators_in(model=loop.model, criterion=loop.criterion)
 
 
 def _position(run: TrainingRun) -> dict[str, Any]:
@@ -581,6 +593,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     _load_metrics(run, ranks)
     if same_ranks:
         rng.restore(mine["rng"])
+        set_states(_generators(loop), mine.get("generators", {}))  # older checkpoints lack this entry
     else:
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
     if "generators" in state:  # missing in older checkpoints
