@@ -260,6 +260,7 @@ class Noisy(Net):
         return super().get_loss((self.noise(x), y), criterion, device)
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
 @pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}], ids=["single", "ddp"])
 def test_generators_of_a_models_parts_resume(mode: dict[str, Any], tmp_path: Path) -> None:
     def make() -> TrainLoop:
