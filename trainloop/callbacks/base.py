@@ -104,6 +104,8 @@ class AbstractCallback:
     device_idx_execution: int | None = None
     shared: tuple[str, ...] = ()
     """Names of attributes that all ranks' copies get from rank 0's copy when training ends, such as a run's ID."""
+    state_key: str = ""
+    """Distinguishes the saved state from those of other callbacks with the same class and name, such as a metric."""
     writes: bool = False
     """True if hooks write files or send values to a service, so that ``preflight`` leaves the callback out."""
 

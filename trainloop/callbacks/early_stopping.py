@@ -23,7 +23,7 @@ class _EndsByMetric(AbstractCallback):
         # Runs after callbacks that compute metrics at an epoch's end.
         super().__init__(name, execution_order=99)
         self._metric = Monitor(monitor, mode, owner=name)
-        self.monitor = monitor
+        self.monitor = self.state_key = monitor
         self.patience = number_of(name, "patience", patience, least=0)
 
     def on_train_loop_registration(self) -> None:

@@ -446,6 +446,32 @@ class Counts(AbstractCallback):
         self.count = state["count"]
 
 
+def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: Path) -> None:
+    def callbacks() -> list[AbstractCallback]:
+        scheduler = torch.optim.lr_scheduler.StepLR
+        made: list[AbstractCallback] = [
+            EarlyStopping("loss", patience=9),
+            EarlyStopping("rows", patience=9, mode="max"),
+            LRScheduler(scheduler, step_size=1, gamma=0.5, optimizer_idx=0),
+            Counts("a", 1),
+            Counts("a", 10),
+        ]
+        for callback in made[3:]:
+            callback.state_key = str(callback.by)  # type: ignore[attr-defined]
+        return made
+
+    class Logs(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+            self.log("rows", float(len(batch_data[0])))
+            return super().get_loss(batch_data, criterion, device)
+
+    first, second = callbacks(), callbacks()
+    make_loop(model=Logs()).fit(num_epochs=1, callbacks=[*first, ModelCheckpoint(tmp_path)])
+    again = make_loop(model=Logs())
+    again.fit(num_epochs=1, callbacks=[*reversed(second), ModelCheckpoint(tmp_path)], resume_from="last")
+    assert [callback.state_dict() for callback in second] == [callback.state_dict() for callback in first]
+
+
 def test_callbacks_of_one_name_are_matched_in_order_with_a_warning_if_one_is_missing(tmp_path: Path) -> None:
     def resumed(*names: str) -> list[int]:
         callbacks = [Counts(name, by) for name, by in zip(names, (1, 10), strict=False)]

@@ -138,6 +138,7 @@ class ModelCheckpoint(Saver):
         self._excluded = ExcludedParts(tuple(texts_of("ModelCheckpoint", "exclude", exclude)))
         check_mode(mode, "ModelCheckpoint")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
+        self.state_key = monitor or ""
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.
         self._received: tuple[str | None, tuple[str | None, float | None]] | None = None
         name = str(dirpath).rstrip("/")

@@ -161,6 +161,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.interval = interval
         self.monitor = monitor
         self.optimizer_idx = optimizer_idx
+        self.state_key = "" if not isinstance(optimizer_idx, int) else f"optimizer {optimizer_idx}"
         self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
         self._first = False  # True before the first step of a resumed schedule

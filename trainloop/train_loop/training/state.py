@@ -300,7 +300,12 @@ def _place(run: TrainingRun) -> dict[str, Any]:
 def _callback_states(loop: LoopState, method: str) -> list[dict[str, Any]]:
     """Return each callback's state, under the name by which another run identifies the callback."""
     states = [
-        {"name": callback.callback_name, "type": type(callback).__name__, "state": getattr(callback, method)()}
+        {
+            "name": callback.callback_name,
+            "type": type(callback).__name__,
+            "key": callback.state_key,
+            "state": getattr(callback, method)(),
+        }
         for callback in loop.callbacks
         # Most callbacks have no per-rank state.
         if method == "state_dict" or callback.uses_hook(method)
@@ -847,13 +852,19 @@ def _matched(
 ) -> tuple[list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
     """Return the callbacks with their saved entries, found by type and name, and the entries that are left.
 
-    Positions change when a callback is added to the list, so only equal ones are matched in order.
+    Positions change when a callback is added to the list, so those with equal names are matched by ``state_key``, and
+    only equal ones are matched in order.
     """
-    left, pairs = list(saved), []
-    for callback in callbacks:
-        key = (type(callback).__name__, callback.callback_name)
-        found = next((entry for entry in left if (entry["type"], entry["name"]) == key), None)
-        if found is not None:
-            left.remove(found)
-            pairs.append((callback, found))
-    return pairs, left
+    left, found = list(saved), {}
+    for by_key in (True, False):  # the key may have changed, and older checkpoints have none
+        for number, callback in enumerate(callbacks):
+            same = (
+                entry
+                for entry in left
+                if (entry["type"], entry["name"]) == (type(callback).__name__, callback.callback_name)
+                and (not by_key or entry.get("key", "") == callback.state_key)
+            )
+            if number not in found and (entry := next(same, None)) is not None:
+                left = [other for other in left if other is not entry]
+                found[number] = entry
+    return [(callbacks[number], found[number]) for number in sorted(found)], left
