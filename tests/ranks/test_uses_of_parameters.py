@@ -273,3 +273,61 @@ def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
     right = False
     with pytest.raises(WorkerFailedError, match=r"outside of get_loss.*predict_with_model\(\[batch\]\)"):
         trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])
+
+
+@pytest.mark.long
+def test_a_submodule_may_run_in_a_callback_before_the_first_step_in_fsdp() -> None:
+    class Plays(AbstractCallback):
+        """Plays an episode with a part of the model before each epoch."""
+
+        def on_epoch_begin(self) -> None:
+            with torch.no_grad():
+                self.played.append(self.train_loop_obj.model.a(torch.ones(1, 3, dtype=D)).sum().item())
+
+        def __init__(self) -> None:
+            super().__init__("plays")
+            self.played: list[float] = []
+
+    one, other = Plays(), Plays()
+    ours, losses = trained(Net("several forwards"), "fsdp", callbacks=[one])
+    theirs, their_losses = trained(Net("several forwards"), "single", callbacks=[other])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+    assert one.played == pytest.approx(other.played, abs=1e-12)
+    assert len(one.played) == 2
+
+
+class Painted(TTModel):
+    """Its parameter is what it predicts, as in style transfer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Parameter(torch.ones(4, 2, dtype=D))
+
+    def forward(self) -> Tensor:
+        return self.image
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self().sum(1, keepdim=True), batch_data[1])
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(), batch_data[1], {"rows": [row for row in self.image], "columns": self.image.T.contiguous().T}
+
+
+@pytest.mark.long
+def test_predictions_may_be_parameters_in_fsdp() -> None:
+    """The memory of gathered parameters is freed after the pass, and reading it would be a crash."""
+    found = {}
+    for mode in ("single", "fsdp"):
+        model = Painted()
+        batches = [(torch.ones(4, 3, dtype=D), torch.full((4, 1), float(i), dtype=D)) for i in range(4)]
+        loop = TrainLoop(
+            model, batches, batches[:2], None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), gpu_mode=mode,
+            accelerator="cpu", devices=1 if mode == "single" else 2, progress_bar=False, timeout=60,
+        )  # fmt: skip
+        loop.fit(1, grad_accumulation=2 if mode == "single" else 1)
+        y_pred, _, metadata = loop.predict_on_validation_set()
+        assert torch.equal(y_pred, torch.stack(metadata["rows"]))
+        assert torch.equal(y_pred, metadata["columns"])
+        found[mode] = y_pred
+    torch.testing.assert_close(found["fsdp"], found["single"], rtol=0, atol=1e-12)

@@ -219,7 +219,8 @@ def check_values(model: nn.Module) -> None:
         if tensor.is_meta:
             raise ConfigurationError(
                 f"model.{name} is on the meta device and has no values. Call model.to_empty(device='cpu') and set "
-                "its values, or load them with model.load_state_dict(state, assign=True)."
+                "its values, or load them with model.load_state_dict(state, assign=True). If the module is only a "
+                "template, such as for torch.func.functional_call, hide it from the model: self.base = [module]."
             )
 
 
