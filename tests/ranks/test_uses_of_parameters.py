@@ -311,7 +311,7 @@ class Painted(TTModel):
         return criterion(self().sum(1, keepdim=True), batch_data[1])
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(), batch_data[1], {"rows": [row for row in self.image], "columns": self.image.T.contiguous().T}
+        return self(), batch_data[1], {"rows": list(self.image), "columns": self.image.T.contiguous().T}
 
 
 @pytest.mark.long
