@@ -331,3 +331,36 @@ def test_predictions_may_be_parameters_in_fsdp() -> None:
         assert torch.equal(y_pred, metadata["columns"])
         found[mode] = y_pred
     torch.testing.assert_close(found["fsdp"], found["single"], rtol=0, atol=1e-12)
+
+
+class Field(Net):
+    """Predicts a gradient by its inputs, as a Hamiltonian network; in evaluations without a graph of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (field,) = torch.autograd.grad(self.c(self.b(self.a(x))).sum(), x, create_graph=self.training)
+        return field.sum(1, keepdim=True)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
+
+@pytest.mark.long
+def test_gradients_by_inputs_in_evaluations_leave_no_gathered_parameters_in_fsdp() -> None:
+    """These would be stale after the next step."""
+
+    class Validates(AbstractCallback):
+        def on_after_optimizer_step(self) -> None:
+            self.losses.append(self.train_loop_obj.evaluate_loss_on_validation_set())
+
+        def __init__(self) -> None:
+            super().__init__("validates")
+            self.losses: list[float] = []
+
+    one, other = Validates(), Validates()
+    ours, losses = trained(Field(), "fsdp", callbacks=[one])
+    theirs, their_losses = trained(Field(), "single", callbacks=[other])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+    assert one.losses == pytest.approx(other.losses, abs=1e-12)

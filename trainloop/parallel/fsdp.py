@@ -190,8 +190,6 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_mesh = mesh
         self._tt_units = units
         self._tt_watched: WatchedForwards | None = None
-        # The units, except the root, that a forward leaves gathered, or sharded over fewer ranks.
-        self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
@@ -316,9 +314,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     def reshard_units(self) -> None:
         """In every unit, free the parameters that are still gathered because no backward followed.
 
-        This needs no exchange.
+        A forward leaves the root gathered, and a backward within a forward, as for gradients of inputs, leaves all units
+        so. This needs no exchange.
         """
-        for unit in [*self._tt_left_whole, self]:
+        for _, unit in self._tt_units:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:

@@ -94,6 +94,10 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
         (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion."),
         (
+            ({"a": (torch.tensor(0.0), "3")},),
+            r"loss_dict\['a'\]=\(tensor\(0.\), '3'\): .*where weight is a number",
+        ),
+        (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
             r"loss_optimizer_map names \['b'\], but the losses are \['a'\]. In the map, give each loss the index",
         ),

@@ -216,7 +216,7 @@ def _as_rank(
 @contextmanager
 def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Create a run in this process; it is ``loop.running`` in the block. Without ``job``, the run can only evaluate."""
-    with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
+    with _own_randomness(loop, trains=job is not None), placed(loop, job, joined=joined) as place:
         run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         loop.note(running=run)
         try:
@@ -255,8 +255,17 @@ def _kind_of_training(loop: LoopState) -> type[Training]:
 
 
 @contextmanager
-def _own_randomness(loop: LoopState) -> Iterator[None]:
-    """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop."""
+def _own_randomness(loop: LoopState, *, trains: bool) -> Iterator[None]:
+    """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop.
+
+    An evaluation outside of ``fit`` draws from the caller's random state in every mode: in ranks, from a seed that
+    depends on this state.
+    """
+    if not trains:
+        here = has_ranks(loop.gpu_mode)
+        with rng.isolated(rng.derive_seed(loop.drawn_seed, "evaluation", loop.rank)) if here else nullcontext():
+            yield
+        return
     seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
         yield
