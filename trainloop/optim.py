@@ -290,6 +290,20 @@ class MultiOptimizer:
 _BY_MAP = "Give one of these, for example with MultiLoss(..., loss_optimizer_map={'the loss': 0})."
 
 
+def explain_no_graph(error: RuntimeError, optimizer: Any) -> None:
+    """Raise an explanation if an optimizer's step failed because it differentiates gradients, as AdaHessian does."""
+    if "does not require grad and does not have a grad_fn" not in str(error):
+        return
+    names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
+    raise ConfigurationError(
+        f"{names}.step() differentiates something without a graph. If these are gradients, as in AdaHessian: the loop "
+        "calls backward without create_graph=True, which would keep each step's memory. In get_loss, compute what the "
+        "optimizer needs from torch.autograd.grad(loss, parameters, create_graph=True), and keep it where the optimizer "
+        "reads it, such as in p.hessian (in ddp, its mean over ranks: distributed.all_reduce(value, 'mean')). "
+        f"torch says: {error}"
+    ) from error
+
+
 def _with_weight(name: str, loss: Any) -> Tensor:
     """Return a loss of a MultiLoss; a weight that came with it is attached, like the divisor of a criterion."""
     weight = None

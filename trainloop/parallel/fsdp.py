@@ -188,7 +188,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         mesh = _mesh(module, mesh, replicas)
         device = _device_of(mesh)
         self._tt_mesh = mesh
-        self._tt_units = units
+        self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
@@ -314,8 +314,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     def reshard_units(self) -> None:
         """In every unit, free the parameters that are still gathered because no backward followed.
 
-        A forward leaves the root gathered, and a backward within a forward, as for gradients of inputs, leaves all units
-        so. This needs no exchange.
+        A forward leaves the root gathered, and a backward within a forward, as for gradients by inputs, leaves all
+        units gathered. This needs no exchange.
         """
         for _, unit in self._tt_units:
             unit.reshard()

@@ -26,7 +26,7 @@ from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
-from trainloop.optim import needs_closure, optimizers_of
+from trainloop.optim import criterion_modules, explain_no_graph, needs_closure, optimizers_of
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -70,6 +70,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
+    for module in criterion_modules(loop.criterion):
+        check_values(module, "criterion")
     if has_ranks(loop.gpu_mode):
         check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}", loop.run_config.devices[0].type)
     if job is not None:
@@ -230,6 +232,8 @@ def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined:
             explain_batch_of_one(error)
             raise
         except RuntimeError as error:
+            if job is not None and getattr(run, "stage", None) == "step":
+                explain_no_graph(error, loop.optimizer)
             explain_device(error, loop.model, loop.criterion, place.device)
             explain_shared_memory(error)
             raise
