@@ -298,8 +298,8 @@ def explain_no_graph(error: RuntimeError, optimizer: Any) -> None:
     raise ConfigurationError(
         f"{names}.step() differentiates something without a graph. If these are gradients, as in AdaHessian: the loop "
         "calls backward without create_graph=True, which would keep each step's memory. In get_loss, compute what the "
-        "optimizer needs from torch.autograd.grad(loss, parameters, create_graph=True), and keep it where the optimizer "
-        "reads it, such as in p.hessian (in ddp, its mean over ranks: distributed.all_reduce(value, 'mean')). "
+        "optimizer needs from torch.autograd.grad(loss, parameters, create_graph=True), and keep it where the step can "
+        "read it, such as in p.hessian (in ddp, its mean over ranks: distributed.all_reduce(value, 'mean')). "
         f"torch says: {error}"
     ) from error
 

@@ -364,3 +364,20 @@ def test_gradients_by_inputs_in_evaluations_leave_no_gathered_parameters_in_fsdp
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert losses == pytest.approx(their_losses, abs=1e-12)
     assert one.losses == pytest.approx(other.losses, abs=1e-12)
+
+
+class Keeps(Net):
+    """Keeps a view of a weight for a callback."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self(x), y)
+        self.last = self.c.weight.detach().clone() if self.use == "clone" else self.c.weight.detach()
+        return loss
+
+
+@pytest.mark.long
+def test_a_kept_view_of_a_gathered_parameter_warns_in_fsdp() -> None:
+    """Its memory is freed: a callback would read other numbers, or crash. (Here, warnings are errors.)"""
+    with pytest.raises(WorkerFailedError, match=r"the attribute last of Keeps shares the memory of c\.weight.*\.clone"):
+        trained(Keeps(), "fsdp")
+    trained(Keeps("clone"), "fsdp")

@@ -28,7 +28,7 @@ from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, name
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
@@ -279,7 +279,7 @@ class Run:
             with self.place.autocast, whole_batch(), explained_evaluation(batch):
                 output = model.get_predictions(batch, device)
             if before is not None and rng.drew(before):
-                warn(_SAME_DRAWS)
+                (warn_or_print if self.parallel else warn)(_SAME_DRAWS)
             again = False
             return output
 
