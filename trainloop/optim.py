@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
+import numpy as np
+import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.reduction import attach_divisor
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MultiLoss", "MultiOptimizer"]
@@ -25,7 +28,8 @@ class MultiLoss(Mapping[str, Tensor]):
 
     Parameters
     ----------
-    loss_dict : mapping of str to 0-d Tensor
+    loss_dict : mapping of str to 0-d Tensor or tuple
+        A loss, or ``(loss, weight)`` for a loss that is a mean over ``weight`` units, such as boxes or tokens.
     loss_optimizer_map : mapping of str to int or str, optional
         Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss is for the
         optimizer with the same name. In that case, several optimizers must have names (see :class:`MultiOptimizer`).
@@ -48,17 +52,13 @@ class MultiLoss(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        loss_dict: Mapping[str, Tensor],
+        loss_dict: Mapping[str, Tensor | tuple[Tensor, Any]],
         loss_optimizer_map: Mapping[str, int | str] | None = None,
         retain_graph_until_last: bool = True,
     ) -> None:
         if not isinstance(loss_dict, Mapping) or not loss_dict:
             raise ConfigurationError(f"loss_dict={loss_dict!r}: must be a dict with at least one named loss.")
-        for name, loss in loss_dict.items():
-            if not isinstance(loss, Tensor):
-                raise ConfigurationError(
-                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, like the result of a criterion."
-                )
+        losses = {name: _with_weight(name, loss) for name, loss in loss_dict.items()}
         if loss_optimizer_map is not None and not isinstance(loss_optimizer_map, Mapping):
             raise ConfigurationError(f"loss_optimizer_map={loss_optimizer_map!r}: must be a dict, or None.")
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
@@ -66,7 +66,7 @@ class MultiLoss(Mapping[str, Tensor]):
                 f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}. In the "
                 "map, give each loss the index or the name of its optimizer."
             )
-        self.loss_dict = dict(loss_dict)
+        self.loss_dict = losses
         self.loss_optimizer_map = None if loss_optimizer_map is None else dict(loss_optimizer_map)
         self.retain_graph_until_last = retain_graph_until_last
 
@@ -104,7 +104,11 @@ class MultiLoss(Mapping[str, Tensor]):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
         """Return the same losses, with ``function`` applied to each."""
-        return self._like({name: function(loss) for name, loss in self.loss_dict.items()}, self.loss_optimizer_map)
+        losses = {
+            name: attach_divisor(function(loss), getattr(loss, "trainloop_divisor", None))
+            for name, loss in self.loss_dict.items()
+        }
+        return self._like(losses, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
         return MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
@@ -284,6 +288,39 @@ class MultiOptimizer:
 
 
 _BY_MAP = "Give one of these, for example with MultiLoss(..., loss_optimizer_map={'the loss': 0})."
+
+
+def explain_no_graph(error: RuntimeError, optimizer: Any) -> None:
+    """Raise an explanation if an optimizer's step failed because it differentiates gradients, as AdaHessian does."""
+    if "does not require grad and does not have a grad_fn" not in str(error):
+        return
+    names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
+    raise ConfigurationError(
+        f"{names}.step() differentiates something without a graph. If these are gradients, as in AdaHessian: the loop "
+        "calls backward without create_graph=True, which would keep each step's memory. In get_loss, compute what the "
+        "optimizer needs from torch.autograd.grad(loss, parameters, create_graph=True), and keep it where the step can "
+        "read it, such as in p.hessian (in ddp, its mean over ranks: distributed.all_reduce(value, 'mean')). "
+        f"torch says: {error}"
+    ) from error
+
+
+def _with_weight(name: str, loss: Any) -> Tensor:
+    """Return a loss of a MultiLoss; a weight that came with it is attached, like the divisor of a criterion."""
+    weight = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, weight = loss
+    number = isinstance(weight, (int, float, np.generic)) and not isinstance(weight, bool)
+    if not isinstance(loss, Tensor) or not (
+        weight is None or number or (isinstance(weight, Tensor) and weight.numel() == 1)
+    ):
+        raise ConfigurationError(
+            f"loss_dict[{name!r}]={loss if weight is None else (loss, weight)!r}: must be a 0-d tensor, like the "
+            "result of a criterion, or (loss, weight), where weight is a number or a 0-d tensor, such as the number of "
+            "boxes that the loss is a mean over."
+        )
+    if isinstance(weight, Tensor):
+        weight = weight.item() if weight.is_cpu and not torch.compiler.is_compiling() else weight.detach().reshape(())
+    return attach_divisor(loss, weight)
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:

@@ -72,6 +72,18 @@ class Classifier(TTModel):
             return MultiLoss({"out": criterion(scores, y) / 2, "aux": 0.5 * aux, "other": -criterion(scores, y)})
         if self.kind == "factor":
             return criterion(scores, y) * torch.tensor(0.3)
+        if self.kind == "pairs":  # computed by hand, each with what it was divided by
+            seen, classes = y >= 0, y.clamp(min=0)
+            picked = functional.log_softmax(scores, 1).gather(1, classes[:, None]).squeeze(1)
+            weights = CLASS_WEIGHTS[classes]
+            squares = (weights * scores.square().mean(1)).sum() / weights.sum()
+            return MultiLoss(
+                {
+                    "own": (-(picked * seen).sum() / seen.sum().clamp(min=1), seen.sum()),
+                    "squares": (0.1 * squares, weights.sum().item()),
+                    "size": 0.1 * scores.abs().mean(),
+                }
+            )
         if self.kind == "several optimizers":
             parts = {"body": criterion(scores, y), "head": self.inner(scores, y.clamp(min=0))}
             return MultiLoss(parts)
@@ -114,6 +126,7 @@ CASES: dict[str, tuple[str, Any, TensorDataset]] = {
     "MultiLoss, later ignored": ("several", nn.CrossEntropyLoss(), samples(37, first=4)),
     "MultiLoss, factors": ("factors", nn.CrossEntropyLoss(), samples(37)),
     "factor": ("factor", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
+    "MultiLoss, pairs": ("pairs", None, samples(37)),
     "MultiLoss, optimizers": ("several optimizers", nn.CrossEntropyLoss(), samples(37)),
 }
 if HAS_LINEAR:

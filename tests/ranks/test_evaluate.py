@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from kit.small_loop import BATCH_SIZE, make_loop
-from torch.utils.data import DataLoader
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from trainloop import AbstractCallback
+from trainloop import AbstractCallback, TrainLoop, TTModel
 
 MODES: list[tuple[str, dict[str, Any]]] = [
     (mode, {} if mode == "single" else {"devices": 2}) for mode in ("single", "dp", "ddp", "fsdp")
@@ -48,3 +51,52 @@ def test_evaluate_returns_the_loss_and_all_logged_values(mode: str, options: dic
     before = loop.history.to_dict()
     assert loop.evaluate(loop.validation_loader) == pytest.approx(found)
     assert loop.history.to_dict() == before
+
+
+class Draws(TTModel):
+    """Its predictions are random, as with Monte Carlo dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self(batch_data[0]), batch_data[1])
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return torch.rand(len(batch_data[0])), batch_data[1], {}
+
+
+class Repeats(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        first, second = (self.train_loop_obj.predict_on_validation_set()[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("always:get_predictions draws")
+@pytest.mark.parametrize("mode, options", MODES, ids=[mode for mode, _ in MODES])
+def test_predictions_draw_from_the_callers_random_state_and_repeated_ones_warn(
+    mode: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, data = Draws(), TensorDataset(torch.randn(10, 6), torch.zeros(10, dtype=torch.long))
+    loop = TrainLoop(
+        model, DataLoader(data, 5), DataLoader(data, 5), DataLoader(data, 5), optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", progress_bar=False, **options,
+    )  # fmt: skip
+    rows = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        rows.append(loop.predict_on_test_set()[0])
+    assert torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], rows[1])
+    loop.predict_on_validation_set()  # another loader
+    in_ranks = mode in ("ddp", "fsdp")  # rank 0 prints its warnings
+    for call in (loop.predict_on_validation_set, lambda: loop.fit(1, callbacks=[Repeats()])):
+        assert "draws the same ones" not in capfd.readouterr().err
+        with nullcontext() if in_ranks else pytest.warns(UserWarning, match="draws the same ones as the last call"):
+            call()
+        assert ("draws the same ones as the last call" in capfd.readouterr().err) == in_ranks

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,3 +170,37 @@ def test_hooks_of_parameters_and_sparse_gradients_count_in_every_mode(mode: str,
     loop.fit(num_epochs=1, callbacks=[Registers()])
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-12)
+
+
+class Stacked(TTBasicModel):
+    """An ensemble with stacked weights; a model without values is the template for ``functional_call``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 4))
+        self.template = [nn.Linear(4, 2, bias=False, device="meta")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(weight: Tensor) -> Tensor:
+            return functional_call(self.template[0], {"weight": weight}, (x,))
+
+        return vmap(one)(self.weight).mean(0)
+
+
+def test_tensors_without_values_beside_the_model_stay_so_after_ranks() -> None:
+    torch.manual_seed(0)
+    model = Stacked()
+    reference = copy.deepcopy(model)
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 2))
+    sgd = optim.SGD(reference.parameters(), lr=0.1)
+    for x, y in DataLoader(data, 4):
+        sgd.zero_grad()
+        F.mse_loss(reference(x), y).backward()
+        sgd.step()
+    loader, own = DataLoader(data, 2), optim.SGD(model.parameters(), lr=0.1)
+    TrainLoop(
+        model, loader, optimizer=own, criterion=nn.MSELoss(), gpu_mode="ddp", accelerator="cpu", devices=2,
+        progress_bar=False,
+    ).fit(num_epochs=1)  # fmt: skip
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert model.template[0].weight.is_meta

@@ -273,3 +273,111 @@ def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
     right = False
     with pytest.raises(WorkerFailedError, match=r"outside of get_loss.*predict_with_model\(\[batch\]\)"):
         trained(Net("several forwards"), "fsdp", callbacks=[Calls("calls")])
+
+
+@pytest.mark.long
+def test_a_submodule_may_run_in_a_callback_before_the_first_step_in_fsdp() -> None:
+    class Plays(AbstractCallback):
+        """Plays an episode with a part of the model before each epoch."""
+
+        def on_epoch_begin(self) -> None:
+            with torch.no_grad():
+                self.played.append(self.train_loop_obj.model.a(torch.ones(1, 3, dtype=D)).sum().item())
+
+        def __init__(self) -> None:
+            super().__init__("plays")
+            self.played: list[float] = []
+
+    one, other = Plays(), Plays()
+    ours, losses = trained(Net("several forwards"), "fsdp", callbacks=[one])
+    theirs, their_losses = trained(Net("several forwards"), "single", callbacks=[other])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+    assert one.played == pytest.approx(other.played, abs=1e-12)
+    assert len(one.played) == 2
+
+
+class Painted(TTModel):
+    """Its parameter is what it predicts, as in style transfer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Parameter(torch.ones(4, 2, dtype=D))
+
+    def forward(self) -> Tensor:
+        return self.image
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self().sum(1, keepdim=True), batch_data[1])
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(), batch_data[1], {"rows": list(self.image), "columns": self.image.T.contiguous().T}
+
+
+@pytest.mark.long
+def test_predictions_may_be_parameters_in_fsdp() -> None:
+    """The memory of gathered parameters is freed after the pass, and reading it would be a crash."""
+    found = {}
+    for mode in ("single", "fsdp"):
+        model = Painted()
+        batches = [(torch.ones(4, 3, dtype=D), torch.full((4, 1), float(i), dtype=D)) for i in range(4)]
+        loop = TrainLoop(
+            model, batches, batches[:2], None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), gpu_mode=mode,
+            accelerator="cpu", devices=1 if mode == "single" else 2, progress_bar=False, timeout=60,
+        )  # fmt: skip
+        loop.fit(1, grad_accumulation=2 if mode == "single" else 1)
+        y_pred, _, metadata = loop.predict_on_validation_set()
+        assert torch.equal(y_pred, torch.stack(metadata["rows"]))
+        assert torch.equal(y_pred, metadata["columns"])
+        found[mode] = y_pred
+    torch.testing.assert_close(found["fsdp"], found["single"], rtol=0, atol=1e-12)
+
+
+class Field(Net):
+    """Predicts a gradient by its inputs, as a Hamiltonian network; in evaluations without a graph of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (field,) = torch.autograd.grad(self.c(self.b(self.a(x))).sum(), x, create_graph=self.training)
+        return field.sum(1, keepdim=True)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
+
+@pytest.mark.long
+def test_gradients_by_inputs_in_evaluations_leave_no_gathered_parameters_in_fsdp() -> None:
+    """These would be stale after the next step."""
+
+    class Validates(AbstractCallback):
+        def on_after_optimizer_step(self) -> None:
+            self.losses.append(self.train_loop_obj.evaluate_loss_on_validation_set())
+
+        def __init__(self) -> None:
+            super().__init__("validates")
+            self.losses: list[float] = []
+
+    one, other = Validates(), Validates()
+    ours, losses = trained(Field(), "fsdp", callbacks=[one])
+    theirs, their_losses = trained(Field(), "single", callbacks=[other])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    assert losses == pytest.approx(their_losses, abs=1e-12)
+    assert one.losses == pytest.approx(other.losses, abs=1e-12)
+
+
+class Keeps(Net):
+    """Keeps a view of a weight for a callback."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(self(x), y)
+        self.last = self.c.weight.detach().clone() if self.use == "clone" else self.c.weight.detach()
+        return loss
+
+
+@pytest.mark.long
+def test_a_kept_view_of_a_gathered_parameter_warns_in_fsdp() -> None:
+    """Its memory is freed: a callback would read other numbers, or crash. (Here, warnings are errors.)"""
+    with pytest.raises(WorkerFailedError, match=r"the attribute last of Keeps shares the memory of c\.weight.*\.clone"):
+        trained(Keeps(), "fsdp")
+    trained(Keeps("clone"), "fsdp")

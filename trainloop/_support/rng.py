@@ -19,6 +19,7 @@ __all__ = [
     "as_captured",
     "capture",
     "derive_seed",
+    "drew",
     "isolated",
     "peek_seed",
     "read",
@@ -99,6 +100,13 @@ def read(*, devices: bool = True, only_torch: bool = False) -> States:
     if devices and torch.backends.mps.is_available():
         states = states._replace(mps=torch.mps.get_rng_state())
     return states
+
+
+def drew(before: States) -> bool:
+    """Return True if torch has drawn random numbers since ``before`` was read."""
+    now = read(only_torch=True)
+    one, other = ([states.torch, *(states.cuda or ())] for states in (before, now))
+    return len(one) != len(other) or not all(map(torch.equal, one, other))
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:

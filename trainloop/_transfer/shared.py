@@ -148,10 +148,12 @@ def fingerprint(value: Any, known: list[object], *, fixed: bool = False) -> Fing
 def changed_parts(
     parts: Mapping[str, Any], before: Mapping[str, Fingerprint | None], known: list[object]
 ) -> dict[str, Any]:
-    """Return the contents of changed parts, for :func:`put_into`; tensors are always included, on the CPU."""
+    """Return the contents of changed parts, for :func:`put_into`, and the values of all tensors, on the CPU."""
     changed: dict[str, Any] = {}
     for path, obj in parts.items():
         if isinstance(obj, torch.Tensor):
+            if obj.is_meta:  # it has no values, as in a template for torch.func.functional_call
+                continue
             changed[path] = (obj.detach().cpu(), obj.requires_grad)
             continue
         now = _contents(obj)

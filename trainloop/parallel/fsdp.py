@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
+from trainloop._support.nested import map_parts
 from trainloop.distributed.objects import backend_of
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
@@ -78,6 +79,19 @@ class _Flags:
             now = parameters.get(name)
             if now is not shard and now is not None and now.requires_grad != shard.requires_grad:
                 shard.requires_grad_(now.requires_grad)
+
+    def without_gathered(self, output: Any) -> Any:
+        """Copy those tensors of nested outputs that share the memory of gathered parameters, which is freed soon."""
+        gathered = (parameters.get(name) for parameters, name, _ in self._shards)
+        places = {p.untyped_storage().data_ptr() for p in gathered if p is not None and not is_sharded(p)}
+
+        def apart(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                strided = value.layout is torch.strided and not value.is_nested and not is_sharded(value)
+                return value.clone() if strided and value.untyped_storage().data_ptr() in places else value
+            return map_parts(apart, value)
+
+        return apart(output)
 
 
 class TTFullyShardedDataParallel(Transparent, nn.Module):
@@ -174,10 +188,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         mesh = _mesh(module, mesh, replicas)
         device = _device_of(mesh)
         self._tt_mesh = mesh
-        self._tt_units = units
+        self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
-        # The units, except the root, that a forward leaves gathered, or sharded over fewer ranks.
-        self._tt_left_whole: list[Any] = [] if reshard_after_forward is True else [unit for _, unit in units[:-1]]
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
@@ -210,6 +222,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
+        self._tt_until_begun = [unit.register_forward_pre_hook(self._begin, prepend=True) for _, unit in units[:-1]]
         self._tt_flags = _Flags(self)
         self._tt_names = {id(p): name for name, p in module.named_parameters() if is_sharded(p)}
         for buffer in module.buffers() if sends else ():
@@ -224,7 +237,19 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
+    def _begin(self, *_: Any) -> None:
+        """Run an empty pass of the root, which prepares all units: FSDP requires that the root runs first.
+
+        Called where a callback calls a submodule before the first forward, such as a policy that plays an episode.
+        """
+        with torch.no_grad():
+            self(_Call(lambda: None))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tt_until_begun:
+            for hook in self._tt_until_begun:
+                hook.remove()
+            self._tt_until_begun = []
         # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it still needs.
         for group in self._tt_groups:
             group.reshard_after_backward = False
@@ -256,6 +281,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             if self._tt_watched is not None and not self._tt_watched.ended:
                 refuse_shards_in_functions(output, self._tt_names)
             reduce_late_gradients(output, self._tt_groups)
+        else:
+            output = self._tt_flags.without_gathered(output)
         return output
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -287,9 +314,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     def reshard_units(self) -> None:
         """In every unit, free the parameters that are still gathered because no backward followed.
 
-        This needs no exchange.
+        A forward leaves the root gathered, and a backward within a forward, as for gradients by inputs, leaves all
+        units gathered. This needs no exchange.
         """
-        for unit in [*self._tt_left_whole, self]:
+        for _, unit in self._tt_units:
             unit.reshard()
 
     def watch_forwards(self, number: int) -> None:
@@ -323,7 +351,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         nn.Module
             The module.
         """
-        for hook in self._tt_hooks:
+        for hook in [*self._tt_hooks, *self._tt_until_begun]:
             hook.remove()
         if self._tt_watched is not None:
             self._tt_watched.end()

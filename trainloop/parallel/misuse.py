@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._support.nested import parts_of
+from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, stays_whole
@@ -362,6 +363,7 @@ class WatchedForwards:
 
     def __init__(self, units: Iterable[tuple[str, nn.Module]], forwards: int) -> None:
         self._left = forwards
+        self._warned = False
         self._seen: dict[str, list[_Seen]] = {}
         self._hooks: list[Any] = []
         units = list(units)
@@ -373,7 +375,7 @@ class WatchedForwards:
             self._hooks += [
                 unit.register_forward_pre_hook(lambda part, _, name=name: self._note(name, part)),
                 unit.register_forward_hook(
-                    lambda *_, name=name, is_root=is_root: self._compare(name, is_root),
+                    lambda part, *_, name=name, is_root=is_root: self._compare(name, part, is_root),
                     prepend=True,
                 ),
             ]
@@ -386,7 +388,23 @@ class WatchedForwards:
         bits = bit_sums([p for _, p in whole])
         self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
 
-    def _compare(self, name: str, is_root: bool) -> None:
+    def _warn_of_kept(self, unit: nn.Module, gathered: Mapping[int, str]) -> None:
+        """Warn of an attribute that shares the memory of a gathered parameter, which is freed after the pass."""
+        for module in unit.modules():
+            for name, value in vars(module).items():
+                kept = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_sharded(value)
+                if not kept or value.layout is not torch.strided:
+                    continue
+                of = gathered.get(value.untyped_storage().data_ptr())
+                if of is not None:
+                    self._warned = True
+                    warn(
+                        f"gpu_mode='fsdp': the attribute {name} of {type(module).__name__} shares the memory of "
+                        f"{of.removeprefix('module.')}, which is gathered for this pass only. Reading it afterwards "
+                        "could crash the process. Keep a copy: .clone()."
+                    )
+
+    def _compare(self, name: str, unit: nn.Module, is_root: bool) -> None:
         # Skip parameters without memory: a backward within the forward has freed them.
         then = [seen for seen in self._seen.pop(name, []) if seen.parameter.untyped_storage().nbytes()]
         bits = bit_sums([seen.parameter for seen in then])
@@ -401,6 +419,8 @@ class WatchedForwards:
                     "where each parameter is a DTensor and target.lerp_(online, 0.01) works as usual, or use "
                     "gpu_mode='ddp'."
                 )
+        if then and not self._warned:
+            self._warn_of_kept(unit, {seen.parameter.untyped_storage().data_ptr(): seen.name for seen in then})
         if is_root and torch.is_grad_enabled():
             self._left -= 1
             if self._left <= 0:

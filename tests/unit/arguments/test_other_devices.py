@@ -50,6 +50,13 @@ def test_a_parameter_or_buffer_without_values_is_refused_before_a_start(mode: st
         fit(model, gpu_mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+def test_a_criterion_without_values_is_refused_before_a_start(mode: str) -> None:
+    criterion = nn.CrossEntropyLoss(torch.ones(3, device="meta"))
+    with pytest.raises(ConfigurationError, match=r"^criterion\.weight is on the meta device .*criterion\.to_empty"):
+        fit(Net(), criterion, gpu_mode=mode)
+
+
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
 def test_training_without_gradients_is_refused_before_a_start(mode: str) -> None:
     for context in (torch.no_grad, torch.inference_mode):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.small_loop import make_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -93,6 +94,10 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
         (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion."),
+        (
+            ({"a": (torch.tensor(0.0), "3")},),
+            r"loss_dict\['a'\]=\(tensor\(0.\), '3'\): .*where weight is a number",
+        ),
         (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
             r"loss_optimizer_map names \['b'\], but the losses are \['a'\]. In the map, give each loss the index",
@@ -299,3 +304,25 @@ def test_gradients_are_dropped_as_by_zero_grad() -> None:
     patched.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign,misc]
     drop_gradients(patched)
     assert called == [True]
+
+
+class DifferentiatesGradients(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        (p, *_) = self.param_groups[0]["params"]
+        torch.autograd.grad(p.grad.sum(), p)
+
+
+class AsksForClosure(DifferentiatesGradients):
+    needs_closure = True
+
+
+@pytest.mark.parametrize("kind", [DifferentiatesGradients, AsksForClosure])
+def test_an_optimizer_that_differentiates_gradients_is_explained(kind: Any) -> None:
+    loop = make_loop()
+    loop.optimizer = kind(loop.model.parameters(), lr=0.1)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{kind.__name__}\.step\(\) differentiates .*create_graph=True.*get_loss"
+    ):
+        loop.fit(num_epochs=1)

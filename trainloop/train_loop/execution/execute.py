@@ -26,7 +26,7 @@ from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
-from trainloop.optim import needs_closure, optimizers_of
+from trainloop.optim import criterion_modules, explain_no_graph, needs_closure, optimizers_of
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -70,6 +70,8 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
+    for module in criterion_modules(loop.criterion):
+        check_values(module, "criterion")
     if has_ranks(loop.gpu_mode):
         check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}", loop.run_config.devices[0].type)
     if job is not None:
@@ -216,7 +218,7 @@ def _as_rank(
 @contextmanager
 def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Create a run in this process; it is ``loop.running`` in the block. Without ``job``, the run can only evaluate."""
-    with nullcontext() if job is None else _own_randomness(loop), placed(loop, job, joined=joined) as place:
+    with _own_randomness(loop, trains=job is not None), placed(loop, job, joined=joined) as place:
         run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)
         loop.note(running=run)
         try:
@@ -230,6 +232,8 @@ def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined:
             explain_batch_of_one(error)
             raise
         except RuntimeError as error:
+            if job is not None and getattr(run, "stage", None) == "step":
+                explain_no_graph(error, loop.optimizer)
             explain_device(error, loop.model, loop.criterion, place.device)
             explain_shared_memory(error)
             raise
@@ -255,8 +259,17 @@ def _kind_of_training(loop: LoopState) -> type[Training]:
 
 
 @contextmanager
-def _own_randomness(loop: LoopState) -> Iterator[None]:
-    """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop."""
+def _own_randomness(loop: LoopState, *, trains: bool) -> Iterator[None]:
+    """Isolate the generators of a run with a seed. A run without a seed uses the caller's, as in any PyTorch loop.
+
+    An evaluation outside of ``fit`` draws from the caller's random state in every mode: in ranks, from a seed that
+    depends on this state.
+    """
+    if not trains:
+        here = has_ranks(loop.gpu_mode)
+        with rng.isolated(rng.derive_seed(loop.drawn_seed, "evaluation", loop.rank)) if here else nullcontext():
+            yield
+        return
     seed = loop.seed if loop.seed is not None or not has_ranks(loop.gpu_mode) else loop.drawn_seed
     if seed is None:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainloop._launch import rank_from_launcher
+from trainloop._support import rng
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments.checks import check_bool, check_loader, short
@@ -31,6 +32,8 @@ def predict(
     check_loader(loader, name, optional=False)
     if rows_to not in (None, "main", "all"):
         raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (all ranks) or None.")
+    now = rng.peek_seed(), id(loader), loop.global_step
+    loop.note(predicted_at=now, predicts_again=now == loop.predicted_at)
     work = loader, name, dataset_info, execute_callbacks
     if not check_bool(stream, "stream"):
         return run_now(Run.predict, *work, rows_to)

@@ -104,6 +104,10 @@ class LoopState:
         """Rank of this process among all processes that train together."""
         self.drawn_seed = 0
         """Seed derived from the caller's generator: ranks must agree on an order even if the user gave no seed."""
+        self.predicted_at: tuple[Any, ...] = ()
+        """Random state, loader and step of the last call that predicts."""
+        self.predicts_again = False
+        """True in a call that predicts with the same loader at the same step and random state as the call before."""
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
@@ -509,6 +513,6 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 # The loop's own attributes, as far as they are not properties or methods of the class.
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks history progress end_requested ends num_epochs num_iterations grad_accumulation process "
-    "drawn_seed scaler_state restarts timings_of_last_fit wrapper_args left_behind own_optimizer_states "
-    "resumed runs_apart cut cut_marks worker_marks running".split()
+    "drawn_seed predicted_at predicts_again scaler_state restarts timings_of_last_fit wrapper_args left_behind "
+    "own_optimizer_states resumed runs_apart cut cut_marks worker_marks running".split()
 )

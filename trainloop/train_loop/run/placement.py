@@ -213,13 +213,14 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         yield place
 
 
-def check_values(model: nn.Module) -> None:
-    """Raise an error for parameters and buffers on the meta device, which only ``fsdp`` initializes."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+def check_values(module: nn.Module, name: str = "model") -> None:
+    """Raise an error for parameters and buffers on the meta device; of the model, ``fsdp`` initializes them."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ConfigurationError(
-                f"model.{name} is on the meta device and has no values. Call model.to_empty(device='cpu') and set "
-                "its values, or load them with model.load_state_dict(state, assign=True)."
+                f"{name}.{path} is on the meta device and has no values. Call {name}.to_empty(device='cpu') and set "
+                f"its values, or load them with {name}.load_state_dict(state, assign=True). If the module is only a "
+                f"template, such as for torch.func.functional_call, hide it from the {name}: self.base = [module]."
             )
 
 

@@ -28,6 +28,7 @@ from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, name
 from trainloop._support import rng
 from trainloop._support.reduction import ClassLosses, sum_rule
 from trainloop._support.stopping import StopAgreement
+from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
@@ -270,9 +271,17 @@ class Run:
         hooks = self.hooks if execute_callbacks else HookTable((), model=self.loop.model)
         dataset_info = {**dataset_info, "pass": "predictions"}
 
+        again = self.loop.predicts_again and self.loop.is_global_zero
+
         def forward(batch: Any) -> Any:
+            nonlocal again
+            before = rng.read(only_torch=True) if again else None
             with self.place.autocast, whole_batch(), explained_evaluation(batch):
-                return model.get_predictions(batch, device)
+                output = model.get_predictions(batch, device)
+            if before is not None and rng.drew(before):
+                (warn_or_print if self.parallel else warn)(_SAME_DRAWS)
+            again = False
+            return output
 
         def get_predictions(batch: Any, size: int) -> Any:
             recorder.batch_size = size
@@ -454,3 +463,10 @@ def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             for buffer, own in zip(buffers, kept):
                 buffer.copy_(own)
+
+
+_SAME_DRAWS = (
+    "get_predictions draws random numbers, and this call draws the same ones as the last call, since evaluations leave "
+    "the random state unchanged. If you compare or average several passes (Monte Carlo dropout), draw all samples in "
+    "get_predictions, or call torch.manual_seed with another seed before each pass."
+)
