@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from operator import is_
 from typing import Any
 
@@ -25,7 +26,10 @@ class MultiLoss(Mapping[str, Tensor]):
 
     Parameters
     ----------
-    loss_dict : mapping of str to 0-d Tensor
+    loss_dict : mapping of str to 0-d Tensor, or to tuple of (0-d Tensor, weight)
+        In a tuple, the loss is a mean over ``weight`` units (such as tokens), and micro-batches, ranks and evaluation
+        batches are weighted by this number. Each loss may have its own weight. Losses without one are means over the
+        batch's samples.
     loss_optimizer_map : mapping of str to int or str, optional
         Index or name of the optimizer of each loss; several losses may share an optimizer. Default: a loss is for the
         optimizer with the same name. In that case, several optimizers must have names (see :class:`MultiOptimizer`).
@@ -44,21 +48,38 @@ class MultiLoss(Mapping[str, Tensor]):
     >>> losses = MultiLoss({"a": w.sum(), "b": 3 * w.sum()}, {"a": 0, "b": 1})
     >>> losses.item()
     {'a': 2.0, 'b': 6.0}
+    >>> MultiLoss({"tokens": (w.sum(), 7), "rows": w.sum()}).weights
+    {'tokens': 7}
     """
+
+    weights: dict[str, Any]
+    """Weights of the losses that were passed with a weight, by the losses' names."""
 
     def __init__(
         self,
-        loss_dict: Mapping[str, Tensor],
+        loss_dict: Mapping[str, Tensor | tuple[Tensor, Any]],
         loss_optimizer_map: Mapping[str, int | str] | None = None,
         retain_graph_until_last: bool = True,
     ) -> None:
         if not isinstance(loss_dict, Mapping) or not loss_dict:
             raise ConfigurationError(f"loss_dict={loss_dict!r}: must be a dict with at least one named loss.")
-        for name, loss in loss_dict.items():
+        losses: dict[str, Tensor] = {}
+        weights: dict[str, Any] = {}
+        for name, given in loss_dict.items():
+            loss, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
             if not isinstance(loss, Tensor):
                 raise ConfigurationError(
-                    f"loss_dict[{name!r}]={loss!r}: must be a 0-d tensor, like the result of a criterion."
+                    f"loss_dict[{name!r}]={given!r}: must be a 0-d tensor, like the result of a criterion, or a "
+                    "tuple of this and its weight."
                 )
+            if weight is not None:
+                if not (isinstance(weight, Tensor) and weight.numel() == 1) and not isinstance(weight, Real):
+                    raise ConfigurationError(
+                        f"loss_dict[{name!r}]=(loss, {weight!r}): the weight must be a number or a 0-d tensor, for "
+                        "example the number of tokens."
+                    )
+                weights[name] = weight
+            losses[name] = loss
         if loss_optimizer_map is not None and not isinstance(loss_optimizer_map, Mapping):
             raise ConfigurationError(f"loss_optimizer_map={loss_optimizer_map!r}: must be a dict, or None.")
         if loss_optimizer_map is not None and loss_optimizer_map.keys() != loss_dict.keys():
@@ -66,7 +87,8 @@ class MultiLoss(Mapping[str, Tensor]):
                 f"loss_optimizer_map names {list(loss_optimizer_map)}, but the losses are {list(loss_dict)}. In the "
                 "map, give each loss the index or the name of its optimizer."
             )
-        self.loss_dict = dict(loss_dict)
+        self.loss_dict = losses
+        self.weights = weights
         self.loss_optimizer_map = None if loss_optimizer_map is None else dict(loss_optimizer_map)
         self.retain_graph_until_last = retain_graph_until_last
 
@@ -107,7 +129,9 @@ class MultiLoss(Mapping[str, Tensor]):
         return self._like({name: function(loss) for name, loss in self.loss_dict.items()}, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
-        return MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
+        alike = MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
+        alike.weights = self.weights
+        return alike
 
     def __truediv__(self, divisor: Any) -> MultiLoss:
         return self.map(lambda loss: loss / divisor)

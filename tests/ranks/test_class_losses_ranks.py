@@ -6,7 +6,8 @@ import pytest
 import torch
 from kit.class_losses import CASES, trained
 
-MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", "MultiLoss", "MultiLoss, factors", "MultiLoss, optimizers")
+MULTI_LOSSES = ("MultiLoss", "MultiLoss, factors", "MultiLoss, optimizers", "MultiLoss, own weights")
+MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", *MULTI_LOSSES)
 
 
 def _compare(case: str, mode: str, ranks: int, accumulation: int) -> None:
@@ -24,7 +25,7 @@ def test_two_ranks_step_as_one_process(case: str, accumulation: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["weights", "ignored", "MultiLoss"])
+@pytest.mark.parametrize("case", ["weights", "ignored", "MultiLoss", "MultiLoss, own weights"])
 def test_sharded_ranks_step_as_one_process(case: str) -> None:
     _compare(case, "fsdp", 2, 2)
 

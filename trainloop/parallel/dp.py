@@ -223,7 +223,8 @@ class TTDataParallel(Transparent, DataParallel):
     def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
         """Return the loss of the whole batch from the losses of its parts."""
         rule = sum_rule(self.module, criterion)
-        if rule is None or isinstance(losses[0], tuple):
+        weighted = isinstance(losses[0], tuple) or (isinstance(losses[0], MultiLoss) and losses[0].weights)
+        if rule is None or weighted:
             return parts.combine_losses(losses, sizes)
         # Without a graph, use the last decision: evaluation's first batch has a graph.
         if torch.is_grad_enabled() or rule.certain:
@@ -337,7 +338,9 @@ def _on_device(value: Any, device: torch.device) -> Any:
             divisor = divisor.to(device, non_blocking=True)
         return attach_divisor(value.to(device, non_blocking=True), divisor)
     if isinstance(value, MultiLoss):
-        return value.map(lambda loss: _on_device(loss, device))
+        moved = value.map(lambda loss: _on_device(loss, device))
+        moved.weights = _on_device(value.weights, device)
+        return moved
     return map_parts(lambda item: _on_device(item, device), value)
 
 

@@ -294,6 +294,8 @@ def _mean(
         }
         if isinstance(first, dict):
             return means
+        for name in first.weights:  # as for pairs of a loss and its weight
+            means[name] = combine_losses([(loss[name], loss.weights.get(name, 0)) for loss in losses], ())
         return MultiLoss(means, first.loss_optimizer_map, first.retain_graph_until_last)
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)

@@ -44,6 +44,13 @@ def test_arithmetic_keeps_names_and_optimizers() -> None:
     assert losses(a=1.0).total().item() == 1.0
 
 
+def test_arithmetic_keeps_weights() -> None:
+    both = MultiLoss({"a": (torch.tensor(2.0), 3), "b": torch.tensor(1.0)})
+    assert both.item() == {"a": 2.0, "b": 1.0}
+    for changed in (both, both / 2, 2 * both, both.detach()):
+        assert changed.weights == {"a": 3}
+
+
 def test_losses_of_an_optimizer() -> None:
     three = MultiLoss({name: torch.tensor(v) for name, v in zip("abc", (1.0, 2.0, 4.0))}, {"a": 0, "b": 1, "c": 0})
     assert three.for_optimizer(0).item() == 5.0  # type: ignore[union-attr]
@@ -92,7 +99,10 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
     [
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
-        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion."),
+        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion, or a tuple of"),
+        (({"a": (0.5, 3)},), r"loss_dict\['a'\]=\(0.5, 3\): must be a 0-d tensor"),
+        (({"a": (torch.tensor(0.0), "3")},), r"loss_dict\['a'\]=\(loss, '3'\): the weight must be a number or a 0-d"),
+        (({"a": (torch.tensor(0.0), torch.ones(2))},), r"the weight must be a number or a 0-d tensor"),
         (
             ({"a": torch.tensor(0.0)}, {"b": 0}),
             r"loss_optimizer_map names \['b'\], but the losses are \['a'\]. In the map, give each loss the index",

@@ -76,6 +76,8 @@ def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None)
         loss, weight = split_loss(output)
         if weight is not None:
             return BatchLoss(loss, weight, True)
+        if isinstance(loss, MultiLoss) and loss.weights:
+            return BatchLoss(loss, weights_of_parts(loss, size), True)
     is_sum = sums is not None and sums(loss)
     units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
     return BatchLoss(loss, units, False, is_sum)
@@ -112,12 +114,17 @@ def split_loss(output: Any) -> tuple[Any, Any]:
             "that is computed from the model's output, such as output.sum() * 0."
         )
     _check_scalar(loss)
+    if weight is not None and isinstance(loss, MultiLoss) and loss.weights:
+        raise ConfigurationError(
+            f"get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for {list(loss.weights)}. "
+            "Return the MultiLoss alone, or give it losses without weights."
+        )
     return loss, weight
 
 
 def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
     """Return the weight of each loss; ``None`` if all losses are means over their ``size`` samples."""
-    divisors = {name: divisor_of(loss) for name, loss in losses.items()}
+    divisors = {name: losses.weights.get(name, divisor_of(loss)) for name, loss in losses.items()}
     if all(divisor is None for divisor in divisors.values()):
         return None
     return {name: size if divisor is None else divisor for name, divisor in divisors.items()}

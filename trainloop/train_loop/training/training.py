@@ -747,7 +747,8 @@ class Training(Run):
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
         if isinstance(read.units, dict):
-            known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
+            parts = read.loss
+            known = len(parts.weights) + sum(divisor_of(part) is not None for part in parts.values()) >= calls
         if known or not averaged or self._warned_of_averages or not loop.is_global_zero:
             return
         self._warned_of_averages = True
@@ -756,7 +757,8 @@ class Training(Run):
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
             "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
-            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
+            "loss under its own name (a factor is allowed; other losses as a tuple of the loss and its weight), or "
+            "(MultiLoss, weight) if all losses have the same weight."
         )
 
     def begin_batch(self, i: int, size: int) -> None:
