@@ -76,9 +76,9 @@ class TTModel(nn.Module, ABC):
         Tensor, tuple of (Tensor, weight), or MultiLoss
             A 0-d loss: the mean over the batch's samples, or their sum if :attr:`loss_reduction` or the criterion's
             ``reduction`` is ``'sum'``. In a tuple, the loss (or MultiLoss) is a mean over units (such as tokens), and
-            the weight is the number of units. Micro-batches and ranks are weighted by this number. In a MultiLoss
-            without a weight, each loss of a criterion with class weights or ignored targets has that criterion's
-            divisor as its weight, also if it is multiplied by a number.
+            the weight is the number of units. Micro-batches and ranks are weighted by this number. In a MultiLoss, each
+            loss may have its own weight. Without a weight, each loss of a criterion with class weights or ignored
+            targets has that criterion's divisor as its weight, also if it is multiplied by a number.
 
         Yields
         ------

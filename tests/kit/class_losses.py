@@ -65,6 +65,12 @@ class Classifier(TTModel):
             return self.inner(scores, y)
         if self.kind == "log":
             return criterion(functional.log_softmax(scores, 1), y)
+        if self.kind == "own weights":
+            seen = y >= 0
+            wrong = scores.softmax(1)[seen] - functional.one_hot(y[seen], 4)
+            summed = (wrong**2).sum() if criterion is None else criterion(wrong, torch.zeros_like(wrong))
+            mean, squares = summed / seen.sum().clamp(min=1), (scores**2).mean()
+            return 2 * MultiLoss({"seen": (mean, seen.sum()), "size": squares, "rows": (squares, len(y))})
         if self.kind == "several":
             return MultiLoss({"classes": criterion(scores, y), "size": (scores**2).mean()})
         if self.kind == "factors":  # of Python and of torch
@@ -125,6 +131,8 @@ CASES: dict[str, tuple[str, Any, TensorDataset]] = {
     "MultiLoss": ("several", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, later ignored": ("several", nn.CrossEntropyLoss(), samples(37, first=4)),
     "MultiLoss, factors": ("factors", nn.CrossEntropyLoss(), samples(37)),
+    "MultiLoss, own weights": ("own weights", None, samples(37)),
+    "MultiLoss, own weights, sums": ("own weights", nn.MSELoss(reduction="sum"), samples(37)),
     "factor": ("factor", nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), samples(37)),
     "MultiLoss, pairs": ("pairs", None, samples(37)),
     "MultiLoss, optimizers": ("several optimizers", nn.CrossEntropyLoss(), samples(37)),

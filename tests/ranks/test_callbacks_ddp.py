@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import os
@@ -44,6 +45,23 @@ class StopsOnOneRank(TimeLimit):
         super().on_batch_end()
 
 
+class Best(AbstractCallback):
+    """Keeps a record of a class that the ranks get by value, since it is local."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        @dataclasses.dataclass(slots=True)
+        class Record:
+            epoch: int
+            loss: float
+
+        self.kind, self.best = Record, Record(-1, math.inf)
+
+    def on_epoch_end(self) -> None:
+        self.best = self.kind(self.train_loop_obj.epoch, self.train_loop_obj.history["loss"][-1])
+
+
 class Appends(AbstractCallback):
     def __init__(self, called: list[int]) -> None:
         super().__init__()
@@ -63,12 +81,13 @@ def test_two_ranks(tmp_path: Path) -> None:
     by_epoch = LRScheduler(lr_scheduler.LambdaLR, lr_lambda=lambda n: 0.5**n)  # a lambda, sent and brought back
     ema = ExponentialMovingAverage(0.9, evaluate=True)
     called: list[int] = []
+    best = Best()
     loop.fit(
         num_epochs=5,
         callbacks=[
             board, limit, stopper, by_epoch, ema, GradientStats(2), LearningRateMonitor(),
             ModelPerformanceEvaluation(Counts(), on_iteration_frequency=4),
-            Appends(called),
+            Appends(called), best,
         ],
     )  # fmt: skip
     # Ranks that did not agree on the step would hang; the agreement may take a step or two itself.
@@ -76,6 +95,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert last in (10, 11, 12)
     assert limit.limit_s == 3600.0  # callbacks come back with what rank 0's copies reached
     assert stopper.best == loop.history["val_loss"][-1]
+    assert (best.best.epoch, best.best.loss) == (loop.epoch - 1, loop.history["loss"][-1])
     assert called == [0] * loop.epoch  # a list that a callback's function closes over is the caller's own
 
     # Each sample once, over ranks.

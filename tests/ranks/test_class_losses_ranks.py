@@ -7,7 +7,7 @@ import torch
 from kit.class_losses import CASES, trained
 
 MOST_TELLING = ("weights", "ignored", "tokens", "smoothed", "MultiLoss", "MultiLoss, factors", "MultiLoss, pairs")
-MOST_TELLING += ("MultiLoss, optimizers",)
+MOST_TELLING += ("MultiLoss, optimizers", "MultiLoss, own weights")
 
 
 def _compare(case: str, mode: str, ranks: int, accumulation: int) -> None:

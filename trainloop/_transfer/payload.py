@@ -17,6 +17,7 @@ import torch
 
 from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, memory_at, write_all
 from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
+from trainloop._transfer.rebuilding import explained_rebuilding
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
@@ -63,7 +64,7 @@ class PayloadHandle:
             view[place : place + nbytes].toreadonly() if readonly else view[place : place + nbytes]
             for place, nbytes, readonly in entries
         )
-        with load_device(device), noting_classes(), _numbered(received or {}):
+        with load_device(device), noting_classes(), _numbered(received or {}), explained_rebuilding():
             obj, names = pickle.loads(view[: self.stream_size], buffers=buffers)
         main = sys.modules["__main__"].__dict__
         for name, definition in names.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import hashlib
 import importlib.machinery
@@ -32,6 +33,7 @@ from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
 from trainloop._transfer.pages import anonymous_file, write_all
+from trainloop._transfer.rebuilding import explained_rebuilding
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
 __all__ = [
@@ -126,6 +128,8 @@ class Pickler(cloudpickle.Pickler):
             context = compile_context_of(obj)
             if context is not None:
                 return reduce_compiled_function(obj, context)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and "__slots__" in vars(obj):
+            return _with_slots(obj, reduced)
         return reduced
 
     def _reduce_cached(self, function: Any) -> Any:
@@ -410,6 +414,20 @@ def _memmap_of_file(
     return as_strided(memory[start : start + dtype.itemsize].view(dtype), shape, strides, subok=True)
 
 
+def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the reduction of a class by value, with its slots.
+
+    cloudpickle makes the class without slots, so that its instances have a ``__dict__``. The sender's class then can't
+    load the state of such an instance.
+    """
+    if issubclass(kind, (enum.Enum, tuple)):  # an Enum has other arguments; a tuple has no slots of its own
+        return reduced
+    make, arguments, *rest = reduced
+    metaclass, name, bases, namespace, *others = arguments
+    namespace = {**namespace, "__slots__": vars(kind)["__slots__"]}
+    return make, (metaclass, name, bases, namespace, *others), *rest
+
+
 def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
     return memoryview(buffer).cast("B").cast(format, shape)  # type: ignore[call-overload]
 
@@ -533,7 +551,7 @@ def unpack_state(packed: PackedState, known: Sequence[object] = ()) -> Any:
     """Invert :func:`pack_state`, with this side's ``known`` and tensors on the CPU; buffers are released once read."""
     packed.buffers.reverse()
     buffers = (packed.buffers.pop() for _ in range(len(packed.buffers)))
-    with load_device(None):
+    with load_device(None), explained_rebuilding():
         return StateUnpickler(io.BytesIO(packed.stream), known, buffers).load()
 
 

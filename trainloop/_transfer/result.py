@@ -27,6 +27,7 @@ from torch import Tensor
 from trainloop._support.platform import read_into
 from trainloop._transfer.pages import punch_hole, write_all
 from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
+from trainloop._transfer.rebuilding import explained_rebuilding
 
 __all__ = ["ResultFile"]
 
@@ -121,7 +122,7 @@ class ResultFile:
         table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
         stream = self._taken(stream_at, size)
         buffers = (self._taken(place, nbytes) for place, nbytes in table)
-        with load_device(None):
+        with load_device(None), explained_rebuilding():
             result = StateUnpickler(io.BytesIO(stream), (), buffers).load()
         punch_hole(self._fd, 0, os.fstat(self._fd).st_size)
         return result

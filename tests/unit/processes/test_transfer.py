@@ -380,6 +380,53 @@ def test_closures_lambdas_and_local_classes() -> None:
     assert there_and_back(Colour.RED) is Colour.RED
 
 
+CLASSES_WITH_SLOTS = """
+import dataclasses, typing
+
+class Plain:
+    __slots__ = ("a",)
+
+class Derived(Plain):
+    __slots__ = "b"
+
+class WithDict(Plain):
+    __slots__ = ["b", "__dict__", "__weakref__"]
+
+class Without(Plain):
+    pass
+
+@dataclasses.dataclass(slots=True)
+class Data:
+    a: int
+    b: int = 2
+
+class Named(typing.NamedTuple):
+    a: int
+
+def plain(kind, **attributes):
+    made = kind()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+made = [plain(Plain, a=1), plain(Derived, a=1, b=2), plain(WithDict, a=1, b=2, c=3), plain(Without, a=1, c=3),
+        Data(1), Named(1)]
+"""
+
+
+def test_classes_with_slots_have_slots_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(CLASSES_WITH_SLOTS, scope)
+    with pack(scope["made"]) as payload:
+        tracker = transfer.pickling.cloudpickle.cloudpickle
+        monkeypatch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})  # as in a new process
+        for here, there in zip(scope["made"], payload.handle.open(), strict=True):
+            assert type(there) is not type(here)
+            assert hasattr(there, "__dict__") == hasattr(here, "__dict__")
+            assert there.__reduce_ex__(4)[2] == here.__reduce_ex__(4)[2]
+            assert tuple(there.__reduce_ex__(4)[1][1:]) == tuple(here.__reduce_ex__(4)[1][1:])
+
+
 def test_cached_and_generic_functions_of_main_are_sent() -> None:
     code = """
 import functools

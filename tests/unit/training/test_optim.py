@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import drop_gradients, optimizers_of, parameters_of
 
@@ -43,6 +44,13 @@ def test_arithmetic_keeps_names_and_optimizers() -> None:
         assert changed.retain_graph_until_last is False
     assert both.total().item() == 4.0
     assert losses(a=1.0).total().item() == 1.0
+
+
+def test_arithmetic_keeps_weights() -> None:
+    both = MultiLoss({"a": (torch.tensor(2.0), 3), "b": torch.tensor(1.0)})
+    assert both.item() == {"a": 2.0, "b": 1.0}
+    for changed in (both, both / 2, 2 * both, both.detach()):
+        assert {name: divisor_of(loss) for name, loss in changed.items()} == {"a": 3, "b": None}
 
 
 def test_losses_of_an_optimizer() -> None:
@@ -93,7 +101,9 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
     [
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
-        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion."),
+        (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion, or \(loss, w"),
+        (({"a": (0.5, 3)},), r"loss_dict\['a'\]=\(0.5, 3\): must be a 0-d tensor"),
+        (({"a": (torch.tensor(0.0), torch.ones(2))},), r"where weight is a number or a 0-d tensor"),
         (
             ({"a": (torch.tensor(0.0), "3")},),
             r"loss_dict\['a'\]=\(tensor\(0.\), '3'\): .*where weight is a number",

@@ -550,3 +550,49 @@ def test_a_schedule_that_has_ended_is_named(make: Any) -> None:
 def sequential_one_cycle(optimizer: optim.Optimizer, max_lr: float, total_steps: int) -> Any:
     parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=total_steps - 2)]
     return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+class AddsAGroup(AbstractCallback):
+    """Unfreeze the bias in the second epoch."""
+
+    def on_epoch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.epoch == 1:
+            loop.optimizer.add_param_group({"params": [loop.model.fc.bias], "lr": 0.05})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n),
+        lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda n: 0.5),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+        sequential,
+    ],
+)
+def test_an_added_group_is_scheduled_as_by_torch_or_named(make: Any) -> None:
+    optimizer = optim.SGD(WEIGHT, lr=0.1, momentum=0.9)
+    scheduler = make(optimizer)
+    expected: list[float] | None = None
+    try:
+        for epoch in range(3):
+            if epoch == 1:
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.05})
+            optimizer.step()
+            scheduler.step()
+        expected = [group["lr"] for group in optimizer.param_groups]
+    except (ValueError, KeyError):  # depends on torch's version
+        pass
+    model = Net()
+    loop = make_loop(model, optimizer=optim.SGD([model.fc.weight], lr=0.1, momentum=0.9))
+    callbacks = [AddsAGroup("adds a group"), LRScheduler(make)]
+    if expected is None:
+        message = r"was made for 1 parameter group of the optimizer, which has 2 now, .* Give the optimizer all groups"
+        with pytest.raises(ConfigurationError, match=message):
+            loop.fit(num_epochs=3, callbacks=callbacks)
+    else:
+        loop.fit(num_epochs=3, callbacks=callbacks)
+        assert [group["lr"] for group in loop.optimizer.param_groups] == expected

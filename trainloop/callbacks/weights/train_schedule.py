@@ -164,6 +164,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.state_key = "" if not isinstance(optimizer_idx, int) else f"optimizer {optimizer_idx}"
         self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
+        self._groups = 0  # of the optimizer, when the scheduler was made; 0 before
         self._first = False  # True before the first step of a resumed schedule
         self._metric: Monitor | None = None
         self._judged_step = 0
@@ -174,7 +175,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         super().reset()
         self._count, self._metric, self._judged_step = 0, None, 0
         if self.factory is not None:
-            self.scheduler = None
+            self.scheduler, self._groups = None, 0
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
@@ -189,8 +190,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
                     "arguments."
                 )
-            self._count = 0
+            self._count = self._groups = 0
             self.scheduler = self._made(self.factory, optimizer)  # the loop has another optimizer now
+        self._groups = self._groups or len(optimizer.param_groups)
         if _is_plateau(self.scheduler):
             self._check_plateau()
             # Torch's scheduler decides by its own mode, 'min' by default.
@@ -330,15 +332,28 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     if first:
                         warnings.filterwarnings("ignore", _WRONG_ORDER)
                     self.scheduler.step(*metric)
-            except ValueError as error:
+            except (ValueError, KeyError) as error:
+                self._explain_added_groups(error)
                 length, _ = self._length()
-                if length is None or self.scheduler.last_epoch <= length:
+                if isinstance(error, KeyError) or length is None or self.scheduler.last_epoch <= length:
                     raise
                 raise ConfigurationError(
                     f"LRScheduler: the {type(self.scheduler).__name__} has only {length} steps, but the training "
                     "continues. Make the schedule as long as the training. A resumed run continues the schedule of its "
                     "checkpoint; to train for longer, load the checkpoint's weights into a new run."
                 ) from error
+
+    def _explain_added_groups(self, error: Exception) -> None:
+        """Raise an error that explains the scheduler's own if it was made for fewer groups than the optimizer has."""
+        before, now = self._groups, len(self.scheduler.optimizer.param_groups)
+        if before < now:
+            raise ConfigurationError(
+                f"LRScheduler: the {type(self.scheduler).__name__} was made for {before} parameter group"
+                f"{'s' * (before > 1)} of the optimizer, which has {now} now, and it can't schedule added groups. Give "
+                "the optimizer all groups before fit, and freeze their parameters until they train "
+                "(requires_grad_(False)). Or use a scheduler that multiplies the current rates, such as StepLR or "
+                "ExponentialLR."
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         return {
