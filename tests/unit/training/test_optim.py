@@ -14,6 +14,7 @@ from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
 from trainloop.optim import drop_gradients, optimizers_of, parameters_of
+from trainloop.train_loop.run.losses import read_loss
 
 
 def losses(**values: float) -> MultiLoss:
@@ -309,3 +310,10 @@ def test_gradients_are_dropped_as_by_zero_grad() -> None:
     patched.zero_grad = lambda set_to_none=True: called.append(set_to_none)  # type: ignore[method-assign,misc]
     drop_gradients(patched)
     assert called == [True]
+
+
+def test_a_weight_for_all_losses_excludes_weights_of_losses() -> None:
+    both = MultiLoss({"a": (torch.tensor(2.0), 3), "b": torch.tensor(1.0)})
+    assert read_loss(both, 5).units == {"a": 3, "b": 5}
+    with pytest.raises(ConfigurationError, match=r"returned \(MultiLoss, weight\), but .* weights for \['a'\]"):
+        read_loss((both, 4), 5)
