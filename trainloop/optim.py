@@ -67,6 +67,7 @@ class MultiLoss(Mapping[str, Tensor]):
                 "map, give each loss the index or the name of its optimizer."
             )
         self.loss_dict = losses
+        self.weighted = tuple(name for name, loss in loss_dict.items() if isinstance(loss, tuple))
         self.loss_optimizer_map = None if loss_optimizer_map is None else dict(loss_optimizer_map)
         self.retain_graph_until_last = retain_graph_until_last
 
@@ -111,7 +112,9 @@ class MultiLoss(Mapping[str, Tensor]):
         return self._like(losses, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
-        return MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
+        alike = MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
+        alike.weighted = self.weighted
+        return alike
 
     def __truediv__(self, divisor: Any) -> MultiLoss:
         return self.map(lambda loss: loss / divisor)

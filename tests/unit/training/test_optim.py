@@ -16,6 +16,7 @@ from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import drop_gradients, optimizers_of, parameters_of
+from trainloop.train_loop.run.losses import read_loss
 
 
 def losses(**values: float) -> MultiLoss:
@@ -336,3 +337,10 @@ def test_an_optimizer_that_differentiates_gradients_is_explained(kind: Any) -> N
         ConfigurationError, match=rf"^{kind.__name__}\.step\(\) differentiates .*create_graph=True.*get_loss"
     ):
         loop.fit(num_epochs=1)
+
+
+def test_a_weight_for_all_losses_excludes_weights_of_losses() -> None:
+    both = MultiLoss({"a": (torch.tensor(2.0), 3), "b": torch.tensor(1.0)})
+    assert read_loss(both, 5).units == {"a": 3, "b": 5}
+    with pytest.raises(ConfigurationError, match=r"returned \(MultiLoss, weight\), but .* weights for a\."):
+        read_loss((both, 4), 5)

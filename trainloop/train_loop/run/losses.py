@@ -97,6 +97,11 @@ def split_loss(output: Any) -> tuple[Any, Any]:
                 f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
                 "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
             )
+        if weight is not None and isinstance(loss, MultiLoss) and loss.weighted:
+            raise ConfigurationError(
+                f"get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for {', '.join(loss.weighted)}. "
+                "Return the MultiLoss alone, or give it losses without weights."
+            )
     else:
         loss, weight = output, None
     # A method that returns super().get_loss(...), which contains a yield.
