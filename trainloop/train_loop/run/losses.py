@@ -99,8 +99,8 @@ def split_loss(output: Any) -> tuple[Any, Any]:
             )
         if weight is not None and isinstance(loss, MultiLoss) and loss.weighted:
             raise ConfigurationError(
-                f"get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for {', '.join(loss.weighted)}. "
-                "Return the MultiLoss alone, or give it losses without weights."
+                "get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for "
+                f"{', '.join(loss.weighted)}. Return the MultiLoss alone, or give it losses without weights."
             )
     else:
         loss, weight = output, None
