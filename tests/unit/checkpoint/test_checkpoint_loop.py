@@ -260,11 +260,23 @@ class Noisy(Net):
         return super().get_loss((self.noise(x), y), criterion, device)
 
 
+class Langevin(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.generator = GENERATORS["torch"]()
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p += 1e-3 * torch.randn(p.shape, generator=self.generator)
+
+
 @pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
 @pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}], ids=["single", "ddp"])
-def test_generators_of_a_models_parts_resume(mode: dict[str, Any], tmp_path: Path) -> None:
+def test_generators_of_a_models_parts_and_of_an_optimizer_resume(mode: dict[str, Any], tmp_path: Path) -> None:
     def make() -> TrainLoop:
-        return make_loop(model=Noisy(), accelerator="cpu", **mode)
+        return make_loop(model=Noisy(), optimizer=Langevin, accelerator="cpu", **mode)
 
     whole, again = make(), make()
     whole.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=None)])

@@ -119,7 +119,8 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
 
 
 def _generators(loop: LoopState) -> dict[str, Generator]:
-    return generators_in(model=loop.model, criterion=loop.criterion)
+    optimizers = {f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
+    return generators_in(model=loop.model, criterion=loop.criterion, **optimizers)
 
 
 def _position(run: TrainingRun) -> dict[str, Any]:
