@@ -811,7 +811,7 @@ def test_a_search_ends_when_its_time_is_over(pretended: Pretended) -> None:
     assert found.interrupted
     assert not pretended.running
     assert found.trials[0].errors[0] == "The search's time was up while this fold trained."
-    with pytest.raises(ConfigurationError, match="time_limit_s=0: must be a number of seconds above 0"):
+    with pytest.raises(ConfigurationError, match="tune: time_limit_s=0: must be a number above 0"):
         pretend(time_limit_s=0)
     with pytest.raises(ConfigurationError, match="make_loop did not return within time_limit_s"):
         pretend(time_limit_s=0.3, data=None)
