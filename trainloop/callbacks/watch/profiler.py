@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -209,7 +210,7 @@ class ThroughputMonitor(AbstractCallback):
             raise ConfigurationError(
                 f"ThroughputMonitor: units={self.units!r}: must be a function that takes a number of samples."
             )
-        number_of("ThroughputMonitor", "peak_flops", self.peak_flops, optional=True, above=0)
+        number_of("ThroughputMonitor", "peak_flops", self.peak_flops, optional=True, above=0, most=sys.float_info.max)
         check_flags(type(self).__name__, flops=self.flops)
         check_counts(self, "every_n_steps")
         self.flops_per_step: float | None = None
