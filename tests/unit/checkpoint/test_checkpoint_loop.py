@@ -28,8 +28,9 @@ from torch.utils.data import (
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
 from trainloop.__main__ import main
-from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint
+from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, LRScheduler, ModelCheckpoint
 from trainloop.callbacks.base import Saver
+from trainloop.data.order import orders
 from trainloop.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -296,6 +297,19 @@ def test_a_samplers_state_dict_continues_after_ranks() -> None:
     assert order() == order(gpu_mode="ddp", devices=2)
 
 
+def test_a_samplers_state_dict_that_needs_arguments_is_not_called() -> None:
+    class Asks(Own):
+        def state_dict(self, samples: int) -> Any:
+            raise AssertionError
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    sampler = Asks(random.Random(3))
+    make_loop(DataLoader(make_data(), 10, sampler=sampler)).fit(num_epochs=1)
+    assert list(orders.generators_of(DataLoader(make_data(), 10, sampler=sampler))) == ["sampler:rng"]
+
+
 def test_a_samplers_state_that_no_checkpoint_can_contain_is_warned_of(tmp_path: Path) -> None:
     class Odd(Own):
         def state_dict(self) -> Any:
@@ -467,8 +481,10 @@ def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: P
             LRScheduler(scheduler, step_size=1, gamma=0.5, optimizer_idx=0),
             Counts("a", 1),
             Counts("a", 10),
+            ExponentialMovingAverage(0.5),
+            ExponentialMovingAverage(0.9),
         ]
-        for callback in made[3:]:
+        for callback in made[3:5]:
             callback.state_key = str(callback.by)  # type: ignore[attr-defined]
         return made
 
@@ -481,7 +497,7 @@ def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: P
     make_loop(model=Logs()).fit(num_epochs=1, callbacks=[*first, ModelCheckpoint(tmp_path)])
     again = make_loop(model=Logs())
     again.fit(num_epochs=1, callbacks=[*reversed(second), ModelCheckpoint(tmp_path)], resume_from="last")
-    assert [callback.state_dict() for callback in second] == [callback.state_dict() for callback in first]
+    assert all(same(mine.state_dict(), its.state_dict()) for mine, its in zip(second, first, strict=True))
 
 
 def test_callbacks_of_one_name_are_matched_in_order_with_a_warning_if_one_is_missing(tmp_path: Path) -> None:

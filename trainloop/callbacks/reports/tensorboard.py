@@ -111,6 +111,7 @@ class TensorBoard(Tracker):
         settings = dict_of("TensorBoard", "hyperparameters", hyperparameters)
         super().__init__("TensorBoard", ("log_every_n_steps", log_every_n_steps), settings)
         self.log_dir = path_of("TensorBoard", "log_dir", log_dir, optional=True)
+        self.state_key = self.log_dir or ""
         self.learning_rate = learning_rate
         check_flags(type(self).__name__, learning_rate=self.learning_rate)
         self.histograms_every_n_epochs = count_of(

@@ -262,6 +262,7 @@ class ExponentialMovingAverage(WeightAverage):
             )
         check_counts(self, "every_n_steps")
         check_counts(self, "start_step", least=0)
+        self.state_key = f"decay {self.decay}"
         self._copies = 0  # updates up to start_step, which copied the weights
 
     def on_train_loop_registration(self) -> None:

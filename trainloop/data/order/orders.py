@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -162,8 +163,21 @@ class _OfState:
         self.own.load_state_dict(unpacked(state))
 
 
-def _has_state(holder: Any) -> bool:
-    return all(callable(getattr(holder, name, None)) for name in ("state_dict", "load_state_dict"))
+def has_state(thing: Any) -> bool:
+    """Return True if an object has the methods ``state_dict()`` and ``load_state_dict``."""
+    if thing is None or isinstance(thing, (type, nn.Module)):
+        return False
+    save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    if not callable(save) or not callable(load):
+        return False
+    try:
+        # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
+        inspect.signature(save).bind()
+    except TypeError:
+        return False
+    except ValueError:  # the method has no signature
+        pass
+    return True
 
 
 def _without_arrays(state: Any) -> Any:
@@ -193,15 +207,20 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     for name, holder in parts_of_loader(loader).items():
         attributes = {name: getattr(holder, "generator", None)}
         if name != "loader" and not type(holder).__module__.startswith("torch."):
-            if not _has_state(holder):
+            if not has_state(holder):
                 attributes.update({f"{name}:{key}": value for key, value in getattr(holder, "__dict__", {}).items()})
-            elif not _has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
+            elif not has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
                 found[f"{name}:state"] = _OfState(holder)
-        for key, value in attributes.items():
-            generator = _as_generator(value)
-            if generator is not None and all(generator != other for other in found.values()):
-                found[key] = generator
+        _add_generators(found, attributes)
     return found
+
+
+def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) -> None:
+    """Add the generators among attributes that have not been found yet."""
+    for key, value in attributes.items():
+        generator = _as_generator(value)
+        if generator is not None and all(generator != other for other in found.values()):
+            found[key] = generator
 
 
 def generators_in(**holders: Any) -> dict[str, Generator]:
@@ -210,10 +229,8 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
     for name, holder in holders.items():
         parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for path, part in parts.items():
-            for key, value in getattr(part, "__dict__", {}).items():
-                generator = _as_generator(value)
-                if generator is not None and all(generator != other for other in found.values()):
-                    found[f"{name}.{path}:{key}"] = generator
+            attributes = getattr(part, "__dict__", {}).items()
+            _add_generators(found, {f"{name}.{path}:{key}": value for key, value in attributes})
     return found
 
 

@@ -7,7 +7,6 @@ position continues across epochs.
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support import rng
@@ -25,27 +23,15 @@ from trainloop.data.batch.randomness import IsolatedRandomState
 from trainloop.data.batch.starting import started_with_workers
 from trainloop.data.batch.stops import guard_stop_iteration
 from trainloop.data.loader import libraries
-from trainloop.data.order.orders import length_of
+from trainloop.data.order.orders import has_state, length_of
 
 T = TypeVar("T")
 
 
 def is_stateful(thing: Any) -> bool:
     """Return True if a dataset or loader can report its position, and resume exactly from there."""
-    if thing is None or isinstance(thing, (type, nn.Module)):
-        return False
-    save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
-    if not callable(save) or not callable(load):
-        return False
-    try:
-        # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
-        inspect.signature(save).bind()
-    except TypeError:
-        return False
-    except ValueError:  # the method has no signature
-        pass
     # A nearly correct state must not be used: without a state the epoch is read again, which is correct.
-    return libraries.resumes_exactly(thing)
+    return has_state(thing) and libraries.resumes_exactly(thing)
 
 
 def holder_of(loader: Any) -> Any:
