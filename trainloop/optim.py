@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainloop._support.nested import map_parts, parts_of
-from trainloop._support.reduction import attach_divisor
+from trainloop._support.reduction import attach_divisor, attached_divisor
 from trainloop.errors import ConfigurationError
 
 __all__ = ["MultiLoss", "MultiOptimizer"]
@@ -105,10 +105,7 @@ class MultiLoss(Mapping[str, Tensor]):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
         """Return the same losses, with ``function`` applied to each."""
-        losses = {
-            name: attach_divisor(function(loss), getattr(loss, "trainloop_divisor", None))
-            for name, loss in self.loss_dict.items()
-        }
+        losses = {name: attach_divisor(function(loss), attached_divisor(loss)) for name, loss in self.loss_dict.items()}
         return self._like(losses, self.loss_optimizer_map)
 
     def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:

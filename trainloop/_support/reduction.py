@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["ClassLosses", "FunctionCall", "SumRule", "attach_divisor", "divisor_of", "functional_losses", "sum_rule"]
+__all__ = [
+    "ClassLosses",
+    "FunctionCall",
+    "SumRule",
+    "attach_divisor",
+    "attached_divisor",
+    "divisor_of",
+    "functional_losses",
+    "sum_rule",
+]
 
 
 @dataclass(frozen=True)
@@ -321,7 +330,7 @@ class _FunctionalLosses(TorchFunctionMode):
                 uneven = ignores or weight is not None or ignored >= 0
                 self._note(smooths, uneven)
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
-            divisors = [d for d in map(_attached, args) if d is not None]
+            divisors = [d for d in map(attached_divisor, args) if d is not None]
             if len(divisors) == 1:
                 self._note(True, False)
                 attach_divisor(result, divisors[0])
@@ -358,7 +367,8 @@ _PRODUCTS = {
 }
 
 
-def _attached(value: Any) -> Tensor | float | None:
+def attached_divisor(value: Any) -> Tensor | float | None:
+    """Return the divisor that :func:`attach_divisor` has attached, without a search of the graph."""
     return getattr(value, "trainloop_divisor", None) if isinstance(value, Tensor) else None
 
 

@@ -235,11 +235,11 @@ class SetAttributes:
     """
 
     def __init__(self, module: Any, replicas: list[Any]) -> None:
-        self._module = module
+        self._modules = _modules_of(module)
         self._replicas = [_modules_of(replica) for replica in replicas]
         self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
         self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
-        for path, part in _modules_of(module).items():
+        for path, part in self._modules.items():
             own = getattr(part, "__dict__", {})
             for name in own.keys() - _OF_ANY_MODULE:
                 if _has_numbers(value := own[name]) and path in self._replicas[0]:
@@ -254,9 +254,8 @@ class SetAttributes:
     def keep(self) -> list[str]:
         """Set the module's attributes; return the names of those that had a value of the same kind and are lost."""
         lost = []
-        modules = _modules_of(self._module)
         for path, before in self._before.items():
-            part = modules.get(path)
+            part = self._modules.get(path)
             own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
                 old = before.get(name)

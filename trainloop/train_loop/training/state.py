@@ -505,12 +505,13 @@ def _in_own_order(loop: LoopState, state: Mapping[str, Any]) -> list[dict[str, A
                     f"{described_names(there)} instead. Create the optimizer with the same groups, in the same order."
                 )
         contains_others = "inner" in one or "param_groups" not in one["state"]
-        if contains_others or _has_joint_state(optimizer, in_order_of(one, own, theirs)["state"]):
+        ordered = one if contains_others else in_order_of(one, own, theirs)
+        if contains_others or _has_joint_state(optimizer, ordered["state"]):
             raise CheckpointError(
                 f"the parameters of {kind} have another order than in the checkpoint, where {theirs[0][0]} is the "
                 "first, and its state can't be put into another order. Create the optimizer with the same order."
             )
-        found.append(in_order_of(one, own, theirs))
+        found.append(ordered)
     return found
 
 

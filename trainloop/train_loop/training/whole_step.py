@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._metrics import Recorder
+from trainloop._support.reduction import attached_divisor
 from trainloop._support.user_line import warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
@@ -259,7 +260,7 @@ class WholeStepTraining(Training):
             if not isinstance(loss, Tensor):
                 raise ConfigurationError("get_loss returned several losses")
             if weight is None:
-                weight = getattr(loss, "trainloop_divisor", None)
+                weight = attached_divisor(loss)
             found = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
                 for gradient, value in zip(gradients, found, strict=True):
