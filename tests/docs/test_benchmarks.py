@@ -13,8 +13,7 @@ from benchmarks import pages, picture, readme
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.rst"))}
 # Pages that benchmarks/pages.py does not write: several commands measure for them, or nothing has been measured.
-# RESTARTS and FSDP have the form that earlier commands gave them, until they are measured again.
-OF_SEVERAL_RUNS = {"FSDP", "GPU", "RESTARTS", "SOAK", "SURVIVAL", "TABULAR"}
+OF_SEVERAL_RUNS = {"GPU", "SOAK", "SURVIVAL", "TABULAR"}
 
 
 def paragraphs_with_pages() -> list[tuple[str, str, list[str]]]:

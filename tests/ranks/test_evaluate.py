@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import BATCH_SIZE, make_loop
 from torch import nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
@@ -70,33 +72,73 @@ class Draws(TTModel):
         return torch.rand(len(batch_data[0])), batch_data[1], {}
 
 
+class ShowsInputs(Draws):
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return batch_data[0], batch_data[1], {}
+
+
 class Repeats(AbstractCallback):
     def on_epoch_end(self) -> None:
         first, second = (self.train_loop_obj.predict_on_validation_set()[0] for _ in range(2))
         assert torch.equal(first, second)
 
 
+class Jittered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Rows with an augmentation that draws from the generator of the given library."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = {"torch": lambda: float(torch.rand(())), "numpy": np.random.random, "python": random.random}
+        return torch.full((6,), drawn[self.library]()), torch.zeros((), dtype=torch.long)
+
+
+def loop_of(model: TTModel, data: Dataset[Any], mode: str, options: dict[str, Any], workers: int = 0) -> TrainLoop[Any]:
+    train, validation, test = (DataLoader(data, 5, num_workers=workers) for _ in range(3))
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    return TrainLoop(
+        model, train, validation, test, sgd, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
+        progress_bar=False, **options,
+    )  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("always:get_predictions draws")
 @pytest.mark.parametrize("mode, options", MODES, ids=[mode for mode, _ in MODES])
-def test_predictions_draw_from_the_callers_random_state_and_repeated_ones_warn(
+def test_passes_draw_from_the_callers_random_state_and_repeated_ones_within_fit_warn(
     mode: str, options: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, data = Draws(), TensorDataset(torch.randn(10, 6), torch.zeros(10, dtype=torch.long))
-    loop = TrainLoop(
-        model, DataLoader(data, 5), DataLoader(data, 5), DataLoader(data, 5), optim.SGD(model.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", progress_bar=False, **options,
-    )  # fmt: skip
+    data = TensorDataset(torch.randn(10, 6), torch.zeros(10, dtype=torch.long))
+    loop = loop_of(Draws(), data, mode, options)
     rows = []
-    for seed in (1, 2, 1):
-        torch.manual_seed(seed)
+    for seed in (1, 2, 1, None):
+        if seed is not None:
+            torch.manual_seed(seed)
         rows.append(loop.predict_on_test_set()[0])
     assert torch.equal(rows[0], rows[2])
     assert not torch.equal(rows[0], rows[1])
-    loop.predict_on_validation_set()  # another loader
+    assert not torch.equal(rows[0], rows[3])  # Monte Carlo dropout outside of fit
     in_ranks = mode in ("ddp", "fsdp")  # rank 0 prints its warnings
-    for call in (loop.predict_on_validation_set, lambda: loop.fit(1, callbacks=[Repeats()])):
-        assert "draws the same ones" not in capfd.readouterr().err
-        with nullcontext() if in_ranks else pytest.warns(UserWarning, match="draws the same ones as the last call"):
-            call()
-        assert ("draws the same ones as the last call" in capfd.readouterr().err) == in_ranks
+    assert "draws the same ones" not in capfd.readouterr().err
+    with nullcontext() if in_ranks else pytest.warns(UserWarning, match="draws the same ones as the last call"):
+        loop.fit(1, callbacks=[Repeats()])
+    assert ("draws the same ones as the last call" in capfd.readouterr().err) == in_ranks
+    loop.predict_on_validation_set()
+    assert "draws the same ones" not in capfd.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("library", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("mode, options", MODES, ids=[mode for mode, _ in MODES])
+def test_repeated_passes_over_random_transforms_differ_as_in_a_hand_written_loop(
+    mode: str, options: dict[str, Any], library: str
+) -> None:
+    for workers in (0, 1):
+        loop = loop_of(ShowsInputs(), Jittered(library), mode, options, workers)
+        first, second = (loop.predict_on_test_set()[0] for _ in range(2))
+        assert not (first == second).any()
+        assert loop.evaluate_loss_on_test_set() != loop.evaluate_loss_on_test_set()

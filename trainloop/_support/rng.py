@@ -16,6 +16,7 @@ from trainloop._support.user_line import warn
 __all__ = [
     "Snapshots",
     "States",
+    "advance",
     "as_captured",
     "capture",
     "derive_seed",
@@ -52,6 +53,20 @@ def peek_seed() -> int:
     state = torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def advance() -> None:
+    """Draw a number from each generator, as a pass over a ``DataLoader`` does from torch's, so that later draws differ.
+
+    Generators of devices get a new seed instead, if they are in use, since a draw would need memory on each device.
+    """
+    random.random()
+    np.random.random_sample()
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(drawn)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(drawn)
 
 
 class States(NamedTuple):

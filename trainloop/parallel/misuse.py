@@ -252,19 +252,20 @@ class SetAttributes:
                     self._before[path].pop(name, None)
 
     def keep(self) -> list[str]:
-        """Set the module's attributes; return the names of those that had a value of the same kind and are lost."""
+        """Set the module's attributes; return the names of those that had such a value, or None, and are lost."""
         lost = []
         for path, before in self._before.items():
             part = self._modules.get(path)
             own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
-                old = before.get(name)
-                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and isinstance(old, Tensor))):
+                old = before.get(name, _MISSING)
+                was_tensor = old is None or isinstance(old, Tensor)
+                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_tensor)):
                     continue
                 same = all(_same(other.get(name), first) for other in own[1:])
                 if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):
                     vars(part)[name] = first
-                elif _is_state(first) and _is_state(old):
+                elif _is_state(first) and (old is None or _is_state(old)):
                     lost.append(f"{path}.{name}" if path else name)
         return lost + self._keep_containers()
 
@@ -286,6 +287,9 @@ class SetAttributes:
                 if type(one) is type(value):
                     _set_items(one, value)
         return lost
+
+
+_MISSING = object()  # an attribute that did not exist before; new ones are usually caches
 
 
 def _set_items(container: Any, like: Any) -> None:
@@ -317,9 +321,9 @@ def _is_plain(value: Any) -> bool:
 
 def _is_state(value: Any) -> bool:
     """Return True for a number, or a tensor that is no part of a graph."""
-    return value is not None and (
-        not (value.requires_grad or value.grad_fn) if isinstance(value, Tensor) else _is_plain(value)
-    )
+    if isinstance(value, Tensor):
+        return not (value.requires_grad or value.grad_fn)
+    return value is not None and _is_plain(value)
 
 
 def _counts_samples(old: Any, value: Any, size: int) -> bool:

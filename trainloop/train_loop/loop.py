@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 from trainloop._launch import keeping, rank_from_launcher
 from trainloop._metrics import EpochEnd, named_losses
+from trainloop._support import rng
 from trainloop._support.carried import check_carried
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.signals import names_of, signals
@@ -545,6 +546,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
         self._check_has_values("evaluate_*" if work is Run.evaluate else "predict_*")
         with signals(at_once=True) as received:  # there is no state yet to save
             result = execute(self, work, *args)
+            rng.advance()  # as reading a loader does: the next pass draws other numbers
         received.raise_if_any()
         return result
 

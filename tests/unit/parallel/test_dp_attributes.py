@@ -120,6 +120,22 @@ class Centred(AnnealedByBuffer):
         return loss
 
 
+class KeepsFeatures(Net):
+    """Keeps what a callback reads after a step, and what all batches have in common."""
+
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = self.mask = None
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        self.features = x.mean(0)
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], dtype=x.dtype)
+        return criterion(self(x * self.mask), y)
+
+
 class Yields(Net):
     """Yields two losses for each batch, each of which is followed by a step; the loss counts 2 calls for each batch."""
 
@@ -160,6 +176,12 @@ def test_a_count_of_steps_in_a_dict_is_that_of_one_process() -> None:
     torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
 
 
+def test_a_tensor_that_does_not_depend_on_the_samples_replaces_none() -> None:
+    model, _ = trained(KeepsFeatures(), 2)
+    assert torch.equal(model.mask, torch.ones_like(model.mask))
+    assert model.features is None
+
+
 @pytest.mark.parametrize("kind", [AnnealedLoss, AnnealedByBuffer, PlainAnnealedLoss])
 def test_a_criterion_counts_the_steps_of_one_process(kind: Any) -> None:
     criteria = [kind(), kind()]
@@ -188,6 +210,7 @@ def test_a_buffer_of_a_criterion_that_depends_on_the_samples_is_an_error() -> No
         (CountsRows, "get_loss changes rows,"),
         (SumsInADict, "get_loss changes sums,"),
         (Averages, "get_loss_eval changes mean,"),
+        (KeepsFeatures, "get_loss changes features,"),
     ],
 )
 def test_what_is_computed_from_a_part_is_warned_of_once(model: Any, what: str) -> None:

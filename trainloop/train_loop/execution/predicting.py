@@ -33,7 +33,7 @@ def predict(
     if rows_to not in (None, "main", "all"):
         raise ConfigurationError(f"rows_to={short(rows_to)}: must be 'main' (rank 0), 'all' (all ranks) or None.")
     now = rng.peek_seed(), id(loader), loop.global_step
-    loop.note(predicted_at=now, predicts_again=now == loop.predicted_at)
+    loop.note(predicted_at=now, predicts_again=loop.running is not None and now == loop.predicted_at)
     work = loader, name, dataset_info, execute_callbacks
     if not check_bool(stream, "stream"):
         return run_now(Run.predict, *work, rows_to)

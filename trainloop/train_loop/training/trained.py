@@ -33,6 +33,7 @@ __all__ = [
     "not_optimized",
     "set_flags",
     "training_flags",
+    "warn_of_untrained",
 ]
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
@@ -295,6 +296,29 @@ def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, st
         # The wrapper of ddp copies sparse gradients by a hook of its own.
         if p.requires_grad and any(hook is not cloned_gradient for hook in (getattr(p, kind) or {}).values())
     ]
+
+
+def warn_of_untrained(model: nn.Module, criterion: Any, optimizers: Sequence[Any], *, averages: bool) -> None:
+    """Warn of parameters that require gradients but are in no optimizer, and of hooks before an average over ranks.
+
+    Called after the hooks at the beginning of an epoch, which may have frozen some. ``averages``: gradients are
+    averaged over ranks after backward.
+    """
+    names = not_optimized(model, optimizers)
+    if names:
+        warn_or_print(
+            f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
+            f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
+            "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
+        )
+    hooked = hooked_parameters(named_trained_parameters(model, criterion)) if averages else []
+    if hooked:
+        warn_or_print(
+            f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
+            "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
+            "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
+            "on_after_gradient_update instead, which gets the average."
+        )
 
 
 def described_names(names: Sequence[str]) -> str:

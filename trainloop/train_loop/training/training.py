@@ -42,7 +42,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients, named_trained_parameters, trained_modules
+from trainloop.optim import drop_gradients, trained_modules
 from trainloop.parallel.misuse import explain_outside
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
@@ -59,9 +59,7 @@ from trainloop.train_loop.training.gradients import Gradients
 from trainloop.train_loop.training.trained import (
     about_eval_mode,
     begin_training,
-    described_names,
-    hooked_parameters,
-    not_optimized,
+    warn_of_untrained,
 )
 
 if TYPE_CHECKING:
@@ -432,7 +430,8 @@ class Training(Run):
         # A mode of torch's functions would make torch.compile compile again.
         self._functions = None if any(map(_is_compiled, loop.model.modules())) else []
         if self._kept_in_eval is None and loop.is_global_zero:
-            self._check_optimized()
+            averages = self.parallel and not self.place.collective
+            warn_of_untrained(loop.model, loop.criterion, self.gradients.optimizers, averages=averages)
         if self._cut is not None:
             cut, self._cut = self._cut, None
             if run_state.load_cut(self, cut):
@@ -451,25 +450,6 @@ class Training(Run):
             return iter(())
         steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip, skip_batches=skip_batches)
         return self._until_last_iteration(steps) if loop.num_iterations else steps
-
-    def _check_optimized(self) -> None:
-        """Warn about parameters that require gradients but are in no optimizer. (Hooks may have frozen some before.)"""
-        names = not_optimized(self.loop.model, self.gradients.optimizers)
-        if names:
-            warn_or_print(
-                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
-                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
-                "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
-            )
-
-        hooked = hooked_parameters(named_trained_parameters(self.loop.model, self.loop.criterion))
-        if hooked and self.parallel and not self.place.collective:
-            warn_or_print(
-                f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
-                "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
-                "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
-                "on_after_gradient_update instead, which gets the average."
-            )
 
     def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
