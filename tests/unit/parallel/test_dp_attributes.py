@@ -123,7 +123,6 @@ class Centred(AnnealedByBuffer):
 class KeepsFeatures(Net):
     """Keeps what a callback reads after a step, and what all batches have in common."""
 
-
     def __init__(self) -> None:
         super().__init__()
         self.features = self.mask = None

@@ -107,7 +107,7 @@ class LoopState:
         self.predicted_at: tuple[Any, ...] = ()
         """Random state, loader and step of the last call that predicts."""
         self.predicts_again = False
-        """True in a call, within ``fit``, with the same loader, step and random state as the last call that predicts."""
+        """True in a call, within ``fit``, that predicts as the last one: the same loader, step and random state."""
         self.scaler_state: dict[str, Any] = {}
         self.restarts: list[Restart] = []
         """Restarts of the last ``fit(max_restarts=...)``, in the process that called it; a rank has an empty list."""
