@@ -467,6 +467,6 @@ def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 _SAME_DRAWS = (
     "get_predictions draws random numbers, and this call draws the same ones as the last call, since evaluations "
-    "within fit leave the random state unchanged. If you compare or average several passes (Monte Carlo dropout), draw all "
-    "samples in get_predictions, or call torch.manual_seed with another seed before each pass."
+    "within fit leave the random state unchanged. If you compare or average several passes (Monte Carlo dropout), draw "
+    "all samples in get_predictions, or call torch.manual_seed with another seed before each pass."
 )
