@@ -6,8 +6,8 @@ sums are detected, as far as the model or the criterion declares them.
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
 This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is known only if
 ``get_loss`` returns the tensor that the criterion created, or its product with a number, because autograd's node of the
-criterion contains it. Without a graph, and with label smoothing, whose result is a sum of two losses, the divisor is
-attached to the tensor: by a hook on the criterion, or for calls of functions by a mode that sees torch's functions.
+criterion contains it. Without a graph, the divisor is attached to the tensor: by a hook on the criterion, or for calls
+of functions by a mode that sees torch's functions.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
         # A factor without a graph does not change what the loss is a mean over; any other operand makes a new loss.
         operands = [before for before, _ in node.next_functions]
         node = operands[0] or operands[-1] if None in operands or len(operands) == 1 else None
+    if node is not None and type(node).__name__ == "AddBackward0":
+        node = _smoothed(node)
     if node is None or type(node).__name__ not in _NODES or node._saved_reduction != _MEAN:
         return None
     try:
@@ -152,6 +154,18 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
     except RuntimeError:  # the graph was freed: backward will raise
         return None
     return total.item() if total.is_cpu else total
+
+
+def _smoothed(node: Any) -> Any:
+    """Return the node of the class loss in a sum that ``label_smoothing`` makes; ``None`` for any other sum.
+
+    Both summands are products with a number (MulBackward1), which only torch's own C++ code makes: a product in Python
+    is one of two tensors (MulBackward0).
+    """
+    summands = [before for before, _ in node.next_functions]
+    if any(type(summand).__name__ != "MulBackward1" for summand in summands):
+        return None
+    return summands[0].next_functions[0][0]
 
 
 def _has_no_negative(target: Tensor) -> bool:
@@ -302,7 +316,8 @@ def _weighs_targets(criterion: Any) -> bool:
 
 
 def _is_declared(criterion: Any) -> bool:
-    # With ``options``, LinearCrossEntropyLoss computes its loss in chunks, by a node of its own.
+    # With ``options``, LinearCrossEntropyLoss computes its loss in chunks, by a node of its own. While compile='step'
+    # traces, no nodes can be read.
     hides = getattr(criterion, "label_smoothing", 0) > 0 or getattr(criterion, "options", None) is not None
     return hides or _weighs_targets(criterion)
 
@@ -324,11 +339,10 @@ class _FunctionalLosses(TorchFunctionMode):
             ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
             means = given["reduction"] == "mean" and given["size_average"] is None and given["reduce"] is None
             if means and not target.is_floating_point():
-                smooths = given["label_smoothing"] > 0 or given.get("options") is not None
                 divisor = _attach(result, target, weight, ignored)
                 ignores = isinstance(divisor, (int, float)) and divisor != target.numel()
                 uneven = ignores or weight is not None or ignored >= 0
-                self._note(smooths, uneven)
+                self._note(attached_divisor(result) is not None, uneven)
         elif func in _PRODUCTS and isinstance(result, Tensor) and result.numel() == 1:
             divisors = [d for d in map(attached_divisor, args) if d is not None]
             if len(divisors) == 1:
@@ -381,7 +395,7 @@ def functional_losses(found: list[FunctionCall] | None = None, *, training: bool
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
     only if the first batch has made such a call. Training uses it for the first batch of an epoch, and for later ones
-    only if a graph lacks the divisor (label smoothing).
+    only if a graph lacks the divisor (``F.linear_cross_entropy`` in chunks).
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel
 from trainloop._support import reduction
 from trainloop._support.reduction import ClassLosses, divisor_of
 
@@ -70,6 +70,12 @@ def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
     assert divisor_of(loss) == pytest.approx(float(weight[targets[:-1]].sum()))
     assert divisor_of(loss * 0.5) == divisor_of(-loss / 2) == divisor_of(3 * loss) == divisor_of(loss)
     assert divisor_of(loss + 1.0) is None
+    assert divisor_of(loss * 0.9 + scores.mean() * 0.1) is None
+    for weights in (None, weight):
+        plain = functional.cross_entropy(scores, targets, weights)
+        smoothed = functional.cross_entropy(scores, targets, weights, label_smoothing=0.1)
+        assert divisor_of(smoothed) == divisor_of(2 * smoothed) == divisor_of(plain) is not None
+        assert divisor_of(smoothed + 2 * smoothed) is None
     assert divisor_of(loss * scores.mean()) is None  # a learned factor
     assert divisor_of(functional.cross_entropy(scores, scores.softmax(1))) is None  # over samples
     assert divisor_of(functional.mse_loss(scores, scores)) is None
@@ -81,6 +87,68 @@ def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
         assert divisor_of(criterion(scores, targets)) is None
         with ClassLosses(None, {"classes": [criterion]}).watched(with_graphs=True):
             assert divisor_of(criterion(input=scores, target=targets)) == pytest.approx(divisor_of(loss))
+
+
+class Anneals(AbstractCallback):
+    """Changes the criterion in place, at the second epoch or within the first one."""
+
+    def __init__(self, setting: str, value: Any, step: int) -> None:
+        super().__init__("anneals")
+        self.setting, self.value, self.step = setting, value, step
+
+    def change(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == self.step:
+            setattr(loop.criterion, self.setting, self.value)
+
+    on_epoch_begin = on_batch_begin = change
+
+
+class SmoothsMore(Classifier):
+    """The criterion's smoothing as the argument of a function."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        smoothing = criterion.label_smoothing
+        return functional.cross_entropy(self(batch_data[0]), batch_data[1], criterion.weight, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("label_smoothing", 0.2), ("weight", CLASS_WEIGHTS)])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("kind", [Classifier, SmoothsMore])
+def test_a_setting_of_the_criterion_that_changes_in_training_weighs_micro_batches(
+    kind: type[Classifier], setting: str, value: Any, step: int
+) -> None:
+    found = []
+    for size, accumulation in ((12, 1), (4, 3)):
+        torch.manual_seed(0)
+        model, data = kind().double(), samples(36, ignored=-100)
+        loop = TrainLoop(
+            model, DataLoader(data, size), optimizer=optim.SGD(model.parameters(), lr=0.5),
+            criterion=nn.CrossEntropyLoss(), progress_bar=False,
+        )  # fmt: skip
+        loop.fit(2, grad_accumulation=accumulation, callbacks=[Anneals(setting, value, step)])
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_an_entry_of_the_criteria_that_is_replaced_in_training_weighs_the_batches_of_an_evaluation() -> None:
+    class OfDict(Classifier):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return super().get_loss(batch_data, criterion["classes"], device)
+
+    class Replaces(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            if self.train_loop_obj.epoch:
+                self.train_loop_obj.criterion["classes"] = nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1)
+
+    model, data = OfDict().double(), samples(30, ignored=-100)
+    loop = TrainLoop(
+        model, DataLoader(data, 10), DataLoader(data, 4), None, optim.SGD(model.parameters(), lr=0.5),
+        {"classes": nn.CrossEntropyLoss()}, progress_bar=False,
+    )  # fmt: skip
+    loop.fit(2, callbacks=[Replaces("replaces")])
+    expected = nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1)(model(data.tensors[0]), data.tensors[1])
+    assert loop.history["val_loss"][-1] == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
@@ -128,7 +196,7 @@ class Functions(Classifier):
 
 
 @pytest.mark.parametrize("kind", ["plain", "smoothed", "sum"])
-def test_calls_of_functions_are_looked_for_in_an_epochs_first_step_and_where_graphs_do_not_show_them(kind: str) -> None:
+def test_calls_of_functions_are_looked_for_in_an_epochs_first_step(kind: str) -> None:
     model = Functions(kind).double()
     model.looked = []
     optimizer = optim.SGD(model.parameters(), lr=0.2)
@@ -136,7 +204,7 @@ def test_calls_of_functions_are_looked_for_in_an_epochs_first_step_and_where_gra
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.fit(num_epochs=2, grad_accumulation=2)
-    assert model.looked == ([True] * 12 if kind == "smoothed" else [True, True, *[False] * 4] * 2)
+    assert model.looked == [True, True, *[False] * 4] * 2
     warned = ["averages over the targets' weights" in str(warning.message) for warning in caught]
     assert sum(warned) == (kind == "sum")
 
