@@ -77,8 +77,8 @@ class Buffers(work.CNN):
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "MLP": (work.MLP, 4000),
     "CNN": (work.CNN, 800),
-    "Transformer": (work.Transformer, 160),
-    "160 buffers": (Buffers, 100),
+    "Transformer": (work.Transformer, 400),
+    "160 buffers": (Buffers, 300),
 }
 
 

@@ -91,7 +91,6 @@ class AlternatingTraining(Training):
             drop_gradients(optimizer)
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
-        self._checks_backward = False
         if self._functions is not None:
             self.functions_seen()
         loop.progress.found_inf = found_inf

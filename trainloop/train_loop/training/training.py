@@ -135,7 +135,7 @@ class Training(Run):
         self._warned_of_averages = False
         self._warned_of_counters = False
         self._monitors_checked = False
-        self._checks_backward = False  # True in the first step of an epoch
+        self._checks_backward = False  # True if get_loss must not change gradients
         self._functions: list[FunctionCall] | None = None
         """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -666,7 +666,6 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        self._checks_backward = False
         if self._functions is not None:
             self.functions_seen()
         factor = None if whole else gradients.complete(gradients.learned)
