@@ -357,15 +357,6 @@ class _FunctionalLosses(TorchFunctionMode):
             self._found.append(FunctionCall(threading.current_thread(), needs_mode, uneven))
 
 
-class _FunctionalLossesInTraining(_FunctionalLosses):
-    """The same, except for functions that torch.compile has compiled."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _DEFAULTS = dict(zip(_ARGUMENTS, (None, None, None, None, -100, None, "mean", 0.0), strict=True))
 _OF_CLASSES: dict[Any, tuple[str, ...]] = {functional.cross_entropy: _ARGUMENTS, functional.nll_loss: _ARGUMENTS[:-1]}
@@ -390,7 +381,7 @@ _found: ContextVar[list[FunctionCall] | None] = ContextVar("_found", default=Non
 
 
 @contextmanager
-def functional_losses(found: list[FunctionCall] | None = None, *, training: bool = False) -> Iterator[None]:
+def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
@@ -402,8 +393,6 @@ def functional_losses(found: list[FunctionCall] | None = None, *, training: bool
     found : list of FunctionCall, optional
         List that receives an entry for each such call. Default: the list of the surrounding context, which threads
         inherit by their context variables. If there is none, nothing is done.
-    training : bool
-        Leave functions that torch.compile has compiled as they are.
     """
     found = _found.get() if found is None else found
     if found is None:
@@ -411,7 +400,7 @@ def functional_losses(found: list[FunctionCall] | None = None, *, training: bool
         return
     token = _found.set(found)
     try:
-        with _FunctionalLossesInTraining(found) if training else _FunctionalLosses(found) as mode:
+        with _FunctionalLosses(found) as mode:
             yield
         if mode.seen_by_compiler and not found:
             found.append(FunctionCall(None, True, False))

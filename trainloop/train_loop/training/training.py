@@ -136,6 +136,7 @@ class Training(Run):
         self._warned_of_counters = False
         self._monitors_checked = False
         self._checks_backward = False  # True if get_loss must not change gradients
+        self._sees_functions = False  # True if functions are looked for in every step of the epoch
         self._functions: list[FunctionCall] | None = None
         """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
         self._kept_in_eval: list[torch.nn.Module] | None = None
@@ -427,8 +428,9 @@ class Training(Run):
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
         self._checks_backward = self.gradients.combines
-        # A mode of torch's functions would make torch.compile compile again.
-        self._functions = None if any(map(_is_compiled, loop.model.modules())) else []
+        self._functions = []
+        # Without the mode of torch's functions in later steps, torch.compile would compile again.
+        self._sees_functions = any(map(_is_compiled, loop.model.modules()))
         if self._kept_in_eval is None and loop.is_global_zero:
             averages = self.parallel and not self.place.collective
             warn_of_untrained(loop.model, loop.criterion, self.gradients.optimizers, averages=averages)
@@ -709,14 +711,15 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions, training=True):
+        with functional_losses(self._functions):
             yield
         if not idle:
             self.class_losses.add(self._functions[before:])
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
-        self._functions = [] if any(call.needs_mode for call in self._functions or ()) else None
+        stays = self._sees_functions or any(call.needs_mode for call in self._functions or ())
+        self._functions = [] if stays else None
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""

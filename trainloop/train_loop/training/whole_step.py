@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._metrics import Recorder
-from trainloop._support.reduction import attached_divisor
+from trainloop._support.reduction import attached_divisor, functional_losses
 from trainloop._support.user_line import warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
@@ -81,7 +81,8 @@ class WholeStepTraining(Training):
         if self.watch is not None:
             self.watch.forward_begins(True)
         try:
-            with nullcontext() if self._settings else _without_torchs_warnings():
+            # The graph shows no divisors: they are attached while it is traced.
+            with nullcontext() if self._settings else _without_torchs_warnings(), functional_losses([]):
                 loss, weight = self._whole(step.batches[0]) if self._rates is None else self._with_rates(step)
         except Exception as error:
             if not self._may_continue(error):
