@@ -6,8 +6,8 @@ sums are detected, as far as the model or the criterion declares them.
 ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` divide by the sum of the class weights of all targets that are not ignored.
 This *divisor* is the weight of such a loss, as if ``get_loss`` had returned ``(loss, divisor)``. It is known only if
 ``get_loss`` returns the tensor that the criterion created, or its product with a number, because autograd's node of the
-criterion contains it. Without a graph, the divisor is attached to the tensor: by a hook on the criterion, or for calls
-of functions by a mode that sees torch's functions.
+criterion contains it. Where there is no graph to read, in an evaluation and in compiled code, the divisor is attached
+to the tensor: by a hook on the criterion, or by a mode that sees torch's functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ __all__ = [
     "SumRule",
     "attach_divisor",
     "attached_divisor",
+    "class_criteria",
     "divisor_of",
     "functional_losses",
     "sum_rule",
@@ -224,102 +225,74 @@ class FunctionCall(NamedTuple):
 
 
 class ClassLosses:
-    """Watch criteria of class indices while they run.
-
-    Parameters
-    ----------
-    roots : object
-        A model, and a criterion or a collection of criteria.
+    """Count the calls of class losses in training that weight their targets or ignore some.
 
     Attributes
     ----------
     uneven : bool
-        True after such a criterion has weighted its targets or ignored some, as far as this is known without waiting
-        for the device. The reader must reset it.
+        True after such a call, as far as this is known without waiting for the device. The reader must reset it.
     """
 
-    uneven = False
-    _in_training = True
-    _forwards: ClassVar[set[Any]] = {
-        getattr(nn, name).forward
-        for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last one since torch 2.13
-        if hasattr(nn, name)
-    }
-
-    def __init__(self, *roots: Any) -> None:
-        found = [module for root in roots for module in _modules(root) if self._is_watched(module)]
-        self._declared = [module for module in found if _is_declared(module)]
-        self._others = [module for module in found if not _is_declared(module)]
+    def __init__(self) -> None:
+        self.uneven = False
         # By thread, since each replica of dp runs get_loss in its own.
         self._calls: Counter[threading.Thread] = Counter()
 
     def take_calls(self) -> int:
-        """Return the number of such calls of one ``get_loss`` in training since the last call of this method."""
+        """Return the number of such calls of one ``get_loss`` since the last call of this method."""
         calls, self._calls = self._calls, Counter()
         return max(calls.values(), default=0)
 
     def add(self, calls: Iterable[FunctionCall]) -> None:
-        """Count the calls of functions that one ``get_loss`` in training has made."""
+        """Count the calls that one ``get_loss`` has made."""
         for call in calls:
             if call.uneven and call.thread is not None:
                 self.uneven = True
                 self._calls[call.thread] += 1
 
-    def _is_watched(self, module: nn.Module) -> bool:
-        # A subclass that overrides forward may divide by anything.
-        return getattr(type(module), "forward", None) in self._forwards and getattr(module, "reduction", None) == "mean"
 
-    @contextmanager
-    def watched(self, *, with_graphs: bool) -> Iterator[None]:
-        """Attach divisors to the losses of these criteria, unless the losses' autograd nodes contain the divisors.
-
-        Parameters
-        ----------
-        with_graphs : bool
-            False in an evaluation, where there are no graphs. True in training: then a criterion is watched only if it
-            has class weights, an ignored class or label smoothing, since a hook costs microseconds per step.
-        """
-        before, self._in_training = self._in_training, with_graphs
-        with ExitStack() as undo:
-            undo.callback(setattr, self, "_in_training", before)
-            for criterion in self._declared if with_graphs else self._others:
-                undo.callback(criterion.register_forward_hook(self._after, with_kwargs=True).remove)
-            yield
-
-    def _after(self, criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
-        target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
-        if target.is_floating_point():  # with class probabilities, torch takes the mean over samples
-            return
-        if torch.compiler.is_compiling():
-            attach_divisor(loss, _divisor(target, criterion.weight, _ignored_by(criterion)))
-            return
-        divisor = _attach(loss, target, criterion.weight, _ignored_by(criterion))
-        if divisor is None:
-            return
-        found, thread = _found.get() or [], threading.current_thread()
-        for i in range(len(found) - 1, -1, -1):
-            if found[i].thread is thread:  # the entry of the function that this criterion calls
-                del found[i]
-                break
-        ignores = not isinstance(divisor, Tensor) and divisor != target.numel()
-        if ignores or _weighs_targets(criterion):
-            self.uneven = True
-            self._calls[threading.current_thread()] += self._in_training
+_FORWARDS: set[Any] = {
+    getattr(nn, name).forward
+    for name in ("CrossEntropyLoss", "NLLLoss", "LinearCrossEntropyLoss")  # the last one since torch 2.13
+    if hasattr(nn, name)
+}
 
 
-def _ignored_by(criterion: Any) -> int:
-    return -100 if criterion.ignore_index is None else criterion.ignore_index
+@contextmanager
+def class_criteria(*roots: Any) -> Iterator[None]:
+    """Attach divisors to the losses of criteria of class indices, in an evaluation, where there are no graphs.
+
+    A hook costs less than the mode of :func:`functional_losses`, which is then not needed after the first batch.
+
+    Parameters
+    ----------
+    roots : object
+        A model, and a criterion or a collection of criteria.
+    """
+    with ExitStack() as undo:
+        for module in (module for root in roots for module in _modules(root)):
+            # A subclass that overrides forward may divide by anything.
+            is_known = getattr(type(module), "forward", None) in _FORWARDS
+            if is_known and getattr(module, "reduction", None) == "mean":
+                undo.callback(module.register_forward_hook(_after, with_kwargs=True).remove)
+        yield
 
 
-def _weighs_targets(criterion: Any) -> bool:
-    return criterion.weight is not None or _ignored_by(criterion) >= 0
-
-
-def _is_declared(criterion: Any) -> bool:
-    # With ``options``, LinearCrossEntropyLoss computes its loss in chunks, by a node of its own. While compile='step'
-    # traces, no nodes can be read.
-    hides = getattr(criterion, "label_smoothing", 0) > 0 or getattr(criterion, "options", None) is not None
-    return hides or _weighs_targets(criterion)
+def _after(criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
+    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+    if target.is_floating_point():  # with class probabilities, torch takes the mean over samples
+        return
+    ignored = -100 if criterion.ignore_index is None else criterion.ignore_index
+    if torch.compiler.is_compiling():
+        attach_divisor(loss, _divisor(target, criterion.weight, ignored))
+        return
+    if _attach(loss, target, criterion.weight, ignored) is None:
+        return
+    found, thread = _found.get() or [], threading.current_thread()
+    for i in range(len(found) - 1, -1, -1):
+        if found[i].thread is thread:  # the entry of the function that this criterion calls
+            del found[i]
+            break
 
 
 class _FunctionalLosses(TorchFunctionMode):
@@ -386,7 +359,7 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
     only if the first batch has made such a call. Training uses it for the first batch of an epoch, and for later ones
-    only if a graph lacks the divisor (``F.linear_cross_entropy`` in chunks).
+    only if a graph lacks the divisor: in compiled code, and for ``F.linear_cross_entropy`` in chunks.
 
     Parameters
     ----------

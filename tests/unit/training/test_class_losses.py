@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel
 from trainloop._support import reduction
-from trainloop._support.reduction import ClassLosses, divisor_of
+from trainloop._support.reduction import class_criteria, divisor_of
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -85,7 +85,7 @@ def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:
     assert divisor_of(functional.cross_entropy(many, torch.zeros(300, dtype=torch.int64))) == 300  # bfloat16 has no 299
     with torch.no_grad():
         assert divisor_of(criterion(scores, targets)) is None
-        with ClassLosses(None, {"classes": [criterion]}).watched(with_graphs=True):
+        with class_criteria(None, {"classes": [criterion]}):
             assert divisor_of(criterion(input=scores, target=targets)) == pytest.approx(divisor_of(loss))
 
 
@@ -273,6 +273,25 @@ def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() ->
     loop: TrainLoop[Any] = TrainLoop(Compiled(torch.compile(net, backend="eager")), None, progress_bar=False)  # type: ignore[arg-type]
     loss = loop.evaluate_model_loss(DataLoader(TensorDataset(x, y), 4))
     assert loss == pytest.approx(net(x, y)[1].item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_that_compiled_code_computes_weighs_micro_batches(in_place: bool) -> None:
+    found = []
+    x, y = samples(36).tensors
+    for size, accumulation in ((12, 1), (4, 3)):
+        torch.manual_seed(0)
+        net = LossInForward()
+        model = Compiled(net if in_place else torch.compile(net, backend="aot_eager"))  # type: ignore[arg-type]
+        if in_place:
+            net.compile(backend="aot_eager")
+        loop = TrainLoop(
+            model, DataLoader(TensorDataset(x[:, :2], y % 3), size), optimizer=optim.SGD(net.parameters(), lr=0.5),
+            progress_bar=False,
+        )  # fmt: skip
+        loop.fit(2, grad_accumulation=accumulation)
+        found.append((net.layer.weight.detach(), torch.tensor(loop.history["loss"])))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 @torch.compile(backend="eager")

@@ -164,6 +164,28 @@ def test_weights_and_logs_are_those_of_a_loop_by_hand(optimizer_of: Any, norm: f
     assert loop.history.steps("accuracy")[:7] == plain.history.steps("accuracy")[:7]
 
 
+class Padded(Net):
+    """Some targets of each batch are ignored; the loss is that of a criterion or of a function."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        y = torch.where(x[:, 0] > 0, y, -100)
+        return nn.functional.cross_entropy(self(x), y) if self.factor == 2.0 else criterion(self(x), y)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_the_mean_loss_is_over_the_targets_that_are_not_ignored(factor: float) -> None:
+    losses = []
+    for compile in ("step", False):
+        model = Padded()
+        model.factor = factor
+        loop = make_loop(model=model, compile=compile)
+        loop.fit(num_epochs=2)
+        losses.append(loop.history["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
 @pytest.mark.long
 def test_logs_go_on_after_an_evaluation() -> None:
     loop = make_loop()

@@ -63,9 +63,6 @@ class TrainingRun(Protocol):
     def is_done(self) -> bool:
         """Return True if neither a step nor the end of a resumed epoch is left."""
 
-    def watch_losses(self) -> None:
-        """Watch the criteria of class indices in the model and the criterion, as they are now."""
-
     def seeing_functions(self, *, idle: bool = False) -> AbstractContextManager[None]:
         """Attach divisors to the results of functions; ``idle``: the batch is another rank's."""
 

@@ -26,7 +26,7 @@ from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop._support import rng
-from trainloop._support.reduction import ClassLosses, sum_rule
+from trainloop._support.reduction import class_criteria, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import HookTable
@@ -101,9 +101,6 @@ class Run:
         """Steps since the epoch began."""
         self.undo = ExitStack()
         """Stack of contexts that is closed when the run ends."""
-        self.class_losses = ClassLosses()
-        self._watching = self.undo.enter_context(ExitStack())
-        self.watch_losses()
         self.idle = Idle(self)
         self._eval_feeds: dict[int, tuple[LoaderMarks, Any]] = {}
         """Feeds of evaluations, by the id of the loader."""
@@ -119,15 +116,6 @@ class Run:
         if name == "criterion":
             for module in criterion_modules(self.loop.criterion):
                 module.to(self.place.device)
-            self.watch_losses()
-
-    def watch_losses(self) -> None:
-        """Watch the criteria of class indices in the model and the criterion, as they are now."""
-        self._watching.close()
-        uneven = self.class_losses.uneven
-        self.class_losses = ClassLosses(self.loop.model, self.loop.criterion)
-        self.class_losses.uneven = uneven
-        self._watching.enter_context(self.class_losses.watched(with_graphs=True))
 
     @property
     def rank_zero_only_names(self) -> set[str]:
@@ -341,8 +329,8 @@ class Run:
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
-        watched = self.class_losses.watched(with_graphs=False)
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), watched:
+        criteria = class_criteria(self.loop.model, self.loop.criterion)
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), criteria:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:

@@ -125,8 +125,6 @@ class Gradients:
         Return True if all ranks have the same ``settings``.
         """
         outdated, self.outdated = self.outdated, False
-        if outdated:
-            self._run.watch_losses()
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
@@ -143,7 +141,6 @@ class Gradients:
         outdated, self.outdated = self.outdated, False
         self._place.check_parameters()
         if outdated:
-            self._run.watch_losses()
             self._take_optimizers()
         if self.trained is None:
             self._take_parameters()
@@ -162,7 +159,6 @@ class Gradients:
         loop = self._run.loop
         if name == "criterion":
             self.take_rules()
-            self._run.watch_losses()
             return
         before, now = self.optimizers, optimizers_of(loop.optimizer)
         self._place.steps(now)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
-from trainloop._support.reduction import FunctionCall, divisor_of, functional_losses
+from trainloop._support.reduction import ClassLosses, FunctionCall, divisor_of, functional_losses
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn_or_print
@@ -136,6 +136,7 @@ class Training(Run):
         self._warned_of_counters = False
         self._monitors_checked = False
         self._checks_backward = False  # True if get_loss must not change gradients
+        self._class_losses = ClassLosses()
         self._sees_functions = False  # True if functions are looked for in every step of the epoch
         self._functions: list[FunctionCall] | None = None
         """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
@@ -430,7 +431,8 @@ class Training(Run):
         self._checks_backward = self.gradients.combines
         self._functions = []
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
-        self._sees_functions = any(map(_is_compiled, loop.model.modules()))
+        trained = trained_modules(loop.model, loop.criterion)
+        self._sees_functions = any(_is_compiled(part) for module in trained for part in module.modules())
         if self._kept_in_eval is None and loop.is_global_zero:
             averages = self.parallel and not self.place.collective
             warn_of_untrained(loop.model, loop.criterion, self.gradients.optimizers, averages=averages)
@@ -651,7 +653,7 @@ class Training(Run):
                     read = read_loss(output, sizes[i], gradients.sums)
                     if place.collective:
                         refuse_constant(read.loss)
-                    if self.class_losses.uneven:
+                    if self._class_losses.uneven:
                         self._check_averages(read, count)
                     scaled = read.loss
                     if not whole:
@@ -714,7 +716,7 @@ class Training(Run):
         with functional_losses(self._functions):
             yield
         if not idle:
-            self.class_losses.add(self._functions[before:])
+            self._class_losses.add(self._functions[before:])
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
@@ -723,8 +725,8 @@ class Training(Run):
 
     def _check_averages(self, read: BatchLoss, count: int) -> None:
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
-        loop, calls = self.loop, self.class_losses.take_calls()
-        self.class_losses.uneven = False
+        loop, calls = self.loop, self._class_losses.take_calls()
+        self._class_losses.uneven = False
         averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
