@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from trainloop.model import TTModel
 from trainloop.optim import MultiLoss
 
 CPU = torch.device("cpu")
+# The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
+needs_fsdp_on_cpu = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7"
+)
+FSDP = pytest.param("fsdp", marks=needs_fsdp_on_cpu)
 
 
 class Block(nn.Module):

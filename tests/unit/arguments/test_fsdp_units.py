@@ -7,9 +7,8 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from kit.sharded_models import Block, Tower
+from kit.sharded_models import Block, Tower, needs_fsdp_on_cpu
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
@@ -20,8 +19,7 @@ from trainloop.parallel.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.preflight import preflight_shards
 
-# The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
-pytestmark = pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
+pytestmark = needs_fsdp_on_cpu
 
 
 class Nested(nn.Module):

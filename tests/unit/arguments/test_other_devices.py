@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sharded_models import FSDP
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset
@@ -50,7 +51,7 @@ def test_a_parameter_or_buffer_without_values_is_refused_before_a_start(mode: st
         fit(model, gpu_mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", FSDP])
 def test_a_criterion_without_values_is_refused_before_a_start(mode: str) -> None:
     criterion = nn.CrossEntropyLoss(torch.ones(3, device="meta"))
     with pytest.raises(ConfigurationError, match=r"^criterion\.weight is on the meta device .*criterion\.to_empty"):

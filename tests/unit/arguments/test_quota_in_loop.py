@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sharded_models import FSDP
 from torch import nn, optim
-from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -77,7 +77,7 @@ def test_one_cpu_means_one_thread_and_no_workers() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
 @needs_two
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"] if torch.__version__ >= TorchVersion("2.7") else ["ddp"])
+@pytest.mark.parametrize("mode", ["ddp", FSDP])
 def test_ranks_divide_the_quota(mode: str) -> None:
     before = os.sched_getaffinity(0)
     look = Look()

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kit.sharded_models import Tower, words
+from kit.sharded_models import Tower, needs_fsdp_on_cpu, words
 from torch import nn
-from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 
-# The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
-pytestmark = pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
+pytestmark = needs_fsdp_on_cpu
 
 
 def hooked(model: Tower) -> None:

@@ -21,10 +21,10 @@ from kit.parallel_models import (
     furthest,
     gradients,
 )
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.torch_version import TorchVersion
 
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import (
@@ -380,7 +380,7 @@ class Critic(Net):
         return {"loss": (loss, 1)}
 
 
-@pytest.mark.skipif(torch.__version__ < TorchVersion("2.7"), reason="fsdp on the CPU needs PyTorch 2.7")
+@needs_fsdp_on_cpu
 @pytest.mark.parametrize(
     "parts",
     ["penalty", "penalty plain", "plain penalty", "penalty adversarial", "inputs plain", "own weights"],

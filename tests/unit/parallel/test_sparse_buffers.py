@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sharded_models import FSDP
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,7 +61,7 @@ def test_sparse_buffers_in_one_process(kind: str, mode: dict[str, Any], tmp_path
     loop.find_lr()
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", FSDP])
 @pytest.mark.parametrize("kind", ["coo", "csr", "quantized", "int16", "float8_e5m2"])
 def test_ranks_refuse_a_buffer_that_they_can_not_exchange(kind: str, mode: str) -> None:
     if kind == "quantized":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -33,8 +34,7 @@ class Refuses:
         raise ValueError(f"an old version: {state}")
 
 
-CASES = [
-    (AnswersAll(), RecursionError, r"AnswersAll\.__getattr__ raised this .*`if name\.startswith\('__'\)"),
+CASES: list[tuple[Any, type[Exception], str]] = [
     (TwoArguments(1, 2), TypeError, r"'second'\. An object that is sent .* can't be rebuilt"),
     (
         Refuses(),
@@ -42,6 +42,11 @@ CASES = [
         r"an old version: \{'version': 1\}\. Refuses\.__setstate__ raised this \(.*test_rebuilding",
     ),
 ]
+
+
+if sys.version_info >= (3, 11):  # before, pickle asks it for __getstate__, too, and can't pickle it
+    advice = r"AnswersAll\.__getattr__ raised this .*`if name\.startswith\('__'\)"
+    CASES.append((AnswersAll(), RecursionError, advice))
 
 
 @pytest.mark.parametrize("obj, error, message", CASES, ids=lambda case: type(case).__name__)

@@ -137,9 +137,9 @@ def test_folds_get_equal_parts_of_the_time_that_is_left(monkeypatch: pytest.Monk
     monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
     monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
     options: dict[str, Any] = {"num_trials": 2, "num_bag_folds": 3, "total": ResourceQuota(2, 0), "progress": False}
-    tune(make_scaled, {"scale": [0.0, 1.0]}, data=rows(), time_limit_s=1000, **options)
-    # Two at once: three waves of 300 s; what ends sooner leaves its time to those after it. A tenth is kept back.
-    assert backend.given == pytest.approx([300, 300, 300, 450, 450, 900], rel=0.02)
+    tune(make_scaled, {"scale": [0.0, 1.0]}, data=rows(), time_limit_s=1e6, **options)
+    # Two at once: three waves of 300,000 s; what ends sooner leaves its time to those after it. A tenth is kept back.
+    assert backend.given == pytest.approx([3e5, 3e5, 3e5, 4.5e5, 4.5e5, 9e5], rel=0.02)
     assert seconds_left() is None  # this process trains none
     monkeypatch.setattr(worker, "_until", time.time() + 50)
     assert seconds_left() == pytest.approx(50, abs=5)
