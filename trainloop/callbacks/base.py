@@ -361,12 +361,12 @@ class Saver(AbstractCallback):
 class HookTable:
     """The hooks that callbacks override. Each attribute is a hook with its functions, as a tuple in execution order.
 
-    The table is built once, before the first step. A hook that no callback overrides is an empty tuple and costs
-    nothing.
+    The table is built before the first step, and again when an epoch begins if it is :meth:`outdated`. A hook that no
+    callback overrides is an empty tuple and costs nothing.
 
     Parameters
     ----------
-    callbacks : iterable of AbstractCallback
+    callbacks : sequence of AbstractCallback
     rank : int
         Rank of this process; callbacks restricted to other ranks are left out.
     model : nn.Module, optional
@@ -382,11 +382,13 @@ class HookTable:
 
     def __init__(
         self,
-        callbacks: Iterable[AbstractCallback],
+        callbacks: Sequence[AbstractCallback],
         rank: int = 0,
         model: nn.Module | None = None,
         guarded: Callable[[Hook], Hook] = lambda hook: hook,
     ) -> None:
+        self._read_from = callbacks, model
+        self._own = _own_hooks(*self._read_from)
         # The sort is stable: callbacks with equal values stay in the order in which they were passed.
         ordered = sorted(callbacks, key=lambda cb: cb.execution_order)
         local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
@@ -408,6 +410,10 @@ class HookTable:
             )
             for name, callbacks_in_turn in (("on_epoch_end", savers_last), ("on_train_end", ordered))
         }
+
+    def outdated(self) -> bool:
+        """Return True if hooks have been assigned to a callback or the model, or its order or rank has changed."""
+        return _own_hooks(*self._read_from) != self._own
 
     def in_turn(self, name: str) -> tuple[tuple[Hook | None, bool], ...]:
         """Return a pair for each callback: its hook, and True if the hook may log.
@@ -442,9 +448,22 @@ def logs_nothing(hook: HookT) -> HookT:
     return hook
 
 
+def _own_hooks(callbacks: Sequence[AbstractCallback], model: nn.Module | None) -> list[Any]:
+    """Return what a table depends on and may change in training: hooks on the objects themselves, order and rank."""
+    found: list[Any] = [] if model is None else [vars(model).get(name) for name in MODEL_HOOKS]
+    for callback in callbacks:
+        own = vars(callback)
+        found.append((callback.execution_order, callback.device_idx_execution))
+        found += [(name, own[name]) for name in AbstractCallback.HOOKS if name in own]
+    return found
+
+
 def _model_overrides(model: nn.Module | None, name: str) -> bool:
     # A model need not be a TTModel, but must have the methods of one.
-    return callable(getattr(model, name, None)) and getattr(type(model), name, None) is not getattr(TTModel, name)
+    if model is None:
+        return False
+    assigned = name in vars(model) or getattr(type(model), name, None) is not getattr(TTModel, name)
+    return assigned and callable(getattr(model, name, None))
 
 
 def _on_its_ranks(callback: AbstractCallback, name: str) -> Hook:

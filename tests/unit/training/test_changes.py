@@ -207,6 +207,21 @@ def test_end_epoch_ends_this_epoch_only_and_a_resume_in_that_step_too(draws: boo
         loop.end_epoch()
 
 
+def test_a_hook_that_is_assigned_to_a_callback_or_the_model_is_called_from_the_next_epoch_on() -> None:
+    calls: list[tuple[str, int]] = []
+    loop = loop_of("rate", "single")
+
+    def assign(_: Any) -> None:
+        if loop.epoch == 1:
+            watcher.on_after_optimizer_step = lambda: calls.append(("step", loop.epoch))  # type: ignore[method-assign]
+            loop.model.on_epoch_begin = lambda: calls.append(("begin", loop.epoch))
+
+    watcher = Does("on_epoch_end", assign)
+    loop.fit(num_epochs=3, callbacks=[watcher])
+    assert calls[0] == ("begin", 2)
+    assert set(calls[1:]) == {("step", 2)}
+
+
 class Epochs(Dataset[Any]):
     """Each epoch has other data."""
 

@@ -318,7 +318,11 @@ class Training(Run):
     def _follow_callbacks(self) -> None:
         """Call the hooks of the loop's callbacks from now on, as the list is now; begin with those that are new."""
         loop, known = self.loop, self._known_callbacks
-        while len(loop.callbacks) != len(known) or not all(map(operator.is_, loop.callbacks, known)):
+        while (
+            self.hooks.outdated()
+            or len(loop.callbacks) != len(known)
+            or not all(map(operator.is_, loop.callbacks, known))
+        ):
             new = [callback for callback in loop.callbacks if all(callback is not other for other in known)]
             self._known_callbacks = known = list(loop.callbacks)
             for callback in new:
