@@ -49,10 +49,12 @@ class GuardedStream:
         """Flush the stream."""
         try:
             self._guarded.flush()
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) and not getattr(self._guarded, "closed", False):
-                raise
+        except OSError as error:
             self._report(error)
+        except ValueError:
+            # A closed stream has been flushed. (Python's logging flushes its handlers when the interpreter ends.)
+            if not getattr(self._guarded, "closed", False):
+                raise
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_guarded"):  # while it is unpickled
