@@ -83,7 +83,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".__self__", obj.__self__
     elif isinstance(obj, functools.partial):
         yield from ((f".args.{i}", part) for i, part in enumerate(obj.args))
-        yield from ((f".keywords.{name}", part) for name, part in obj.keywords.items())
+        yield ".keywords", obj.keywords
         yield ".func", obj.func
     else:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):

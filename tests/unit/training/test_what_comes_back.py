@@ -6,6 +6,7 @@ The rank is this process: what it gets is a copy by the same way as in ``fit``, 
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 import threading
@@ -319,6 +320,14 @@ def test_an_object_that_model_and_callback_share_stays_the_callers_own(make: Any
     assert loop.model.shared is shared
     assert loop.callbacks[0].shared is shared  # type: ignore[attr-defined]
     assert state_of(shared) == state_of(expected)
+
+
+def test_arguments_of_a_partial_criterion_that_a_hook_changes_come_back() -> None:
+    criterion = functools.partial(F.huber_loss, delta=1.0)
+    loop = loop_of(OPTIMIZERS["AdamW"], criterion)
+    through_a_rank(loop, lambda loop: loop.criterion.keywords.update(delta=0.5))
+    assert loop.criterion is criterion
+    assert criterion.keywords == {"delta": 0.5}
 
 
 def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
