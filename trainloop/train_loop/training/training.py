@@ -743,7 +743,9 @@ class Training(Run):
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
         loop, calls = self.loop, self.class_losses.take_calls()
         self.class_losses.uneven = False
-        averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
+        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+        evaluates = loop.end_auto_eval and loop.validation_loader is not None
+        averaged = count > 1 or self.parallel or replicas or evaluates
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
         if isinstance(read.units, dict):
@@ -754,7 +756,7 @@ class Training(Run):
         warn_or_print(
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
-            "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
+            "size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the sum of the "
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
             "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
         )
