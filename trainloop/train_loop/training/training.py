@@ -307,7 +307,7 @@ class Training(Run):
             return
         check_loader(loader, "train_loader", optional=False)
         if self._marks is not None:
-            self.feed.close()
+            self.close_feed(self.feed)
             if self._marks.loader is loader:
                 end_workers(loader)  # they have copies of what has changed
         self.feed = self.feed_of(TrainFeed, loader, "train_loader")
