@@ -165,7 +165,7 @@ class Run:
         return feed
 
     def close_feed(self, feed: Any) -> None:
-        """Close a feed of :meth:`feed_of`, and forget it: nothing may keep a loader alive that the user has replaced."""
+        """Close a feed of :meth:`feed_of`, and forget it, so that a loader that the user has replaced is freed."""
         self._open_feeds.pop(feed).close()
 
     def _close_feeds(self) -> None:
@@ -208,7 +208,7 @@ class Run:
         return feed
 
     def _forget_feeds(self) -> None:
-        """Close feeds of loaders that are not the loop's own: the oldest ones, and those not used since the last epoch."""
+        """Close feeds of loaders that are not the loop's own: the oldest, and those not used since the last epoch."""
         loop = self.loop
         own = (loop.train_loader, loop.validation_loader, loop.test_loader)
         others = [key for key, (marks, *_) in self._eval_feeds.items() if all(marks.loader is not one for one in own)]

@@ -269,7 +269,17 @@ class Training(Run):
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
-            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}{self._counted_from()}")
+
+    def _counted_from(self) -> str:
+        """Return where the length of a resumed ``fit`` counts from, if that is not the beginning of all training."""
+        name, what, begun = "num_epochs", "epoch", self.start_epoch
+        if self.loop.num_iterations:
+            name, what, begun = "num_iterations", "batch", self.start_iteration + 1
+        if not begun:
+            return ""
+        length = f"{name}={getattr(self.loop, name)}"
+        return f" ({length} counts from {what} {begun + 1}, the first of the call of fit that wrote the checkpoint)"
 
     def _report_begin(self, line: str) -> None:
         """Report that the run begins in the middle of an epoch, and what this costs."""
