@@ -119,6 +119,7 @@ class Counting(optim.Optimizer):
         self.state["k"] += 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["single", "fsdp"])
 def test_state_that_belongs_to_no_parameter_is_used_comes_back_and_is_resumed(mode: Any, tmp_path: Path) -> None:
     data = TensorDataset(torch.randn(22, 8, generator=torch.Generator().manual_seed(0)).double(), torch.arange(22) % 3)
