@@ -219,7 +219,8 @@ class OwnRate(AbstractCallback):
         loop.optimizer.param_groups[0]["lr"] = torch.tensor(rate) if self.tensor else rate
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_rates_that_differ_between_ranks_are_an_error_even_if_ranks_have_different_shards(mode: str) -> None:
     for own in (OwnRate(), OwnRate(tensor=True)):
         with pytest.raises(WorkerFailedError, match=r"the ranks' optimizers differ: rank 0 has lr=.* group 0\), but"):

@@ -171,14 +171,19 @@ class Run:
     def _close_feeds(self) -> None:
         while self._open_feeds:
             self._open_feeds.popitem()[1].close()
+        self._eval_feeds.clear()
+        own = self._own_loaders()
+        self.loop.note(worker_marks=[m for m in self.loop.worker_marks if any(m.loader is one for one in own)])
+
+    def _own_loaders(self) -> tuple[Any, ...]:
+        return self.loop.train_loader, self.loop.validation_loader, self.loop.test_loader
 
     def _end_outdated_workers(self, loader: Any) -> None:
         """End a loader's persistent workers if it has changed since an earlier call of ``fit``, in which they started.
 
         They have copies of the dataset as it was.
         """
-        loop = self.loop
-        own = (loop.train_loader, loop.validation_loader, loop.test_loader)
+        loop, own = self.loop, self._own_loaders()
         known = [marks for marks in loop.worker_marks if any(marks.loader is one for one in own)]
         if any(marks.loader is loader and marks.changed() for marks in known):
             end_workers(loader)
@@ -209,10 +214,9 @@ class Run:
 
     def _forget_feeds(self) -> None:
         """Close feeds of loaders that are not the loop's own: the oldest, and those not used since the last epoch."""
-        loop = self.loop
-        own = (loop.train_loader, loop.validation_loader, loop.test_loader)
+        own, epoch = self._own_loaders(), self.loop.epoch
         others = [key for key, (marks, *_) in self._eval_feeds.items() if all(marks.loader is not one for one in own)]
-        unused = sum(self._eval_feeds[key][2] < loop.epoch - 1 for key in others)  # these are the first ones
+        unused = sum(self._eval_feeds[key][2] < epoch - 1 for key in others)  # these are the first ones
         for key in others[: max(unused, len(others) - _KEPT_FEEDS)]:
             self.close_feed(self._eval_feeds.pop(key)[1])
 

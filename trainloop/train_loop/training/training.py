@@ -414,6 +414,11 @@ class Training(Run):
         """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
         if "feed" in self.__dict__:
             self.feed.close()
+            if self._marks is not None and self._marks.loader is not self.loop.train_loader:
+                # Replaced in the last epoch: its workers end now, and not when the garbage collector finds this run.
+                self.close_feed(self.feed)
+                del self.feed
+                self._marks = None
         scaler_state = self.place.scaler.state_dict()
         self.loop.note(timings_of_last_fit=Timings.over(self.clock.epochs), scaler_state=scaler_state)
 
