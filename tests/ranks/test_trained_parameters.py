@@ -203,3 +203,28 @@ def test_ranks_that_differ_are_named(callback: Any, words: str) -> None:
     with pytest.raises(WorkerFailedError) as caught:
         tl.fit(num_epochs=3, callbacks=[callback])
     assert words in str(caught.value)
+
+
+class OwnRate(AbstractCallback):
+    """Sets the rate from the loss of this rank's batch, or from the mean of all ranks."""
+
+    def __init__(self, tensor: bool = False, averaged: bool = False) -> None:
+        super().__init__("own rate")
+        self.tensor, self.averaged = tensor, averaged
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        loss = float(loop.last_loss)  # type: ignore[arg-type]
+        rate = 0.01 * (distributed.all_reduce(loss, "mean") if self.averaged else loss)
+        loop.optimizer.param_groups[0]["lr"] = torch.tensor(rate) if self.tensor else rate
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_rates_that_differ_between_ranks_are_an_error_even_if_ranks_have_different_shards(mode: str) -> None:
+    for own in (OwnRate(), OwnRate(tensor=True)):
+        with pytest.raises(WorkerFailedError, match=r"the ranks' optimizers differ: rank 0 has lr=.* group 0\), but"):
+            make(mode, devices=2).fit(num_epochs=1, callbacks=[own])
+    loop = make(mode, devices=2)
+    loop.fit(num_epochs=1, callbacks=[OwnRate(averaged=True)])
+    assert loop.global_step > 1

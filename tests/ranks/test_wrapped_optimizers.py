@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.callbacks import ModelCheckpoint
 
 
 class Net(TTBasicModel):
@@ -99,3 +101,52 @@ def test_lookahead_and_averages_in_ranks_equal_the_hand_written_loop() -> None:
         torch.testing.assert_close(
             inner.state[mine]["exp_avg_sq"], by_hand.inner.state[theirs]["exp_avg_sq"], rtol=0, atol=1e-9
         )
+
+
+class Counting(optim.Optimizer):
+    """Counts its steps in an entry of its state that belongs to no parameter, as some optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["k"] = torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["sum"] = state["sum"].add(p.grad) if "sum" in state else p.grad.clone()
+            p.sub_(state["sum"], alpha=self.param_groups[0]["lr"] / (1 + self.state["k"].item()))
+        self.state["k"] += 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["single", "fsdp"])
+def test_state_that_belongs_to_no_parameter_is_used_comes_back_and_is_resumed(mode: Any, tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(22, 8, generator=torch.Generator().manual_seed(0)).double(), torch.arange(22) % 3)
+    ranks = 2 if mode == "fsdp" else 1
+
+    def made() -> TrainLoop[Net]:
+        torch.manual_seed(0)
+        model = Net().double()
+        return TrainLoop(
+            model, DataLoader(data, 8 // ranks), None, None, Counting(model.parameters()), nn.CrossEntropyLoss(),
+            gpu_mode=mode, accelerator="cpu", devices=ranks, progress_bar=False,
+        )  # fmt: skip
+
+    loop, reference = made(), made()
+    loop.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    loop.fit(num_epochs=1)
+    for _ in range(2):
+        for x, y in DataLoader(data, 8):
+            reference.optimizer.zero_grad()
+            F.cross_entropy(reference.model(x), y).backward()
+            reference.optimizer.step()
+    resumed = made()
+    resumed.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    for one in (loop, resumed):
+        assert one.optimizer.state["k"] == 6
+        for ours, theirs in zip(one.model.parameters(), reference.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    if mode == "single":
+        assert "memory of a training step" in str(loop.summary())
+        assert loop.find_batch_size().suggestion is not None

@@ -462,4 +462,18 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"log({name!r}, {value!r}): the value is a {type(value).__name__}, but must be a number or a 0-d tensor."
+            f"{_advice(value)}"
         ) from error
+
+
+def _advice(value: Any) -> str:
+    """Return what to log instead of a value that is no number; an empty string if unknown."""
+    if isinstance(value, Mapping):
+        return " Log each of its values under its own name."
+    if callable(getattr(value, "update", None)) and callable(getattr(value, "compute", None)):
+        return (
+            " Update the metric in each batch, and log the result of its compute() once at the end: in "
+            "on_evaluation_end, or for training in a callback's on_epoch_end. Or pass the metric to "
+            "ModelPerformanceEvaluation."
+        )
+    return ""

@@ -174,7 +174,11 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     try:
         model.load_state_dict(with_items(saved, {**left_out, **loaded}))
     except RuntimeError as error:  # for shapes of buffers, which a module may change while it loads
-        raise CheckpointError(f"the checkpoint does not fit the model. {error}") from error
+        raise CheckpointError(
+            f"the checkpoint does not fit the model. {error}\nPass a model like that of the checkpoint's run. To load "
+            "only a part of the weights, read them with trainloop.checkpoint.load(path)['model'], remove those that do "
+            "not fit, and call model.load_state_dict(weights, strict=False)."
+        ) from error
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:

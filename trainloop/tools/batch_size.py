@@ -178,7 +178,8 @@ def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
     """Move the loop's own model and optimizer to host memory in the block, since a real training has only one copy."""
     tensors = [*loop.model.parameters(), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
-        tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]
     moved = [(tensor, tensor.device) for tensor in {id(t): t for t in tensors}.values() if tensor.device.type == "cuda"]
     for tensor, _ in moved:
         tensor.data = tensor.data.cpu()

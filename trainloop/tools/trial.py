@@ -63,7 +63,8 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
             module.to(device)
         for single in optimizers_of(optimizer):
             for state in single.state.values():
-                state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+                if isinstance(state, dict):  # other entries belong to no parameter
+                    state.update({k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
     return (model, optimizer, criterion, *others)
 
 

@@ -269,7 +269,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             again. If the first call ended in the middle of an epoch, a second call with ``num_iterations`` continues
             that epoch with the next batch, while one with ``num_epochs`` begins a new epoch, as does any call after
             :meth:`end_epoch` or a change of the training loader. With ``resume_from``, it is the length of the whole
-            training, including the part before the checkpoint.
+            call of ``fit`` that wrote the checkpoint, including the part before the checkpoint, but not earlier calls.
         callbacks : list of AbstractCallback, optional
             Callbacks of this training. Hooks are called in the order of the callbacks' ``execution_order``, and for
             equal values in the order of this list.

@@ -325,6 +325,9 @@ def test_load_best(tmp_path: Path) -> None:
     other = nn.Linear(4, 4, bias=False)
     keeper.load_best(other)
     assert other.weight.eq(10).all()
+    for wrong in (nn.Linear(4, 4), nn.Linear(4, 3, bias=False)):
+        with pytest.raises(CheckpointError, match=r"(?s)does not fit the model.*checkpoint.load\(path\)\['model'\]"):
+            keeper.load_best(wrong)
 
 
 def test_load_best_without_a_metric_is_told(tmp_path: Path) -> None:

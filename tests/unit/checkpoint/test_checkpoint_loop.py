@@ -391,13 +391,21 @@ def test_the_place_of_a_resume_is_in_the_log_without_a_bar(tmp_path: Path, monke
     try:
         make_loop().fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
         make_loop().fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+        loop = make_loop()
+        loop.fit(num_epochs=1)
+        loop.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path / "second")])
+        again = make_loop()
+        again.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path / "second")], resume_from="last")
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
     assert [record.getMessage() for record in records] == [
         f"resume_from='last': no checkpoint in {tmp_path} yet. Training starts from scratch.",
         "resumed at epoch 2, step 11",
+        "resumed at epoch 3, step 22 (num_epochs=2 counts from epoch 2, the first of the call of fit that wrote the "
+        "checkpoint)",
     ]
+    assert again.epoch == 3
 
 
 def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,6 +230,41 @@ def test_epoch_values_are_sent_once_and_at_their_step() -> None:
     assert list(pending.take(tl)) == []
 
 
+def written(name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [
+        (one.step, one.value) for one in EventAccumulator("board", size_guidance={"scalars": 0}).Reload().Scalars(name)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["one callback", "a callback for each piece", "resumed"])
+def test_trackers_write_an_epoch_that_pieces_cut_once_for_each_end(folder: Path, kind: str) -> None:
+    piece = STEPS_PER_EPOCH * 3 // 4
+    ends = sorted({*range(piece, 4 * piece + 1, piece), *range(STEPS_PER_EPOCH, 4 * piece + 1, STEPS_PER_EPOCH)})
+    tl, board = make_loop(), TensorBoard("board")
+    for i in range(4):
+        if kind == "resumed":
+            tl = make_loop()
+            callbacks = [TensorBoard("board"), ModelCheckpoint("checkpoints")]
+            tl.fit(num_iterations=(i + 1) * piece, callbacks=callbacks, resume_from="last")
+        else:
+            tl.fit(num_iterations=piece, callbacks=[board if kind == "one callback" else TensorBoard("board")])
+    points = written("val_loss")
+    assert [step for step, _ in points] == ends
+    whole = make_loop()
+    whole.fit(num_epochs=ends[-1] // STEPS_PER_EPOCH)
+    of_epochs = {STEPS_PER_EPOCH * (i + 1): value for i, value in enumerate(whole.history["val_loss"])}
+    assert {step: value for step, value in points if step in of_epochs} == pytest.approx(of_epochs)
+
+
+def test_a_tracker_that_joins_a_later_fit_does_not_write_earlier_epochs_at_its_steps(folder: Path) -> None:
+    tl = make_loop()
+    tl.fit(num_epochs=2)
+    tl.fit(num_epochs=1, callbacks=[TensorBoard("board")])
+    assert written("val_loss") == [(3 * STEPS_PER_EPOCH, pytest.approx(tl.history["val_loss"][-1]))]
+
+
 # -- ends and errors ---------------------------------------------------------------------------------------------------
 
 

@@ -493,6 +493,14 @@ def test_a_metric_of_another_kind_starts_anew() -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+class Averages:
+    """Has the methods of a torchmetrics metric."""
+
+    def update(self, value: float) -> None: ...
+
+    def compute(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -501,7 +509,9 @@ def test_a_metric_of_another_kind_starts_anew() -> None:
         (("x", torch.tensor(1j)), r"log\('x', ...\): the value is complex. Log its real part"),
         (("x", "0.5"), r"log\('x', '0.5'\): the value is a str, but must be a number or a 0-d tensor."),
         (("x", None), r"log\('x', None\): the value is a NoneType"),
-        (("x", [1.0]), r"the value is a list"),
+        (("x", [1.0]), r"the value is a list, but must be a number or a 0-d tensor.$"),
+        (("x", {"a": 1.0}), r"the value is a dict, .* Log each of its values under its own name.$"),
+        (("x", Averages()), r"the value is a Averages, .* the result of its compute\(\) once at the end"),
         (("", 1.0), r"log\('', ...\): the name must be a non-empty string."),
         ((3, 1.0), r"log\(3, ...\): the name must be"),
         ((["x"], 1.0), r"log\(\['x'\], ...\): the name must be"),

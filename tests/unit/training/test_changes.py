@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from kit.changes import CHANGES, MOMENTS, Change, Net, loop_of, resumed_differs, resumes_alike, sgd, trained
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
@@ -259,6 +262,49 @@ def test_set_epoch_of_a_dataset_reaches_persistent_workers_and_a_resumed_run(tmp
     again, resumed = fit(4, "parts", "last")
     assert again == seen
     assert torch.equal(resumed, weight)
+
+
+class FreshLoaders(AbstractCallback):
+    """Makes a loader at each epoch's end, and counts how many of its loaders are still alive, with their workers."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__("fresh loaders")
+        self.use = use
+        self.loaders: list[weakref.ref[Any]] = []
+        self.alive: list[int] = []
+        self.processes: list[int] = []
+
+    def on_epoch_end(self) -> None:
+        loop, x = self.train_loop_obj, torch.ones(8, 3, dtype=torch.float64)
+        workers = {"num_workers": 1, "persistent_workers": True} if self.use == "train with workers" else {}
+        loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4, **workers)
+        self.loaders.append(weakref.ref(loader))
+        if self.use == "evaluate":
+            loop.evaluate(loader)
+        elif self.use == "evaluate many":
+            for _ in range(20):
+                loader = DataLoader(TensorDataset(x, x[:, :1]), batch_size=4)
+                self.loaders.append(weakref.ref(loader))
+                loop.evaluate(loader)
+        elif self.use == "validate":
+            loop.validation_loader = loader
+        else:
+            loop.train_loader = loader
+        del loader
+        gc.collect()
+        self.alive.append(sum(loader() is not None for loader in self.loaders))
+        self.processes.append(len(multiprocessing.active_children()))
+
+
+@pytest.mark.parametrize(
+    "use, most", [("evaluate", 2), ("evaluate many", 11), ("validate", 3), ("train", 2), ("train with workers", 2)]
+)
+def test_loaders_that_are_made_anew_in_each_epoch_are_not_kept_alive(use: str, most: int) -> None:
+    loop, fresh = loop_of("none", "single"), FreshLoaders(use)
+    loop.fit(num_epochs=5, callbacks=[fresh])
+    assert sum(loader() is not None for loader in fresh.loaders) <= 1  # without the garbage collector: the loop's own
+    assert max(fresh.alive) <= most
+    assert max(fresh.processes) - min(fresh.processes) <= 1
 
 
 # -- states, resumes ---------------------------------------------------------------------------------------------------

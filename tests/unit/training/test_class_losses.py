@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -180,6 +181,14 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
     alone = loop(nn.CrossEntropyLoss())
     alone.validation_loader = None
     alone.fit(num_epochs=1)
+    # In dp, the losses of replicas are averaged.
+    for devices in (1, 2):
+        copies = {"gpu_mode": "dp", "accelerator": "cpu", "devices": devices}
+        loader = DataLoader(samples(30, ignored=-100), 15)
+        optimizer, criterion = optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+        in_dp = TrainLoop(model, loader, optimizer=optimizer, criterion=criterion, progress_bar=False, **copies)
+        with pytest.warns(UserWarning, match="and replicas") if devices > 1 else nullcontext():
+            in_dp.fit(num_epochs=1)
 
 
 class Functions(Classifier):

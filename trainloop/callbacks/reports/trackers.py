@@ -25,17 +25,29 @@ class EpochValues:
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}  # number of values of each metric that have been sent
         self._steps: dict[int, int] = {}  # the step at which each epoch ended
+        # The epoch that fit has cut, its step, and the lengths before its values: another call of fit may replace them.
+        self._cut: tuple[int, int, dict[str, int]] | None = None
 
     def clear(self) -> None:
         """Forget which values have been sent; called before a new training."""
-        self._lengths, self._steps = {}, {}
+        self._lengths, self._steps, self._cut = {}, {}, None
 
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
         """Yield ``(epoch, step, values)`` for each epoch that has new values. Called at ends of epochs and of training.
 
         An earlier epoch can have new values, because callbacks that run after the tracker may log values for that
-        epoch.
+        epoch. Values of epochs before the first one that the tracker sees are not sent, since their steps are unknown.
         """
+        current = loop.history_epoch
+        if not self._lengths and not self._steps:
+            earlier = {name: sum(epoch < current for epoch in loop.history.epochs(name)) for name in loop.history}
+            self._lengths.update(earlier)
+        if self._cut is not None and self._cut[0] == current and loop.global_step > self._cut[1]:
+            self._lengths.update(self._cut[2])  # the epoch was continued
+        if loop.cut is None:
+            self._cut = None
+        elif self._cut is None or self._cut[:2] != (current, loop.global_step):
+            self._cut = current, loop.global_step, {name: self._lengths.get(name, 0) for name in loop.history}
         self._steps[loop.epoch] = loop.global_step
         found: dict[int, dict[str, float]] = {}
         for name in loop.history:
@@ -46,11 +58,12 @@ class EpochValues:
         for epoch in sorted(found):
             yield epoch, self._steps.get(epoch, loop.global_step), found[epoch]
 
-    def state_dict(self) -> dict[str, int]:
-        return dict(self._lengths)
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": dict(self._lengths), "cut": None if self._cut is None else list(self._cut)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._lengths, self._steps = dict(state), {}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        cut = state.get("cut")  # older checkpoints lack it
+        self._lengths, self._steps, self._cut = dict(state["lengths"]), {}, None if cut is None else tuple(cut)
 
 
 def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -140,11 +153,11 @@ class Tracker(AbstractCallback):
         return {**self.__dict__, "_run": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "lengths": self._epoch_values.state_dict()}
+        return {"run_id": self.run_id, **self._epoch_values.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id = state.get("run_id")
-        self._epoch_values.load_state_dict(state["lengths"])
+        self._epoch_values.load_state_dict(state)
 
 
 _MOST_PENDING = 10_000  # rows

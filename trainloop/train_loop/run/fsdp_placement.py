@@ -236,7 +236,8 @@ def sharded(
     shards = dict(model.named_parameters())
     first = dict(shards)
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
-    own_state = [{p: dict(own) for p, own in optimizer.state.items()} for optimizer in optimizers]
+    # Other entries, such as a count of steps, belong to no parameter, and stay as they are.
+    own_state = [{p: dict(own) for p, own in one.state.items() if isinstance(own, dict)} for one in optimizers]
     _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
     for optimizer in optimizers:  # scalars, and the step counters of fused kernels
         move_state(optimizer)

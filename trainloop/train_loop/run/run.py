@@ -58,6 +58,7 @@ STEPS_BETWEEN_FLUSHES = 128
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
 # Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
+_KEPT_FEEDS = 8  # of evaluations of loaders that are not the loop's own
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
@@ -102,8 +103,11 @@ class Run:
         self.undo = ExitStack()
         """Stack of contexts that is closed when the run ends."""
         self.idle = Idle(self)
-        self._eval_feeds: dict[int, tuple[LoaderMarks, Any]] = {}
-        """Feeds of evaluations, by the id of the loader."""
+        self._eval_feeds: dict[int, tuple[LoaderMarks, Any, int]] = {}
+        """Feeds of evaluations, and the epoch of their last use, by the id of the loader; the last one used is last."""
+        self._open_feeds: dict[Any, ExitStack] = {}
+        """What ends with a feed, by the feed."""
+        self.undo.callback(self._close_feeds)
         self._same_callbacks = True
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
@@ -133,24 +137,41 @@ class Run:
         allowed = cap_workers(workers, loop.options.quota, loop.process.local_world_size) if workers else 0
         if allowed != workers:
             loader = with_workers(loader, allowed)
-        self.undo.enter_context(workers_outlive_signals(loader))
-        return make(
-            loader,
-            rank=loop.rank,
-            world_size=loop.world_size,
-            seed=self.seed,
-            name=name,
-            exchange_ints=distributed.exchange_ints if self.parallel else None,
-            device=self.place.device,
-        )
+        with ExitStack() as opened:
+            opened.enter_context(workers_outlive_signals(loader))
+            feed = make(
+                loader,
+                rank=loop.rank,
+                world_size=loop.world_size,
+                seed=self.seed,
+                name=name,
+                exchange_ints=distributed.exchange_ints if self.parallel else None,
+                device=self.place.device,
+            )
+            opened.callback(feed.close)
+            self._open_feeds[feed] = opened.pop_all()
+        return feed
+
+    def close_feed(self, feed: Any) -> None:
+        """Close a feed of :meth:`feed_of`, and forget it, so that a loader that the user has replaced is freed."""
+        self._open_feeds.pop(feed).close()
+
+    def _close_feeds(self) -> None:
+        while self._open_feeds:
+            self._open_feeds.popitem()[1].close()
+        self._eval_feeds.clear()
+        own = self._own_loaders()
+        self.loop.note(worker_marks=[m for m in self.loop.worker_marks if any(m.loader is one for one in own)])
+
+    def _own_loaders(self) -> tuple[Any, ...]:
+        return self.loop.train_loader, self.loop.validation_loader, self.loop.test_loader
 
     def _end_outdated_workers(self, loader: Any) -> None:
         """End a loader's persistent workers if it has changed since an earlier call of ``fit``, in which they started.
 
         They have copies of the dataset as it was.
         """
-        loop = self.loop
-        own = (loop.train_loader, loop.validation_loader, loop.test_loader)
+        loop, own = self.loop, self._own_loaders()
         known = [marks for marks in loop.worker_marks if any(marks.loader is one for one in own)]
         if any(marks.loader is loader and marks.changed() for marks in known):
             end_workers(loader)
@@ -159,20 +180,33 @@ class Run:
         loop.note(worker_marks=known)
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        """Return the feed of an evaluation; it is kept, with its persistent workers, until its loader changes."""
-        kept = self._eval_feeds.get(id(loader))
-        if kept is None or kept[0].changed():
-            feed = self.feed_of(EvalFeed, loader, name)
-            self.undo.callback(feed.close)
-            if kept is not None:
-                kept[1].close()
-                end_workers(loader)
+        """Return the feed of an evaluation; it is kept, with its persistent workers, until its loader changes.
+
+        It is also kept only while its loader is in use, since callbacks may make a new loader for each evaluation.
+        """
+        kept = self._eval_feeds.pop(id(loader), None)
+        if kept is not None and kept[0].changed():
+            self.close_feed(kept[1])
+            end_workers(loader)
+            kept = None
+        if kept is None:
+            self._forget_feeds()
             # The marks refer to the loader, so that no other object gets its id.
-            self._eval_feeds[id(loader)] = kept = LoaderMarks(loader), feed
-        feed = kept[1]
+            marks, feed = LoaderMarks(loader), self.feed_of(EvalFeed, loader, name)
+        else:
+            marks, feed, _ = kept
+        self._eval_feeds[id(loader)] = marks, feed, self.loop.epoch
         if self.parallel:  # in each pass: a loader may have changed on one rank only
             check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
         return feed
+
+    def _forget_feeds(self) -> None:
+        """Close feeds of loaders that are not the loop's own: the oldest, and those not used since the last epoch."""
+        own, epoch = self._own_loaders(), self.loop.epoch
+        others = [key for key, (marks, *_) in self._eval_feeds.items() if all(marks.loader is not one for one in own)]
+        unused = sum(self._eval_feeds[key][2] < epoch - 1 for key in others)  # these are the first ones
+        for key in others[: max(unused, len(others) - _KEPT_FEEDS)]:
+            self.close_feed(self._eval_feeds.pop(key)[1])
 
     def shared_of(self, loader: Any, name: str) -> Shared:
         """Return the properties of a loader that must be equal on all ranks; the caller must compare them."""

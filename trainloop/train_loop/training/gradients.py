@@ -191,7 +191,8 @@ class Gradients:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
             # A rank without a batch in the last step has not changed its buffers.
-            self.trained.check_same_weights(self._place.wrapper, buffers_too=not self.weight.ragged)
+            buffers_too = not self.weight.ragged
+            self.trained.check_same_weights(self._place.wrapper, self.optimizers, buffers_too=buffers_too)
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""

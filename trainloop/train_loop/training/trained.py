@@ -166,16 +166,17 @@ class TrainedParameters:
         if late or self._beside:
             reduce_gradients([*self._beside, *late])
 
-    def check_same_weights(self, wrapper: Any, *, buffers_too: bool = False) -> None:
-        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of two integers.
+    def check_same_weights(self, wrapper: Any, optimizers: Sequence[Any] = (), *, buffers_too: bool = False) -> None:
+        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of three integers.
 
+        The settings of the optimizers are compared, too, since ranks have different shards of the weights in ``fsdp``.
         The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
         (local SGD). If ``buffers_too``, warn once about a buffer that differs; only rank 0's value is kept.
 
         Raises
         ------
         ConfigurationError
-            If weights differ; the message names the first parameter that differs.
+            If settings or weights differ; the message names the first setting or parameter that differs.
         """
         in_ddp = isinstance(wrapper, TTDistributedDataParallel)
         if in_ddp and comm_hooks_of(wrapper):
@@ -192,14 +193,17 @@ class TrainedParameters:
         sums = bit_sums(list(named.values()))
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
         buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
-        if not named and not buffers:
+        settings = _settings_of(optimizers)
+        if not named and not buffers and not settings:
             return
         of_buffers = bit_sums(list(buffers.values()))
-        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (sums, of_buffers)])
-        if len({digest for _, digest in digests}) > 1 and not self._buffers_warned:
+        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (settings, sums, of_buffers)])
+        if len({digest for digest, *_ in digests}) > 1:  # a cause of different weights
+            _raise_different(settings)
+        if len({digest for *_, digest in digests}) > 1 and not self._buffers_warned:
             self._buffers_warned = True
             self._warn_of_buffers(list(buffers), of_buffers)
-        if len({digest for digest, _ in digests}) == 1:
+        if len({digest for _, digest, _ in digests}) == 1:
             return
         everyone = distributed.exchange_ints(sums)
         name, tensor = next(
@@ -267,6 +271,37 @@ def _own_tensors(criterion: Any, model: nn.Module) -> tuple[list[Tensor], list[T
     of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     parameters = [p for _, p in named_trained_parameters(model, criterion) if id(p) not in of_model]
     return parameters, [b for module in modules for b in module.buffers() if id(b) not in of_model]
+
+
+def _settings_of(optimizers: Sequence[Any]) -> list[str]:
+    """Return the settings of all parameter groups that are plain values, such as ``lr=0.1 (parameter group 0)``."""
+    found = []
+    for i, optimizer in enumerate(optimizers):
+        which = f" of optimizer {i}" if len(optimizers) > 1 else ""
+        for j, group in enumerate(optimizer.param_groups):
+            for name in getattr(optimizer, "defaults", ()):
+                value = group.get(name)
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    value = value.item()
+                if value is None or isinstance(value, (bool, int, float, str, tuple)):
+                    found.append(f"{name}={value!r} (parameter group {j}{which})")
+    return found
+
+
+def _raise_different(settings: list[str]) -> None:
+    """Raise an error that names the first setting that is different on another rank. Collective."""
+    everyone = distributed.gather_object(settings)
+    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    mine, other = next(
+        ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
+        (f"{len(everyone[0])} settings", f"{len(theirs)} settings"),
+    )
+    raise ConfigurationError(
+        f"the ranks' optimizers differ: rank 0 has {mine}, but rank {rank} has {other}. All ranks take the same step, "
+        "so set the same values on every rank. Compute them from values that all ranks have, such as tl.history, or "
+        "average your own with trainloop.distributed.all_reduce(value, 'mean'). (tl.last_loss is the loss of this "
+        "rank's batch.)"
+    )
 
 
 def _raise_unequal(everyone: list[list[str]]) -> None:

@@ -269,7 +269,17 @@ class Training(Run):
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
-            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}")
+            self._report_begin(f"resumed at epoch {loop.epoch + 1}, step {loop.global_step}{self._counted_from()}")
+
+    def _counted_from(self) -> str:
+        """Return where the length of a resumed ``fit`` counts from, if that is not the beginning of all training."""
+        name, what, begun = "num_epochs", "epoch", self.start_epoch
+        if self.loop.num_iterations:
+            name, what, begun = "num_iterations", "batch", self.start_iteration + 1
+        if not begun:
+            return ""
+        length = f"{name}={getattr(self.loop, name)}"
+        return f" ({length} counts from {what} {begun + 1}, the first of the call of fit that wrote the checkpoint)"
 
     def _report_begin(self, line: str) -> None:
         """Report that the run begins in the middle of an epoch, and what this costs."""
@@ -307,7 +317,7 @@ class Training(Run):
             return
         check_loader(loader, "train_loader", optional=False)
         if self._marks is not None:
-            self.feed.close()
+            self.close_feed(self.feed)
             if self._marks.loader is loader:
                 end_workers(loader)  # they have copies of what has changed
         self.feed = self.feed_of(TrainFeed, loader, "train_loader")
@@ -408,6 +418,11 @@ class Training(Run):
         """End the loader's persistent workers, and store the timings and the scaler's state in the loop."""
         if "feed" in self.__dict__:
             self.feed.close()
+            if self._marks is not None and self._marks.loader is not self.loop.train_loader:
+                # Replaced in the last epoch: its workers end now, and not when the garbage collector finds this run.
+                self.close_feed(self.feed)
+                del self.feed
+                self._marks = None
         scaler_state = self.place.scaler.state_dict()
         self.loop.note(timings_of_last_fit=Timings.over(self.clock.epochs), scaler_state=scaler_state)
 
@@ -731,7 +746,9 @@ class Training(Run):
         """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
         loop, calls = self.loop, self._class_losses.take_calls()
         self._class_losses.uneven = False
-        averaged = count > 1 or self.parallel or (loop.end_auto_eval and loop.validation_loader is not None)
+        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+        evaluates = loop.end_auto_eval and loop.validation_loader is not None
+        averaged = count > 1 or self.parallel or replicas or evaluates
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
         if isinstance(read.units, dict):
@@ -742,7 +759,7 @@ class Training(Run):
         warn_or_print(
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
             "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
-            "size, grad_accumulation and ranks. Return (loss, weight), where weight is the sum of the "
+            "size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the sum of the "
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
             "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
         )
