@@ -183,7 +183,8 @@ class Run:
             self._eval_feeds[id(loader)] = kept = LoaderMarks(loader), feed
         feed = kept[1]
         if self.parallel:  # in each pass: a loader may have changed on one rank only
-            check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
+            everyone = distributed.exchange_ints(feed.shared, "the beginning of an evaluation")
+            check_shared([Shared(*theirs) for theirs in everyone], name)
         return feed
 
     def shared_of(self, loader: Any, name: str) -> Shared:
@@ -423,7 +424,7 @@ class Run:
     def _record_late(self) -> None:
         logged = self.recorder.has_logs or self.loop.history.has_own
         if self.parallel:
-            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
+            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)], "the end of a hook"))
         if logged:
             self._record_epoch(late=True)
 
