@@ -250,7 +250,8 @@ class Session:
         return ConnectionError(
             f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Another "
             f"program has connected to this run, or the data was damaged{also}. The data was not used. See SECURITY.md."
-            + f" {or_else}" * bool(or_else)
+            + f" {or_else}"
+            * bool(or_else)
         )
 
 

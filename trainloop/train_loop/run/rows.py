@@ -160,11 +160,11 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     if all(batch is None for batch in batches):
         return None
     for kind, with_rows, concatenate in _array_kinds():
-        some = next((batch for batch in batches if isinstance(batch, kind)), None)
+        some: Any = next((batch for batch in batches if isinstance(batch, kind)), None)
         numeric = isinstance(some, Tensor) or (some is not None and some.dtype.kind in "biufcO")
         if some is not None and all(isinstance(batch, kind) or (numeric and _is_number(batch)) for batch in batches):
             # squeeze() removes the rows of a batch of one sample, and calculations turn the result into a number.
-            found = [batch if isinstance(batch, kind) else _like(batch, some) for batch in batches]
+            found: list[Any] = [batch if isinstance(batch, kind) else _like(batch, some) for batch in batches]
             arrays = [batch if batch.ndim else with_rows(batch) for batch in found]
             # Sequences that are padded to the longest of their batch have different lengths in different batches.
             same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
