@@ -197,7 +197,7 @@ class GradientBoosting(Adapter):
         log = _UnknownParameters()
         if not self.given.params.keys() & {"verbosity", "verbose"}:
             params["verbosity"] = 0  # with less, it does not report the names that it does not know
-            lightgbm.register_logger(log)  # type: ignore[no-untyped-call]
+            lightgbm.register_logger(log)
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -387,7 +387,9 @@ def _model_of(key: Any) -> _Model:
 
 def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, problem: str) -> None:
     """Raise an error about a setting that the model does not have: it would have no effect, or end the model."""
-    for name in settings if known is not None else ():
+    if known is None:
+        return
+    for name in settings:
         if name not in known:
             close = difflib.get_close_matches(str(name), sorted(known), 1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
