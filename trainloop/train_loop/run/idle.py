@@ -65,7 +65,7 @@ class Idle:
         attributes = [(vars(part), _attributes_of(part)) for part in parts]
         contents = _Contents(parts)
         for _, saved in attributes:
-            contents.keep(value for value, _ in saved.values())
+            contents.keep(value for value, _ in saved.values() if not isinstance(value, Tensor))
         contents.keep([run.loop.criterion])
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
@@ -140,7 +140,7 @@ class _Contents:
             elif isinstance(value, dict) or _has_state(value):
                 contents = dict(value if isinstance(value, dict) else vars(value))
                 found.extend(contents.values())
-            elif type(value) is Tensor and value.nbytes <= _MOST_BYTES:
+            elif type(value) is Tensor and value.numel() * value.element_size() <= _MOST_BYTES:
                 contents = _copied(value)
             elif type(value) is np.ndarray and value.flags.writeable and value.nbytes <= _MOST_BYTES:
                 contents = value.copy()
