@@ -91,7 +91,7 @@ class RankOfGroup:
         combine = torch.sum if reduce == "sum" else torch.amax
         return self._group.exchange(self._rank, value, lambda all_values: combine(torch.stack(all_values), 0)).clone()
 
-    def exchange_ints(self, values: Any) -> list[list[int]]:
+    def exchange_ints(self, values: Any, purpose: str = "exchange_ints") -> list[list[int]]:
         everyone = self._group.exchange(self._rank, list(values), list)
         return [list(theirs) for theirs in everyone]
 

@@ -290,3 +290,21 @@ def test_what_needs_all_ranks_is_an_error_in_a_callback_of_one_rank(mode: str, c
     loop = make_loop(gpu_mode=mode, devices=2, timeout=60)
     with pytest.raises(WorkerFailedError, match="mine was made with device_idx_execution"):
         loop.fit(num_epochs=1, callbacks=[OnRankZero(call)], fsdp_model_args={"shard": [nn.Linear]})
+
+
+class OnlyIfMain(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.is_main_process():
+            loop.evaluate_loss_on_validation_set()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_evaluation_by_one_rank_is_an_error_that_names_what_the_others_did(mode: str) -> None:
+    loop = make_loop(gpu_mode=mode, devices=2, timeout=60)
+    with pytest.raises(WorkerFailedError, match="ranks called different exchanges") as error:
+        loop.fit(num_epochs=1, callbacks=[OnlyIfMain("only if main")], fsdp_model_args={"shard": [nn.Linear]})
+    assert "was the beginning of an evaluation" in str(error.value)
+    assert "was the end of a hook" in str(error.value)
+    assert "code under `if rank == 0:`" in str(error.value)

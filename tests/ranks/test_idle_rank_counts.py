@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,18 +16,33 @@ from trainloop import distributed as ranks
 from trainloop.errors import ConfigurationError
 
 ROWS, BATCH = 21, 8
+KINDS = ("in_place", "number", "each", "by_name", "nested", "array", "meter", "values of a meter")
 # A model here keeps an alias of a weight, for the dummy forward of an idle rank.
 pytestmark = pytest.mark.filterwarnings("ignore:.*shares the memory of fc.weight, which is gathered:UserWarning")
 
 
+class Meter:
+    """As in many training scripts."""
+
+    def __init__(self) -> None:
+        self.sum, self.values = torch.zeros(()), [[0]]
+
+    def update(self, n: int) -> None:
+        self.sum += n
+        self.values[-1].append(n)
+        self.last = n
+
+
 class Counts(nn.Module):
-    """Counts samples in a tensor, in numbers and in containers, none of which is a buffer."""
+    """Counts samples in a tensor, in numbers, in containers and in objects, none of which is a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.in_place, self.number = torch.zeros(()), 0
         self.each: list[int] = []
         self.by_name = {"samples": 0}
+        self.nested: dict[str, Any] = {"of": collections.defaultdict(list), "last": collections.deque(maxlen=2)}
+        self.array, self.meters = np.zeros(1), ({"samples": Meter()},)
         self.expanded = torch.ones(1, 1).expand(3, 3)  # can't be written in place
         self.sparse = torch.eye(3).to_sparse()
         self.output: Tensor | None = None
@@ -35,6 +52,10 @@ class Counts(nn.Module):
         self.number += len(x)
         self.each.append(len(x))
         self.by_name["samples"] += len(x)
+        self.nested["of"]["samples"].append(len(x))
+        self.nested["last"].append(len(x))
+        self.array += len(x)
+        self.meters[0]["samples"].update(len(x))
         self.output = x.detach()
         return x
 
@@ -53,9 +74,11 @@ class Counted(TTBasicModel):
     def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
         for counts in (self.training_counts, self.evaluation_counts):
             found = [counts.in_place.item(), counts.number, sum(counts.each), counts.by_name["samples"]]
+            meter = counts.meters[0]["samples"]
+            found += [sum(counts.nested["of"]["samples"]), counts.array.item(), meter.sum.item(), sum(meter.values[0])]
             everywhere = ranks.all_reduce(torch.tensor(found), reduce="sum")
             name = "trained" if counts is self.training_counts else "evaluated"
-            for kind, total in zip(("in_place", "number", "each", "by_name"), everywhere.tolist(), strict=True):
+            for kind, total in zip(KINDS, everywhere.tolist(), strict=True):
                 self.log(f"{name}_{kind}", total)
 
 
@@ -71,7 +94,7 @@ def test_each_sample_is_counted_once(mode: str) -> None:
         progress_bar=False, seed=1,
     )  # fmt: skip
     loop.fit(num_epochs=1)
-    for kind in ("in_place", "number", "each", "by_name"):
+    for kind in KINDS:
         assert loop.history[f"val_trained_{kind}"] == [ROWS]
         assert loop.history[f"val_evaluated_{kind}"] == [5]
 

@@ -342,3 +342,12 @@ def test_dart_trains_a_limited_number_of_rounds_and_says_so() -> None:
     ):
         predictor.fit(frame, hyperparameters={"GBM": {"boosting": "dart"}}, num_cpus=1, verbosity=0)
     assert predictor.evaluate(frame)["accuracy"] > 0.9
+
+
+def test_a_setting_that_lightgbm_does_not_know_is_a_warning() -> None:
+    pytest.importorskip("lightgbm")
+    frame = pd.DataFrame({"x": np.arange(60.0), "y": np.arange(60) % 2})
+    with pytest.warns(UserWarning, match=r"does not know these settings of hyperparameters\['GBM'\].*: num_leave\."):
+        TabularPredictor(label="y").fit(
+            frame, hyperparameters={"GBM": {"num_leave": 3, "num_boost_round": 2}}, num_cpus=1, verbosity=0
+        )

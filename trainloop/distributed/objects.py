@@ -215,7 +215,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     return [obj if rank == dst else decoded(*entry, session) for rank, entry in enumerate(gathered)]
 
 
-def exchange_ints(values: Sequence[int]) -> list[list[int]]:
+def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list[list[int]]:
     """Return the integers of all ranks, on every rank. This is the cheapest exchange.
 
     Collective: every rank calls it.
@@ -224,6 +224,8 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     ----------
     values : sequence of int
         Integers of at most 64 bits. Ranks may pass different numbers of integers.
+    purpose : str
+        One of :data:`~trainloop.distributed.wire.CALLS`. Ranks with different purposes get an error that names both.
 
     Returns
     -------
@@ -237,7 +239,7 @@ def exchange_ints(values: Sequence[int]) -> list[list[int]]:
     if not has_group():
         return [[int(value) for value in values]]
     data = np.asarray(values, dtype=np.int64).tobytes()
-    gathered = _gather_bytes("exchange_ints", Form.RAW, data)
+    gathered = _gather_bytes(purpose, Form.RAW, data)
     return [np.frombuffer(body, np.int64).tolist() if body else [] for _, body in gathered]
 
 

@@ -43,8 +43,11 @@ most nested values. It affects latency only."""
 BLOCK = _HEAD + SHORT
 """Number of bytes of the first exchange."""
 
-CALLS = ("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "gather_to")
-"""Functions that exchange messages."""
+CALLS = (
+    *("the start", "gather_object", "broadcast_object", "exchange_ints", "barrier", "gather_to"),
+    *("the beginning of an evaluation", "the end of a hook"),
+)
+"""Functions that exchange messages, and the purposes of the loop's calls of ``exchange_ints`` that users can mix up."""
 
 SAME_CALLS = (
     "Every rank must make the same calls in the same order. The usual causes are code under `if rank == 0:`, and a "
@@ -191,7 +194,10 @@ class Session:
         """
         magic, number_of_call, form, sender, number, size = _FIELDS.unpack_from(block)
         if magic != _MAGIC:
-            raise self.untrusted_error(rank, f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)")
+            what = f"bytes that are not a message ({bytes(block[:8]).hex(' ')} ...)"
+            # In fsdp on CPUs, the exchanges of parameters use the same connections.
+            mixed = f"Or another rank exchanges tensors, while this rank called another exchange ({call}). {SAME_CALLS}"
+            raise self.untrusted_error(rank, what, mixed)
         if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
             raise self.untrusted_error(rank, "a message that was not signed with this run's key")
         if sender != rank or number_of_call >= len(CALLS):
@@ -236,14 +242,16 @@ class Session:
             f"{rank}: exchange {number + 1} was {theirs}). {SAME_CALLS}"
         )
 
-    def untrusted_error(self, rank: int, what: str) -> ConnectionError:
-        """Return the error for bytes that rank ``rank`` did not send."""
+    def untrusted_error(self, rank: int, what: str, or_else: str = "") -> ConnectionError:
+        """Return the error for bytes that rank ``rank`` did not send; ``or_else`` is another possible cause."""
         also = ""
         if self.key is not None:
             also = f", or {KEY_VARIABLE} is not the same on all hosts"
         return ConnectionError(
             f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Another "
             f"program has connected to this run, or the data was damaged{also}. The data was not used. See SECURITY.md."
+            + f" {or_else}"
+            * bool(or_else)
         )
 
 

@@ -125,16 +125,26 @@ class Estimator(Adapter):
         return probabilities
 
 
+def linear_class(problem: str) -> type:
+    """Return the class of a ridge regression for numbers, or of a logistic regression for classes."""
+    return Ridge if problem == "regression" else LogisticRegression
+
+
 def linear(given: Given) -> Estimator:
     """Return a logistic regression for classes, or a ridge regression for numbers."""
-    regression = given.target.problem == "regression"
-    make = Ridge if regression else partial(LogisticRegression, max_iter=300)
-    return Estimator(given, make, onehot=True, scale=True, words=5000)
+    make, more = linear_class(given.target.problem), {} if given.target.problem == "regression" else {"max_iter": 300}
+    return Estimator(given, partial(make, **more), onehot=True, scale=True, words=5000)
+
+
+def forest_class(problem: str, kind: str = "RandomForest") -> type:
+    """Return scikit-learn's class of a forest."""
+    found: type = getattr(ensemble, kind + ("Regressor" if problem == "regression" else "Classifier"))
+    return found
 
 
 def forest(given: Given, kind: str = "RandomForest") -> Estimator:
     """Return a random forest."""
-    make = getattr(ensemble, kind + ("Regressor" if given.target.problem == "regression" else "Classifier"))
+    make = forest_class(given.target.problem, kind)
     # -1 uses all CPUs of the process, which may be a different number when the model predicts.
     return Estimator(given, partial(make, n_estimators=300, random_state=0, n_jobs=-1), onehot=False)
 
@@ -184,11 +194,21 @@ class GradientBoosting(Adapter):
             rounds = _ROUNDS_OF_DART if dart else 10_000
             return lightgbm.train({**params, **device}, data, rounds, valid_sets=[held_out], callbacks=stop)
 
+        log = _UnknownParameters()
+        if not self.given.params.keys() & {"verbosity", "verbose"}:
+            params["verbosity"] = 0  # with less, it does not report the names that it does not know
+            lightgbm.register_logger(log)
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._booster = gpu_or_cpu(lambda: fit(device_type="gpu"), fit) if self.given.gpu else fit()
         self.facts["notes"] = [str(each.message) for each in caught if "on the CPU" in str(each.message)]
         self.facts["used_gpu"] = self.given.gpu and not self.facts["notes"]
+        if log.names:
+            self.facts["notes"].append(
+                f"LightGBM does not know these settings of hyperparameters['GBM'], and ignored them: "
+                f"{', '.join(log.names)}. See LightGBM's documentation for the names of its parameters."
+            )
         if dart:
             self.facts["notes"].append(
                 f"LightGBM's boosting='dart' can't stop early: {self._booster.num_trees()} trees were trained. Set "
@@ -198,6 +218,20 @@ class GradientBoosting(Adapter):
     def predict(self, table: pd.DataFrame) -> Rows:
         found = np.asarray(self._booster.predict(self._matrix.transform(table))) + self._shift
         return np.stack([1 - found, found], axis=1) if self.given.target.num_outputs == 2 else found
+
+
+class _UnknownParameters:
+    """A logger for LightGBM that keeps only the names of unknown parameters."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+
+    def info(self, message: str) -> None:
+        _, found, name = message.partition("Unknown parameter: ")
+        if found:
+            self.names[name.strip()] = None
+
+    warning = info
 
 
 def _stop_in_time(environment: Any) -> None:

@@ -161,7 +161,9 @@ class TabularPredictor:
         say: Callable[[str], None] = print if verbosity >= 2 else lambda text: None
         with applied(options.process_quota):
             task = Task.read(train_data, tuning_data, self.label, *self._asked, options.division["num_bag_folds"])
-            specs, skipped = parse_hyperparameters(options.hyperparameters, task.columns, searches=options.searches)
+            specs, skipped = parse_hyperparameters(
+                options.hyperparameters, task.columns, task.target.problem, searches=options.searches
+            )
         say(f"{self.label!r} is a {task.target.problem} problem, scored by {task.metric.name}.\n{task.columns}")
         self._ensemble, lost = train(specs, task, options, say, progress=verbosity >= 3)
         self.lost, self._fit_seconds = skipped | lost, time.monotonic() - began

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib.util
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +19,18 @@ from trainloop.pretrained.finding import find_picture_model, find_text_model, im
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count
 from trainloop.tabular.columns import Columns, Kind
-from trainloop.tabular.models import Adapter, Estimator, Given, GradientBoosting, extra_trees, forest, linear
-from trainloop.tabular.network import Network, OwnNetwork, PictureNetwork, TextNetwork
+from trainloop.tabular.models import (
+    Adapter,
+    Estimator,
+    Given,
+    GradientBoosting,
+    extra_trees,
+    forest,
+    forest_class,
+    linear,
+    linear_class,
+)
+from trainloop.tabular.network import Network, NeuralAdapter, OwnNetwork, PictureNetwork, TextNetwork
 from trainloop.tuning import Choice, Integers, Uniform
 from trainloop.tuning.local import machine_total
 from trainloop.tuning.space import make_searcher
@@ -255,6 +267,23 @@ class _Model:
     needs: str = "sklearn"
     gpu: str = "never"
     """When the model uses a GPU: ``never``, ``asked`` (if the user requests GPUs), or ``always`` (if there is one)."""
+    settings: Callable[[str], set[str] | None] = lambda _problem: None
+    """Function that returns the names of its settings for a type of problem; None if any name may be a setting."""
+
+
+def _parameters(make: Callable[..., Any]) -> set[str] | None:
+    """Return the names of the parameters of a function or a class; None if it takes any, or they are not known."""
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return None
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return None if takes_any else set(parameters)
+
+
+def _names(*names: str, of: type[NeuralAdapter]) -> Callable[[str], set[str]]:
+    """Return a function that returns the names of a network's settings."""
+    return lambda _problem: {*names, *of.defaults}
 
 
 _FOREST = {"max_features": ["sqrt", 0.5, 0.75, 1.0], "min_samples_leaf": [1, 2, 4, 8]}
@@ -267,13 +296,25 @@ _BOOSTED = {
     "min_data_in_leaf": Integers(2, 60),
 }
 MODELS = {
-    "LR": _Model("LinearModel", linear),
-    "RF": _Model("RandomForest", forest, space=_FOREST),
-    "XT": _Model("ExtraTrees", extra_trees, space=_FOREST),
+    "LR": _Model("LinearModel", linear, settings=lambda problem: _parameters(linear_class(problem))),
+    "RF": _Model("RandomForest", forest, space=_FOREST, settings=lambda problem: _parameters(forest_class(problem))),
+    "XT": _Model(
+        *("ExtraTrees", extra_trees),
+        space=_FOREST,
+        settings=lambda problem: _parameters(forest_class(problem, "ExtraTrees")),
+    ),
     "GBM": _Model("LightGBM", GradientBoosting, space=_BOOSTED, needs="lightgbm", gpu="asked"),
-    "NN_TORCH": _Model("NeuralNetTorch", Network, space=_NETWORK, gpu="always"),
-    "AG_TEXT_NN": _Model("TextPredictor", TextNetwork, ("text",), _LEARNING, gpu="always"),
-    "AG_IMAGE_NN": _Model("ImagePredictor", PictureNetwork, ("picture",), _LEARNING, gpu="always"),
+    "NN_TORCH": _Model("NeuralNetTorch", Network, space=_NETWORK, gpu="always", settings=_names(of=Network)),
+    "AG_TEXT_NN": _Model(
+        *("TextPredictor", TextNetwork, ("text",), _LEARNING),
+        gpu="always",
+        settings=_names("presets", "model", "max_length", of=TextNetwork),
+    ),
+    "AG_IMAGE_NN": _Model(
+        *("ImagePredictor", PictureNetwork, ("picture",), _LEARNING),
+        gpu="always",
+        settings=_names("model", "size", "mean", "std", of=PictureNetwork),
+    ),
 }
 
 
@@ -293,7 +334,9 @@ class Spec:
     """Columns that the model can use."""
 
 
-def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tuple[list[Spec], dict[str, str]]:
+def parse_hyperparameters(
+    asked: Any, columns: Columns, problem: str, *, searches: bool
+) -> tuple[list[Spec], dict[str, str]]:
     """Return the models to train, and the reason for each skipped model. Search spaces need ``searches=True``."""
     if asked is None or isinstance(asked, str):
         asked = named("hyperparameters", asked or "default", HYPERPARAMETERS)
@@ -317,7 +360,7 @@ def parse_hyperparameters(asked: Any, columns: Columns, *, searches: bool) -> tu
                 raise ConfigurationError(
                     f"hyperparameters[{key!r}]={values!r}: must be a dict of settings, or a list of such dicts."
                 )
-            spec = _spec(key, model, dict(settings), used, specs, searches)
+            spec = _spec(key, model, dict(settings), used, problem, specs, searches)
             specs[spec.name] = spec
     if not specs:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
@@ -335,17 +378,41 @@ def _model_of(key: Any) -> _Model:
         )
     name = getattr(key, "__name__", type(key).__name__)
     network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
+    known = _parameters(key)
     if hasattr(key, "fit") and hasattr(key, "predict") and not network:
-        return _Model(name, partial(Estimator, make=key))
-    return _Model(name, partial(OwnNetwork, make=key), gpu="always")
+        return _Model(name, partial(Estimator, make=key), settings=lambda _problem: known)
+    known = known and known | set(NeuralAdapter.defaults)
+    return _Model(name, partial(OwnNetwork, make=key), gpu="always", settings=lambda _problem: known)
+
+
+def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, problem: str) -> None:
+    """Raise an error about a setting that the model does not have: it would have no effect, or end the model."""
+    if known is None:
+        return
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), sorted(known), 1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            shown = repr(key) if isinstance(key, str) else getattr(key, "__name__", repr(key))
+            raise ConfigurationError(
+                f"hyperparameters[{shown}] has the setting {name!r}{meant}, but for a {problem} problem, the settings "
+                f"of this model are {', '.join(sorted(known))}."
+            )
 
 
 def _spec(
-    key: Any, model: _Model, settings: dict[str, Any], columns: Columns, taken: Mapping[str, Spec], searches: bool
+    key: Any,
+    model: _Model,
+    settings: dict[str, Any],
+    columns: Columns,
+    problem: str,
+    taken: Mapping[str, Spec],
+    searches: bool,
 ) -> Spec:
     share = _quota("ag_args_fit", settings.pop("ag_args_fit", None))
     bag = _quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
     ag_args = settings.pop("ag_args", None) or {}
+    _check_names(key, settings, model.settings(problem), problem)
     space = {name: value for name, value in settings.items() if _is_space(value)}
     if space and not searches:
         raise ConfigurationError(

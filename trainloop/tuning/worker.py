@@ -71,7 +71,10 @@ def train_fold(job: Job) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     folder = Path(job.folder)
-    out = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        out = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except FileNotFoundError:  # the search has reached its time limit, and removed its folder, while this process began
+        os._exit(1)
     for number in (1, 2):
         os.dup2(out, number)
     os.close(out)

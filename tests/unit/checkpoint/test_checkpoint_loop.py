@@ -612,6 +612,29 @@ def test_parameters_in_another_order_get_their_own_state(tmp_path: Path, named: 
     assert resumed.optimizer.param_groups[0]["params"][0] is list(resumed.model.parameters())[-1]
 
 
+@pytest.mark.parametrize("first_wrapped", [False, True])
+def test_a_resumed_run_may_wrap_modules_in_checkpoint_wrapper_or_not(tmp_path: Path, first_wrapped: bool) -> None:
+    """As in torch's state_dicts; the flags of parameters have their names, too."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def loop(wrapped: bool, frozen: bool = True) -> TrainLoop[Net]:
+        made = make_loop()
+        made.model.layers[2].bias.requires_grad_(not frozen)
+        made.model.layers[1].train(not frozen)
+        if wrapped:
+            for place in (1, 2):
+                made.model.layers[place] = checkpoint_wrapper(made.model.layers[place])
+        made.optimizer = torch.optim.Adam(made.model.parameters(), 0.01)
+        return made
+
+    whole = loop(first_wrapped)
+    whole.fit(num_epochs=3, grad_accumulation=2)
+    interrupted(tmp_path, 2, loop(first_wrapped))
+    resumed = loop(not first_wrapped, frozen=False)
+    resumed.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+
 def two_groups(model: nn.Module, order: int) -> torch.optim.Optimizer:
     weights, biases = ([p for p in model.parameters() if p.ndim == ndim] for ndim in (2, 1))
     return torch.optim.SGD([{"params": weights}, {"params": biases, "weight_decay": 0.1}][::order], 0.1, momentum=0.9)

@@ -184,6 +184,32 @@ def test_a_batch_without_rows_is_one_row_or_one_value() -> None:
     assert join_rows([[1, 2], None]) == [[1, 2], None]
 
 
+@pytest.mark.parametrize(
+    ("batches", "joined"),
+    [
+        ([np.array([1.0, 2.0]), np.float64(3.0)], np.array([1.0, 2.0, 3.0])),
+        ([np.array([1.0, 2.0], np.float32), 3.0], np.array([1.0, 2.0, 3.0], np.float32)),
+        ([np.int64(3), np.array([1, 2])], np.array([3, 1, 2])),
+        ([np.array([True, False]), np.True_], np.array([True, False, True])),
+        ([torch.tensor([1.0, 2.0]), 3.0], torch.tensor([1.0, 2.0, 3.0])),
+        ([torch.tensor([1, 2]), 0.5], torch.tensor([1.0, 2.0, 0.5])),
+        ([torch.tensor([1.0]), np.float64(3.0)], torch.tensor([1.0, 3.0])),
+        ([[1, 2], 3], [1, 2, 3]),
+        ([["a", "b"], "cd"], ["a", "b", "cd"]),
+        ([[1, 2], torch.tensor(3)], [1, 2, 3]),
+        ([np.array(["a", "b"]), "c"], ["a", "b", "c"]),
+    ],
+    ids=str,
+)
+def test_a_number_among_rows_is_the_row_of_one_sample(batches: list[Any], joined: Any) -> None:
+    """Calculations with numpy's arrays without axes, ``tolist()`` and ``item()`` of a squeezed batch return it."""
+    result = join_rows(batches)
+    assert type(result) is type(joined)
+    assert getattr(result, "dtype", None) == getattr(joined, "dtype", None)
+    assert list(result) == list(joined)
+    assert list(join_rows([{"part": batch} for batch in batches])["part"]) == list(joined)
+
+
 def test_masked_arrays_keep_their_masks() -> None:
     joined = join_rows([np.ma.masked_equal([1, 2], 2), np.ma.masked_equal([3], 3)])
     assert joined.mask.tolist() == [False, True, True]

@@ -261,6 +261,20 @@ TUNED = {"num_trials": 2}
         ({"hyperparameters": {"GBM": 3}}, r"hyperparameters\['GBM'\]=3: must be a dict"),
         ({"hyperparameters": {3: {}}}, "the unknown model 3. Use one of LR"),
         (
+            {"hyperparameters": {"NN_TORCH": {"lr": 0.1}}},
+            r"\['NN_TORCH'\] has the setting 'lr', but .* hidden, learning_",
+        ),
+        ({"hyperparameters": {"LR": {"alpha": 1.0}}}, "has the setting 'alpha', but for a binary problem, .* C, "),
+        (
+            {"hyperparameters": {"RF": {"n_estimator": 9}}},
+            r"setting 'n_estimator' \(did you mean 'n_estimators'\?\)",
+        ),
+        (
+            {"hyperparameters": {"LR": {}, "NN_TORCH": {"dropouts": [0.1, 0.2]}}, "hyperparameter_tune_kwargs": TUNED},
+            r"did you mean 'dropout'",
+        ),
+        ({"hyperparameters": {Perceptron: {"depth": 3}}}, r"\[Perceptron\] has the setting 'depth', but"),
+        (
             {"hyperparameters": {"GBM": {"num_leaves": [8, 16]}}},
             "has a search space .*num_leaves.*no search is requested",
         ),
@@ -311,13 +325,15 @@ def test_settings_that_can_t_be_are_refused_before_any_process(given: dict[str, 
 
 def test_settings_become_models_with_names_of_their_own() -> None:
     large = get_hyperparameter_config("multimodal")["GBM"]
-    specs, skipped = parse_hyperparameters({"GBM": [*large, {}], Perceptron: {"alpha": 0.1}}, COLUMNS, searches=False)
+    specs, skipped = parse_hyperparameters(
+        {"GBM": [*large, {}], Perceptron: {"alpha": 0.1}}, COLUMNS, "binary", searches=False
+    )
     assert [spec.name for spec in specs] == ["LightGBM", "LightGBMXT", "LightGBMLarge", "LightGBM_2", "Perceptron"]
     assert not skipped
     nothing: Any = dict.fromkeys(["ag_args", "ag_args_fit", "ag_args_ensemble"])
-    assert parse_hyperparameters({"GBM": nothing}, COLUMNS, searches=False)[0][0].fixed == {}
+    assert parse_hyperparameters({"GBM": nothing}, COLUMNS, "binary", searches=False)[0][0].fixed == {}
     specs, _ = parse_hyperparameters(
-        {"GBM": {"num_leaves": [4, 8]}, "NN_TORCH": {"dropout": 0.0}}, COLUMNS, searches=True
+        {"GBM": {"num_leaves": [4, 8]}, "NN_TORCH": {"dropout": 0.0}}, COLUMNS, "binary", searches=True
     )
     assert specs[0].space == {"num_leaves": [4, 8]}
     assert "dropout" not in specs[1].space

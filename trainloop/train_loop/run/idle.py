@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from trainloop import distributed
 from trainloop._metrics import Recorder
@@ -19,6 +23,10 @@ from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 __all__ = ["Idle", "padded_batches"]
 
 _TORCH_OWN = frozenset(vars(nn.Module()))
+_NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, Tensor)
+_MOST_CONTAINERS = 10_000
+_MOST_BYTES = 2**26
+"""Larger tensors and arrays in objects are data, rather than counts."""
 
 
 class Idle:
@@ -55,6 +63,10 @@ class Idle:
         parts = [part for module in trained_modules(model, run.loop.criterion) for part in module.modules()]
         buffers = [(b, b.clone()) for part in parts for b in part.buffers(recurse=False)]
         attributes = [(vars(part), _attributes_of(part)) for part in parts]
+        contents = _Contents(parts)
+        for _, saved in attributes:
+            contents.keep(value for value, _ in saved.values() if not isinstance(value, Tensor))
+        contents.keep([run.loop.criterion])
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
@@ -70,13 +82,14 @@ class Idle:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+                contents.restore()
                 for current, saved in attributes:
                     _restore(current, saved)
             load_carried_state(model, [carried], 0, 1)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return a module's attributes, except ``nn.Module``'s own, each with a copy if it can be changed in place."""
+    """Return a module's attributes, except ``nn.Module``'s own, each tensor with a copy."""
     return {name: (value, _copied(value)) for name, value in vars(module).items() if name not in _TORCH_OWN}
 
 
@@ -85,21 +98,79 @@ def _copied(value: Any) -> Any:
         # An attribute may refer to gathered parameters, whose memory fsdp frees.
         readable = value.layout == torch.strided and not value.is_meta and value.untyped_storage().nbytes() > 0
         return value.clone() if readable and not value.is_inference() else value
-    return value.copy() if type(value) in (list, dict) else value
+    return value
 
 
 def _restore(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, before) in saved.items():
         current[name] = value
-        if before is value:
-            continue
-        if type(value) is list:
-            value[:] = before
-        elif type(value) is dict:
-            value.clear()
-            value.update(before)
-        elif value.untyped_storage().nbytes() > 0 and not torch.equal(value, before):
-            value.copy_(before)
+        _copy_back(value, before)
+
+
+def _copy_back(value: Any, before: Any) -> None:
+    if before is not value and value.untyped_storage().nbytes() > 0 and not torch.equal(value, before):
+        value.copy_(before)
+
+
+class _Contents:
+    """The contents of containers and of objects such as meters, however nested, as they were before a dummy forward.
+
+    Tensors and arrays in lists are not copied: lists collect outputs, which nobody changes in place.
+
+    Parameters
+    ----------
+    modules : iterable of nn.Module
+        Modules whose attributes the caller restores.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._elsewhere = {id(module) for module in modules}
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Remember the contents of these values, and of what they contain."""
+        found = list(values)
+        while found and len(self._kept) < _MOST_CONTAINERS:
+            value = found.pop()
+            if id(value) in self._kept or id(value) in self._elsewhere:
+                continue
+            if isinstance(value, (list, deque, tuple, set)):
+                contents: Any = list(value)
+                found.extend(item for item in contents if not isinstance(item, (Tensor, np.ndarray)))
+            elif isinstance(value, dict) or _has_state(value):
+                contents = dict(value if isinstance(value, dict) else vars(value))
+                found.extend(contents.values())
+            elif type(value) is Tensor and value.numel() * value.element_size() <= _MOST_BYTES:
+                contents = _copied(value)
+            elif type(value) is np.ndarray and value.flags.writeable and value.nbytes <= _MOST_BYTES:
+                contents = value.copy()
+            else:
+                continue
+            self._kept[id(value)] = value, contents
+
+    def restore(self) -> None:
+        """Undo all changes of contents since :meth:`keep`."""
+        for value, before in self._kept.values():
+            if isinstance(value, Tensor):
+                _copy_back(value, before)
+            elif isinstance(value, np.ndarray):
+                value[...] = before
+            elif isinstance(value, list):
+                value[:] = before
+            elif isinstance(value, deque):
+                value.clear()
+                value.extend(before)
+            elif not isinstance(value, tuple):
+                current = value if isinstance(value, (dict, set)) else vars(value)
+                current.clear()
+                current.update(before)
+
+
+def _has_state(value: Any) -> bool:
+    """Return True for an object of the user's classes, which may count. Data and torch's own objects don't."""
+    if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in ("torch", "trainloop")
 
 
 def padded_batches(

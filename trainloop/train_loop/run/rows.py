@@ -140,7 +140,8 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     Tensors, arrays and pandas' tables are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes
     are kept.
     Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
-    numbers, or differ in length between batches. Values without rows (one number per batch) become a list.
+    numbers, or differ in length between batches. Values without rows (one number per batch) become a list; among
+    batches with rows, such a value is the row of a batch of one sample, as ``squeeze()`` and ``tolist()`` return it.
 
     Parameters
     ----------
@@ -159,9 +160,12 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     if all(batch is None for batch in batches):
         return None
     for kind, with_rows, concatenate in _array_kinds():
-        if all(isinstance(batch, kind) for batch in batches):
-            # squeeze() removes the rows of a batch of one sample.
-            arrays = [batch if batch.ndim else with_rows(batch) for batch in batches]
+        some: Any = next((batch for batch in batches if isinstance(batch, kind)), None)
+        numeric = isinstance(some, Tensor) or (some is not None and some.dtype.kind in "biufcO")
+        if some is not None and all(isinstance(batch, kind) or (numeric and _is_number(batch)) for batch in batches):
+            # squeeze() removes the rows of a batch of one sample, and calculations turn the result into a number.
+            found: list[Any] = [batch if isinstance(batch, kind) else _like(batch, some) for batch in batches]
+            arrays = [batch if batch.ndim else with_rows(batch) for batch in found]
             # Sequences that are padded to the longest of their batch have different lengths in different batches.
             same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
             return concatenate(arrays) if same_shapes else [row for array in arrays for row in array]
@@ -172,9 +176,28 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
     if isinstance(first, tuple) and not _has_rows(batches):
         return map_together(join_rows, batches)
-    if all(isinstance(batch, (list, tuple, Tensor, np.ndarray)) for batch in batches):
-        return [row for batch in batches for row in batch]
+    with_axis = [isinstance(batch, (list, tuple)) or getattr(batch, "ndim", 0) > 0 for batch in batches]
+    if any(with_axis) and all(has or _is_row(batch) for has, batch in zip(with_axis, batches)):
+        return [row for has, batch in zip(with_axis, batches) for row in (batch if has else [batch])]
     return list(batches)  # one value per batch: numbers, text, objects
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a number of Python or numpy."""
+    return isinstance(value, (bool, int, float, complex, np.number, np.bool_))
+
+
+def _is_row(value: Any) -> bool:
+    """Return True for a value without an axis of rows that may be the row of a batch of one sample."""
+    return _is_number(value) or isinstance(value, (str, bytes, np.generic, Tensor, np.ndarray))
+
+
+def _like(number: Any, array: Any) -> Any:
+    """Return a number as a tensor or an array like ``array``; numpy's numbers keep their own type."""
+    if isinstance(array, Tensor):
+        plain = number.item() if isinstance(number, np.generic) else number
+        return torch.as_tensor(plain, dtype=torch.result_type(array, plain), device=array.device)
+    return np.asarray(number, dtype=None if isinstance(number, np.generic) else np.result_type(array.dtype, number))
 
 
 def _has_rows(batches: list[tuple[Any, ...]]) -> bool:

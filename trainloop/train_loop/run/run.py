@@ -197,7 +197,8 @@ class Run:
             marks, feed, _ = kept
         self._eval_feeds[id(loader)] = marks, feed, self.loop.epoch
         if self.parallel:  # in each pass: a loader may have changed on one rank only
-            check_shared([Shared(*theirs) for theirs in distributed.exchange_ints(feed.shared)], name)
+            everyone = distributed.exchange_ints(feed.shared, "the beginning of an evaluation")
+            check_shared([Shared(*theirs) for theirs in everyone], name)
         return feed
 
     def _forget_feeds(self) -> None:
@@ -445,7 +446,7 @@ class Run:
     def _record_late(self) -> None:
         logged = self.recorder.has_logs or self.loop.history.has_own
         if self.parallel:
-            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)]))
+            logged = any(theirs for (theirs,) in distributed.exchange_ints([int(logged)], "the end of a hook"))
         if logged:
             self._record_epoch(late=True)
 

@@ -55,6 +55,7 @@ from trainloop.train_loop.training.trained import (
     add_missing_groups,
     described_names,
     group_names,
+    plain_group_names,
     set_flags,
     training_flags,
 )
@@ -491,6 +492,7 @@ def _in_own_order(loop: LoopState, state: Mapping[str, Any]) -> list[dict[str, A
     if groups is None:  # older checkpoints lack the names
         return list(saved)
     found = []
+    groups = plain_group_names(groups)
     for optimizer, one, own, theirs in zip(optimizers, saved, group_names(loop), groups, strict=True):
         known = all(None not in group and len(set(group)) == len(group) for group in (*own, *theirs))
         if own == theirs or not known or list(map(len, own)) != list(map(len, theirs)):
@@ -793,7 +795,8 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
             for what, before, now in callback.other_settings(entry["state"]):
                 note(what, before, now, of_script=False)
     flags = state.get("flags", {}).get("requires_grad", {})
-    other = [name for name, p in loop.model.named_parameters() if flags.get(name, p.requires_grad) != p.requires_grad]
+    now = training_flags(loop.model)["requires_grad"]
+    other = [name for name, flag in now.items() if flags.get(name, flag) != flag]
     if other:
         found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")
     note("seed", place["seed"], loop.seed, of_script=False)

@@ -31,6 +31,7 @@ __all__ = [
     "group_names",
     "hooked_parameters",
     "not_optimized",
+    "plain_group_names",
     "set_flags",
     "training_flags",
     "warn_of_untrained",
@@ -408,29 +409,46 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
 # -- flags and parameter groups, for checkpoints ---------------------------------------------------------------------
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's or module's name without the parts of torch's ``checkpoint_wrapper``, as in a state_dict."""
+    return name if _WRAPPED not in name else ".".join(part for part in name.split(".") if part != _WRAPPED)
+
+
+_WRAPPED = "_checkpoint_wrapped_module"
+
+
 def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
     """Return each parameter's ``requires_grad`` and each module's ``training``, by name."""
     return {
-        "requires_grad": {name: p.requires_grad for name, p in model.named_parameters()},
-        "training": {name: module.training for name, module in model.named_modules()},
+        "requires_grad": {plain_name(name): p.requires_grad for name, p in model.named_parameters()},
+        "training": {plain_name(name): module.training for name, module in model.named_modules()},
     }
 
 
 def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
     """Set the flags that :func:`training_flags` returned."""
-    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    for name, flag in flags.get("requires_grad", {}).items():
-        if name in parameters:
-            parameters[name].requires_grad_(flag)
-    for name, flag in flags.get("training", {}).items():
-        if name in modules:
-            modules[name].training = flag
+    requires_grad, training = (
+        {plain_name(name): flag for name, flag in flags.get(kind, {}).items()} for kind in ("requires_grad", "training")
+    )
+    for name, parameter in model.named_parameters():
+        if plain_name(name) in requires_grad:
+            parameter.requires_grad_(requires_grad[plain_name(name)])
+    for name, module in model.named_modules():
+        if plain_name(name) in training:
+            module.training = training[plain_name(name)]
 
 
 def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
     roots = {"model": loop.model, "criterion": loop.criterion}
     modules = {root: module for root, module in roots.items() if isinstance(module, nn.Module)}
-    return [(p, f"{root}.{name}") for root, module in modules.items() for name, p in module.named_parameters()]
+    return [
+        (p, f"{root}.{plain_name(name)}") for root, module in modules.items() for name, p in module.named_parameters()
+    ]
+
+
+def plain_group_names(saved: list[list[list[str | None]]]) -> list[list[list[str | None]]]:
+    """Return the names that :func:`group_names` returns today, for those in a checkpoint."""
+    return [[[name and plain_name(name) for name in group] for group in of_one] for of_one in saved]
 
 
 def group_names(loop: Any) -> list[list[list[str | None]]]:
@@ -457,6 +475,7 @@ def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *,
         return [False] * len(optimizers_of(loop.optimizer))
     parameters = {name: p for p, name in _named_parameters(loop)}
     found = []
+    saved = plain_group_names(saved)
     for optimizer, own, theirs in zip(optimizers_of(loop.optimizer), group_names(loop), saved, strict=True):
         fits = len(own) <= len(theirs) and all(mine == group[: len(mine)] for mine, group in zip(own, theirs))
         new = [group[len(own[i]) if i < len(own) else 0 :] for i, group in enumerate(theirs)]
