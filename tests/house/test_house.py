@@ -213,8 +213,7 @@ FOREIGN: dict[str, str] = {
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
     ),
     "parallel/ddp.py": (
-        "_check_reducer_finalized _inside_ddp_forward _post_forward "
-        "_push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
+        "_check_reducer_finalized _inside_ddp_forward _push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
     "parallel/misuse.py": "_engine_run_backward _version",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,33 @@ def forward_as_ddp() -> float:
     )
 
 
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    more: dict[str, list[Tensor]]
+
+
+class ReturnsRecord(Net):
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.encoder(x)
+        return Output(self.head(hidden), {"hidden": [hidden]})
+
+
+def static_graph_with_a_record() -> float:
+    """The distance of the gradients of the third step from those of one process; torch's own are of one rank each."""
+    model, reference = ReturnsRecord(), ReturnsRecord()
+    wrapper = TTDistributedDataParallel(model, static_graph=True)
+    for step in range(3):
+        for forward, batches in ((wrapper, [dist.get_rank()]), (reference, range(dist.get_world_size()))):
+            forward.zero_grad()
+            for rank in batches:
+                x, y = batch_of(10 * step + rank)
+                found = forward(x)
+                loss = nn.functional.cross_entropy(found.logits, y) + found.more["hidden"][0].square().mean()
+                (loss / len(batches)).backward()
+    return furthest(gradients(model), gradients(reference))
+
+
 def ddp_scenario() -> dict[str, Any]:
     facts: dict[str, Any] = {
         variant: {accumulate: trained_by_both(variant, accumulate) for accumulate in (1, 3)} for variant in VARIANTS
@@ -267,6 +295,7 @@ def ddp_scenario() -> dict[str, Any]:
     facts["unused is explained"] = unused_is_explained()
     facts["evaluation"] = evaluation_exchanges_nothing()
     facts["forward"] = forward_as_ddp()
+    facts["record"] = static_graph_with_a_record()
     return facts
 
 
@@ -354,6 +383,10 @@ def test_unused_parameters_are_named_with_the_mend(two_ranks: list[dict[str, Any
 
 def test_evaluation_exchanges_nothing(two_ranks: list[dict[str, Any]]) -> None:
     assert [facts["evaluation"] for facts in two_ranks] == [{"rows": 5, "metadata": 3}] * 2
+
+
+def test_a_static_graph_averages_gradients_of_an_output_in_a_dataclass(two_ranks: list[dict[str, Any]]) -> None:
+    assert max(facts["record"] for facts in two_ranks) < 1e-6
 
 
 def test_plain_forward_is_ddps(two_ranks: list[dict[str, Any]]) -> None:
