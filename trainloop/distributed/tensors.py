@@ -167,7 +167,7 @@ def in_replica() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_borrowed_batch() -> Iterator[None]:
-    """In the block, exchanges between ranks raise an error: this rank has no samples, and repeats another's (``fsdp``)."""
+    """In the block, exchanges raise an error: this rank has no samples and repeats another rank's (``fsdp``)."""
     token = _borrowed.set(True)
     try:
         yield
