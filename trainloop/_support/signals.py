@@ -443,7 +443,9 @@ def started(loader: Any) -> Iterator[Any]:
     Until :class:`WorkerInit` is called, possibly seconds later on a busy machine, torch's own handler would end a
     worker at a SIGTERM.
     """
-    init = getattr(loader, "worker_init_fn", None)
+    init: Any = getattr(loader, "worker_init_fn", None)
+    while not isinstance(init, WorkerInit) and hasattr(init, "worker_init_fn"):
+        init = init.worker_init_fn  # the loader of a stream has a function around it
     if not getattr(loader, "num_workers", 0) or not isinstance(init, WorkerInit):
         return iter(loader)
     with signals_blocked(_numbers()):  # workers inherit that

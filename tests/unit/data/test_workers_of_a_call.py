@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 
@@ -174,3 +174,23 @@ def test_workers_that_keep_running_follow_changes_between_two_calls() -> None:
     assert model.rows == [0, 1, 2, 0, 1, 2, 0, 1, 2, 4, 5, 3]
     assert len(loop.worker_marks) == 1
     loader._iterator._shutdown_workers()  # type: ignore[union-attr]
+
+
+class StreamOfRows(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from map(Rows(rows()).__getitem__, range(21))
+
+
+class Fails(AbstractCallback):
+    def on_batch_end(self) -> None:
+        raise RuntimeError("not this batch")
+
+
+def test_workers_of_a_stream_end_with_a_call_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    tl = loop_of(StreamOfRows(), persistent_workers=False, shuffle=False)
+    with pytest.raises(RuntimeError, match="not this batch") as error:
+        workers_of(tl, callbacks=[Fails()])
+    assert error.traceback  # which refers to the iterator of the workers
+    assert tl.model.workers
+    assert not alive(tl.model.workers)
+    assert "Traceback" not in capfd.readouterr().err
