@@ -214,10 +214,14 @@ class OwnDistributed(Sampler[int]):
         self.rank = 0
 
     def __len__(self) -> int:
-        return len([*self])
+        return len(self.shard)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, ROWS, getattr(self, "num_replicas", None) or self.world_size))
+        return iter(self.shard)
+
+    @property
+    def shard(self) -> range:
+        return range(self.rank, ROWS, getattr(self, "num_replicas", None) or self.world_size)
 
 
 @pytest.mark.parametrize("name", ["num_replicas", "world_size"])
@@ -236,6 +240,7 @@ def test_a_sampler_that_says_its_ranks_is_not_split_again(name: str) -> None:
     for rank in range(2):
         train = TrainFeed(loader(2), rank=rank, world_size=2, seed=SEED, exchange_ints=lambda values: [values] * 2)
         assert [i for step in train.steps(1) for i in indices(step.batches[0])] == list(range(rank, ROWS, 2))
+        assert (train.num_batches, train.num_samples) == ((ROWS + 1) // 2 // 4 + 1, ROWS)  # equal on all ranks
     with pytest.raises(ConfigurationError, match=rf"the_loader has a sampler \(OwnDistributed\) with {name}=3, but"):
         EvalFeed(loader(3), rank=0, world_size=2, seed=SEED, name="the_loader")
 

@@ -27,7 +27,7 @@ from trainloop.data.order.samplers import (
     ShardSampler,
 )
 from trainloop.data.order.whole_batches import WholeBatches
-from trainloop.data.source.sources import Source, plan_of
+from trainloop.data.source.sources import Source, plan_of, plans_of_ranks
 from trainloop.data.source.tensors import TensorRows, draw_base_seed
 
 _END: Any = object()
@@ -113,8 +113,10 @@ class Indexed(Source):
         self.shares = not presharded
         plan = plan_of(loader, 1 if presharded else world_size)
         if plan is not None:
-            self.num_batches: int | None = plan.num_batches
-            self.num_samples: int | None = plan.num_taken * (world_size if presharded else 1)
+            # A sampler of the user's own may give ranks unequal shards.
+            shards = plans_of_ranks(loader, plan, world_size) if presharded else [plan]
+            self.num_batches: int | None = max(shard.num_batches for shard in shards)
+            self.num_samples: int | None = sum(shard.num_taken for shard in shards)
             self.global_batch_size: int | None = plan.batch_size * world_size
         else:
             length = length_of(index_sampler_of(loader))

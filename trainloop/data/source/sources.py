@@ -24,6 +24,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 from torch.utils.data.dataloader import default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import BatchPlan, shard_size
@@ -131,6 +132,23 @@ def plan_of(loader: Any, world_size: int = 1) -> BatchPlan | None:
     if batches is None or length is None:
         return None
     return BatchPlan(length, batches.batch_size, world_size, batches.drop_last)
+
+
+def plans_of_ranks(loader: Any, plan: BatchPlan, world_size: int) -> list[BatchPlan]:
+    """Return the plan of each rank's epoch of a loader that is already split over ranks; ``plan``: this rank's."""
+    batches: Any = loaders.plain_batches(loader)
+    sampler: Any = loaders.distributed_sampler(loader)
+    if batches is None or batches.sampler is not sampler or isinstance(sampler, DistributedSampler):
+        return [plan] * world_size  # all ranks have equal numbers
+    rank = sampler.rank
+    plans = []
+    try:
+        for other in range(world_size):
+            sampler.rank = other
+            plans.append(BatchPlan(length_of(sampler) or 0, batches.batch_size, 1, batches.drop_last))
+    finally:
+        sampler.rank = rank
+    return plans
 
 
 class LoggedIndices:
