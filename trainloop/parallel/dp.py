@@ -182,7 +182,10 @@ class TTDataParallel(Transparent, DataParallel):
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
-                return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
+                found = [parts.as_rows(output) for output in outputs]
+                if all(isinstance(output, tuple) for output in found):  # (y_pred, y_true, metadata) are no rows
+                    return tuple(parts.combine_predictions(part, sizes, self.dim) for part in zip(*found, strict=True))
+                return parts.combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion, watched)
