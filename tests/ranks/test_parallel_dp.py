@@ -195,7 +195,7 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
     ids=repr,
 )
 def test_predictions_combine(given: list[Any], expected: Any) -> None:
-    assert plain(parts.combine_predictions(given)) == plain(expected)
+    assert plain(parts.combine_predictions(given, [1, 1])) == plain(expected)
 
 
 def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
