@@ -35,6 +35,7 @@ from trainloop.data.order.orders import (
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
+    gather_divided_states,
     all_optimizers,
     criterion_module,
     in_order_of,
@@ -105,6 +106,7 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
     """
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
+    gather_divided_states(loop.optimizer)
     if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
         run.gradients.check_same_weights()
     mine = {
