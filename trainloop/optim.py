@@ -369,7 +369,7 @@ def gather_divided_states(optimizer: Optimizer | MultiOptimizer | None) -> None:
 
 
 def divides_state(optimizer: Optimizer) -> bool:
-    """Return True if each rank has a part of the optimizer's state, and ``state_dict`` must be prepared on all ranks."""
+    """Return True if each rank has a part of the optimizer's state, so that all ranks must prepare ``state_dict``."""
     return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 

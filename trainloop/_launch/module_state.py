@@ -231,13 +231,13 @@ def _description(value: Any) -> tuple[Any, ...]:
     first = inner[0] if inner else value
     code = getattr(first, "__code__", None)
     place = (getattr(first, "__module__", None), getattr(first, "__qualname__", ""))
-    if code is None:
+    if not isinstance(code, types.CodeType):  # types.FunctionType has such an attribute, too
         return (*place, None, type(value).__name__)
     return (*place, code.co_filename, type(value).__name__, tuple(_digest(getattr(f, "__code__", None)) for f in inner))
 
 
-def _digest(code: types.CodeType | None) -> int:
-    if code is None:
+def _digest(code: Any) -> int:
+    if not isinstance(code, types.CodeType):
         return 0
     parts = [code.co_code, repr(code.co_names).encode()]
     for constant in code.co_consts:

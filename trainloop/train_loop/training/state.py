@@ -35,9 +35,9 @@ from trainloop.data.order.orders import (
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
-    gather_divided_states,
     all_optimizers,
     criterion_module,
+    gather_divided_states,
     in_order_of,
     inner_optimizers,
     load_optimizer_state_dict,
