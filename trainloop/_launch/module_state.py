@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import importlib.machinery
+import importlib.metadata
 import io
 import os
 import pickle
@@ -92,7 +93,22 @@ def users_modules() -> dict[str, types.ModuleType]:
 def _in_library(file: str) -> bool:
     if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
         return True
-    return file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE))
+    if file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE)):
+        return True
+    folders = [folder for folder in map(os.path.abspath, sys.path) if file.startswith(folder + os.sep)]
+    return any(file[len(folder) + 1 :].partition(os.sep)[0] in _installed_in(folder) for folder in folders)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """Return the top-level files and folders of the libraries in a folder of ``pip install --target``."""
+    try:
+        if not any(name.endswith(".dist-info") for name in os.listdir(folder)):
+            return frozenset()
+    except OSError:
+        return frozenset()
+    found = importlib.metadata.distributions(path=[folder])
+    return frozenset(file.parts[0] for distribution in found for file in distribution.files or ())
 
 
 class SentModules:

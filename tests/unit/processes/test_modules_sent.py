@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainloop._launch.module_state import dumped_modules, rank_dependent
+from trainloop._launch.module_state import dumped_modules, rank_dependent, users_modules
 
 MODULE = """
 from types import FunctionType
@@ -49,3 +49,22 @@ def test_names_from_the_rank_are_found_in_modules_that_import_each_other(
     found = rank_dependent("whole_of_a_user")
     assert {"SHARD", "BOTH"} <= found
     assert not {"LR", "DEPTH"} & found
+
+
+def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "some_library_of_tests-1.0.dist-info"  # as pip install --target makes it
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-library-of-tests\nVersion: 1.0\n")
+    (about / "RECORD").write_text("some_library_of_tests/__init__.py,,\nsome_library_of_tests/part.py,,\n")
+    (tmp_path / "some_library_of_tests").mkdir()
+    (tmp_path / "some_library_of_tests" / "__init__.py").write_text("from some_library_of_tests import part")
+    (tmp_path / "some_library_of_tests" / "part.py").write_text("TOKEN = object()")
+    (tmp_path / "module_beside_a_library.py").write_text("LR = 0.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("some_library_of_tests")
+    importlib.import_module("module_beside_a_library")
+    users = users_modules()
+    assert "module_beside_a_library" in users
+    assert not {"some_library_of_tests", "some_library_of_tests.part"} & users.keys()
