@@ -304,9 +304,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             warn(
                 f"{type(self).__name__}: the resumed run continues the schedule of its checkpoint, which ends after "
                 f"{unit} {length * self.frequency}. The script's {type(self.scheduler).__name__} would end after "
-                f"{unit} {meant * self.frequency}, so the learning rates are not those of this longer schedule; they may stay "
-                "at 0. To train for longer, load the checkpoint's weights into a new run, or change the schedule in a "
-                "callback's on_resume."
+                f"{unit} {meant * self.frequency}, so the learning rates are not those of this longer schedule; they "
+                "may stay at 0. To train for longer, load the checkpoint's weights into a new run, or change the "
+                "schedule in a callback's on_resume."
             )
 
     def on_after_optimizer_step(self) -> None:
