@@ -741,8 +741,8 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
         if again:
             warn(
                 f"fit(resume_from=...) trained nothing: this loop has already trained to step {loop.global_step}, "
-                "where the checkpoint was written. num_epochs and num_iterations count from the beginning of the call that "
-                "wrote it. To train further in this process, leave resume_from out."
+                "where the checkpoint was written. num_epochs and num_iterations count from the beginning of the call "
+                "that wrote it. To train further in this process, leave resume_from out."
             )
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
