@@ -477,14 +477,17 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
     If calls raise exceptions, raise the first one here.
     """
     results: list[Any] = [None] * len(calls)
+    ends: list[BaseException] = []
     settings = _thread_settings(devices)
 
     def work(i: int) -> None:
         try:
             with settings(devices[i]), in_replica():
                 results[i] = calls[i]()
-        except BaseException:
+        except Exception:
             results[i] = ExceptionWrapper(where=f"in replica {i} on {devices[i]}")
+        except BaseException as error:  # SystemExit: with its code
+            ends.append(error)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(work, i), name=f"TTDataParallel replica {i}")
@@ -499,6 +502,8 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
     for result in results:
         if isinstance(result, ExceptionWrapper):
             result.reraise()
+    if ends:
+        raise ends[0]
     return results
 
 
