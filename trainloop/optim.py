@@ -382,8 +382,14 @@ def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     return {**state, "inner": {path: one.state_dict() for path, one in inner.items()}} if inner else state
 
 
-def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load the result of :func:`optimizer_state_dict`; groups and states that optimizers share stay shared."""
+def load_optimizer_state_dict(
+    optimizer: Optimizer, saved: Mapping[str, Any], recast: Callable[[Tensor], bool] | None = None
+) -> None:
+    """Load the result of :func:`optimizer_state_dict`; groups and states that optimizers share stay shared.
+
+    Tensors keep the dtype in which they were saved, such as float32 copies of bf16 weights. The exceptions are those of
+    parameters for which ``recast`` returns True: they get the parameter's dtype, as in torch.
+    """
     inner = inner_optimizers(optimizer)
     groups = [one for one in inner.values() if _shares_groups(one, optimizer)]
     states = [one for one in inner.values() if one.state is optimizer.state]
@@ -391,6 +397,7 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     before = optimizer.param_groups, optimizer.state
     states_before = {path: one.state for path, one in inner.items()}
     optimizer.load_state_dict(saved["state"])
+    _restore_dtypes(optimizer, saved["state"], recast)
     # A wrapper may have passed its state on to the optimizer within it, without taking over what that one has now.
     if optimizer.param_groups is before[0]:
         optimizer.param_groups = next((one.param_groups for one in groups), optimizer.param_groups)
@@ -399,6 +406,7 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     for path, state in saved.get("inner", {}).items():
         if path in inner and inner[path].state is states_before[path]:  # else the wrapper has loaded it
             inner[path].load_state_dict(state)
+            _restore_dtypes(inner[path], state, recast)
     # torch's load_state_dict replaces both.
     for one in groups:
         one.param_groups = optimizer.param_groups
@@ -407,6 +415,28 @@ def load_optimizer_state_dict(optimizer: Optimizer, saved: Mapping[str, Any]) ->
     for one, own, i in shared:
         if len(optimizer.param_groups) > i and len(one.param_groups) > own:
             one.param_groups[own] = optimizer.param_groups[i]
+
+
+def _restore_dtypes(optimizer: Optimizer, saved: Any, recast: Callable[[Tensor], bool] | None) -> None:
+    """Give the tensors of a loaded state their saved dtypes; torch casts them to that of the parameter."""
+    if not isinstance(saved, Mapping) or not saved.keys() >= {"state", "param_groups"}:
+        return  # the optimizer has its own format
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, p in zip(indices, parameters, strict=False):
+        if p in optimizer.state and index in saved["state"] and not (recast is not None and recast(p)):
+            optimizer.state[p] = _with_dtypes(optimizer.state[p], saved["state"][index])
+
+
+def _with_dtypes(loaded: Any, saved: Any) -> Any:
+    """Return a loaded value in which each tensor whose dtype has changed is replaced by the saved tensor."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if type(loaded) is dict and isinstance(saved, Mapping):
+        loaded.update({key: _with_dtypes(value, saved[key]) for key, value in loaded.items() if key in saved})
+    elif type(loaded) is list and isinstance(saved, list) and len(loaded) == len(saved):
+        loaded[:] = map(_with_dtypes, loaded, saved)
+    return loaded
 
 
 def _shared_groups(optimizer: Optimizer, inner: Iterable[Optimizer]) -> list[tuple[Optimizer, int, int]]:

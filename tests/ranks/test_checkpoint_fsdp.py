@@ -16,6 +16,7 @@ import torch
 from kit.sharded_models import Tower
 from test_parity_fsdp import adam, data, distance, float64
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.__main__ import main
@@ -190,6 +191,40 @@ def test_values_left_in_checkpoints_are_not_mixed_with_those_of_the_model(tmp_pa
         loop.fit(num_epochs=3, callbacks=callbacks, resume_from="last")
         assert distance(state_of(loop), state_of(expected[3])) < 1e-9
         assert loop.evaluate_loss_on_train_set() == pytest.approx(expected[3].evaluate_loss_on_train_set())
+
+
+class OwnAverage(AbstractCallback):
+    """Keeps an average of the weights, and shards it again if told to."""
+
+    def __init__(self, shards: bool) -> None:
+        super().__init__("own average")
+        self.shards, self.average = shards, {}
+
+    def on_after_optimizer_step(self) -> None:
+        for name, p in self.train_loop_obj.model.named_parameters():
+            kept = self.average.get(name, p.detach().clone())
+            if self.shards and isinstance(p, DTensor) and not isinstance(kept, DTensor):
+                kept = distribute_tensor(kept, p.device_mesh, p.placements, src_data_rank=None)
+            self.average[name] = kept.lerp(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+@pytest.mark.long
+def test_copies_of_weights_that_a_callback_keeps_are_full_after_a_resume(tmp_path: Path) -> None:
+    whole = OwnAverage(shards=True)
+    fitted("fsdp", 2, epochs=2, callbacks=[whole])
+    fitted("fsdp", 2, tmp_path, epochs=1, callbacks=[OwnAverage(shards=True)])
+    with pytest.raises(WorkerFailedError, match=r"OwnAverage.on_after_optimizer_step .* call distribute_tensor\(t, p"):
+        fitted("fsdp", 2, tmp_path, epochs=2, callbacks=[OwnAverage(shards=False)], resume_from="last")
+    resumed = OwnAverage(shards=True)
+    fitted("fsdp", 2, tmp_path, epochs=2, callbacks=[resumed], resume_from="last")
+    for name, value in whole.average.items():
+        assert torch.equal(value, resumed.average[name])
 
 
 def test_gather_must_be_a_bool(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTBasicModel
 from trainloop import distributed as ranks
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 
 ROWS, BATCH = 21, 8
 KINDS = ("in_place", "number", "each", "by_name", "nested", "array", "meter", "values of a meter")
@@ -192,3 +192,29 @@ def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
     loop.fit(1)
     said = "get_loss changes the attribute steps, but step 2 has no samples for rank 1, where"
     assert capfd.readouterr().err.count(said) == 1
+
+
+class Contrastive(Counted):
+    """Compares the rows of all ranks, and sums a number over them."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        rows = self.all_gather(self.fc(batch_data[0]), concat=True)
+        number = ranks.all_reduce(float(len(batch_data[0])))
+        return (rows @ rows.T).square().sum() / number
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_loss_over_the_rows_of_all_ranks_is_an_error_on_a_rank_without_samples(mode: str) -> None:
+    torch.manual_seed(0)
+    data, model = TensorDataset(torch.randn(17, 4), torch.arange(17) % 3), Contrastive()
+
+    def loop(drop_last: bool) -> TrainLoop:
+        return TrainLoop(
+            model, DataLoader(data, BATCH, drop_last=drop_last), DataLoader(data, BATCH), None,
+            torch.optim.SGD(model.parameters(), lr=0.001), gpu_mode=mode, accelerator="cpu", devices=2,
+            progress_bar=False, seed=1,
+        )  # fmt: skip
+
+    with pytest.raises(WorkerFailedError, match=r"(?s)samples in (an|the) epoch's last batch.*drop_last=True"):
+        loop(drop_last=False).fit(num_epochs=1)
+    loop(drop_last=True).fit(num_epochs=1)  # an evaluation gives each rank its own rows

@@ -184,7 +184,7 @@ class Loop(Protocol):
         """Return the number of optimizer steps of a training run."""
 
     def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+        """Add the values of the steps so far to the history and pass them to ``on_log``. Collective; waits."""
 
     def predict_on_train_set(self) -> Any:
         """Return ``(y_pred, y_true, metadata)``. Collective, like all evaluations and predictions."""

@@ -166,6 +166,16 @@ def in_replica() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_borrowed_batch() -> Iterator[None]:
+    """In the block, exchanges raise an error: this rank has no samples and repeats another rank's (``fsdp``)."""
+    token = _borrowed.set(True)
+    try:
+        yield
+    finally:
+        _borrowed.reset(token)
+
+
+@contextlib.contextmanager
 def noting_exchanges(calls: list[str]) -> Iterator[None]:
     """In the block, append the name of each exchange of tensors to the list."""
     token = _noted.set(calls)
@@ -176,6 +186,7 @@ def noting_exchanges(calls: list[str]) -> Iterator[None]:
 
 
 _replica: ContextVar[bool] = ContextVar("replica", default=False)
+_borrowed: ContextVar[bool] = ContextVar("borrowed", default=False)
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
@@ -187,6 +198,11 @@ def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
             f"{call} in gpu_mode='dp': each replica has only a part of the batch, and replicas can't exchange values, "
             "so the result would be that of the part. Use gpu_mode='ddp' (or 'single'), which gives the result of the "
             "whole batch."
+        )
+    if _borrowed.get() and has_group():
+        raise ConfigurationError(
+            f"{call} in get_loss: this rank has no samples in the epoch's last batch, and in fsdp it repeats another "
+            "rank's samples, which would count twice. Pass drop_last=True to the loader, or another batch_size."
         )
     try:
         return _leaves(value)

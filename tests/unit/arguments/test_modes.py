@@ -108,8 +108,19 @@ def test_a_model_in_eval_as_a_whole_is_trained_as_a_whole() -> None:
 def test_a_callback_that_leaves_the_model_in_eval_changes_nothing_about_its_parts() -> None:
     model, modes = Net(), Modes(lambda tl: tl.epoch and tl.model.eval())
     model.body.eval()
-    fit(model, modes)
+    with pytest.warns(UserWarning, match="put into eval\\(\\) in on_epoch_begin, and the loop switches it back"):
+        fit(model, modes)
     assert modes.seen == [BODY] * 8
+
+
+def test_a_callback_may_train_the_whole_model_in_eval() -> None:
+    class Evaluates(Modes):
+        def on_batch_begin(self) -> None:
+            self.train_loop_obj.model.eval()
+
+    model, modes = Net(), Evaluates()
+    fit(model, modes)
+    assert modes.seen == [[name for name, _ in model.named_modules()]] * 8
 
 
 def test_a_callback_may_freeze_and_thaw() -> None:

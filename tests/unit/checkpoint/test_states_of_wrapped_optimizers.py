@@ -127,3 +127,63 @@ def test_settings_of_groups_are_replaced_wherever_the_groups_are() -> None:
     assert changed["inner"]["parts.1"]["param_groups"] == [{"lr": 0.2, "params": [1]}]
     assert saved_groups(saved)[0]["lr"] == 1.0
     assert with_group_settings(saved, [{"lr": 0.1}]) == saved
+
+
+class MasterWeights(optim.Optimizer):
+    """Steps float32 copies of bf16 weights, and counts steps in a tensor of integers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.003})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                master = p.detach().float().clone()
+                state.update(master=master, nested={"momentum": torch.zeros_like(master)}, n=torch.zeros(1).long())
+            state["n"] += 1
+            state["master"].sub_(0.003 * state["nested"]["momentum"].mul_(0.9).add_(p.grad.float()))
+            p.copy_(state["master"])
+
+
+def half_loop(dtype: torch.dtype = torch.bfloat16) -> TrainLoop:
+    class Cast(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net().to(dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x.to(dtype)).float()
+
+    torch.manual_seed(1)
+    model, data = Cast(), TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
+    return TrainLoop(
+        model,
+        DataLoader(data, batch_size=8),
+        optimizer=MasterWeights(model.parameters()),
+        criterion=nn.CrossEntropyLoss(),
+        progress_bar=False,
+        accelerator="cpu",
+    )
+
+
+def test_a_state_keeps_its_dtypes_when_a_run_resumes(tmp_path: Path) -> None:
+    whole = half_loop()
+    whole.fit(num_epochs=3)
+    half_loop().fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    resumed = half_loop()
+    resumed.fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    for mine, theirs in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        own, other = whole.optimizer.state[mine], resumed.optimizer.state[theirs]
+        assert (other["master"].dtype, other["n"].dtype) == (torch.float32, torch.int64)
+        assert torch.equal(own["master"], other["master"])
+        assert torch.equal(own["nested"]["momentum"], other["nested"]["momentum"])
+
+
+def test_a_state_follows_a_model_of_another_dtype(tmp_path: Path) -> None:
+    half_loop().fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    wider = half_loop(torch.float64)
+    wider.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert {state["master"].dtype for state in wider.optimizer.state.values()} == {torch.float64}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,10 +28,10 @@ from kit.loader_kinds import (
     indices,
 )
 from kit.simulated_ranks import SEED, Exchange, each, global_state, same
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import EvalFeed
+from trainloop.data import EvalFeed, TrainFeed
 from trainloop.errors import ConfigurationError
 
 
@@ -203,6 +204,40 @@ def test_a_distributed_loader_is_read_as_it_is() -> None:
         assert [i for _, batch, _ in given for i in indices(batch)] == [*range(rank, ROWS, 2)] + [0] * rank
         assert feed.num_batches == 12
         assert feed.row_order([size for _, _, size in whole_pass(ranks)]) is None
+
+
+class OwnDistributed(Sampler[int]):
+    """Splits samples over ranks, and is no DistributedSampler, like the samplers of torchvision and timm."""
+
+    def __init__(self, **attributes: int) -> None:
+        vars(self).update(attributes)
+        self.rank = 0
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, ROWS, getattr(self, "num_replicas", None) or self.world_size))
+
+
+@pytest.mark.parametrize("name", ["num_replicas", "world_size"])
+def test_a_sampler_that_says_its_ranks_is_not_split_again(name: str) -> None:
+    dataset = Rows()
+
+    def loader(ranks: int) -> Any:
+        return DataLoader(dataset, 4, sampler=OwnDistributed(**{name: ranks}))
+
+    for feeds in (
+        [EvalFeed(loader(2), rank=rank, world_size=2, seed=SEED) for rank in range(2)],
+        [EvalFeed(loader(1), rank=rank, world_size=2, seed=SEED) for rank in range(2)],
+    ):
+        read = [i for feed in feeds for _, batch, _ in feed.batches() for i in indices(batch)]
+        assert sorted(read) == list(range(ROWS))
+    for rank in range(2):
+        train = TrainFeed(loader(2), rank=rank, world_size=2, seed=SEED, exchange_ints=lambda values: [values] * 2)
+        assert [i for step in train.steps(1) for i in indices(step.batches[0])] == list(range(rank, ROWS, 2))
+    with pytest.raises(ConfigurationError, match=rf"the_loader has a sampler \(OwnDistributed\) with {name}=3, but"):
+        EvalFeed(loader(3), rank=0, world_size=2, seed=SEED, name="the_loader")
 
 
 def test_one_process_refuses_a_sampler_that_leaves_half_of_the_rows_to_another() -> None:

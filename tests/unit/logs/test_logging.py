@@ -220,6 +220,22 @@ def test_flush_times_do_not_show_in_the_history() -> None:
     assert histories[0][0]["odd"][0] == math.fsum(v.mean().item() * len(v) for v in values) / SAMPLES
 
 
+def test_a_flush_puts_all_steps_so_far_into_the_history() -> None:
+    class Reads(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("reads")
+            self.read: list[list[float]] = []
+
+        def on_after_optimizer_step(self) -> None:
+            self.train_loop_obj.flush_logs()
+            self.read.append(self.train_loop_obj.history.steps("loss"))
+
+    reads, tl = Reads(), loop(lambda model, x: None, batch_size=4)
+    tl.fit(num_epochs=2, callbacks=[reads])
+    losses = tl.history.steps("loss")
+    assert reads.read == [losses[: i + 1] for i in range(len(losses))]
+
+
 def test_parts_of_a_loss_are_recorded() -> None:
     class Two(Logs):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:

@@ -52,9 +52,22 @@ def keeps_iterator(loader: Any) -> bool:
     return any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
 
 
-def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """Return the sampler that already splits a loader's samples over ranks, if any."""
-    return next((part for part in parts_of_loader(loader).values() if isinstance(part, DistributedSampler)), None)
+def distributed_sampler(loader: Any) -> Any | None:
+    """Return the sampler or batch sampler that already splits a loader's samples over ranks, if any."""
+    samplers = [part for name, part in parts_of_loader(loader).items() if name != "loader"]
+    return next((one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1), None)
+
+
+def num_ranks_of(sampler: Any) -> int:
+    """Return the number of ranks that a sampler says it splits its samples over; 1 if it says nothing.
+
+    Samplers of torchvision, timm and others that are no ``DistributedSampler`` have its attributes ``num_replicas`` and
+    ``rank``; those of mmengine have ``world_size`` and ``rank``.
+    """
+    if type(getattr(sampler, "rank", None)) is not int:
+        return 1
+    numbers = (getattr(sampler, name, None) for name in ("num_replicas", "world_size"))
+    return next((number for number in numbers if type(number) is int), 1)
 
 
 def is_distributed(loader: Any) -> bool:
@@ -96,14 +109,18 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     sampler = distributed_sampler(loader)
     if sampler is None:
         return loader
-    if sampler.num_replicas != world_size:
+    if num_ranks_of(sampler) != world_size:
+        plain = isinstance(sampler, DistributedSampler)
+        kind = "DistributedSampler" if plain else f"sampler ({type(sampler).__name__})"
+        count = "num_replicas" if hasattr(sampler, "num_replicas") else "world_size"
         raise ConfigurationError(
-            f"{name} has a DistributedSampler with num_replicas={sampler.num_replicas}, but world_size={world_size}. "
-            f"Create the sampler for {world_size} ranks, or pass a loader without a DistributedSampler, which "
-            "trainloop then splits over ranks."
+            f"{name} has a {kind} with {count}={num_ranks_of(sampler)}, but world_size={world_size}. "
+            f"Create the sampler for {world_size} ranks, or pass a loader without this sampler, which trainloop then "
+            "splits over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
-    sampler.rank = rank
+    if sampler.rank != rank:
+        sampler.rank = rank
     return loader
 
 

@@ -55,8 +55,8 @@ class Running(Protocol):
     def rank_zero_only_names(self) -> set[str]:
         """Names of metrics that were logged with ``rank_zero_only``."""
 
-    def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``."""
+    def flush_logs(self, *, exchange: bool = False) -> None:
+        """Read the logs and pass them to ``on_log``; ``exchange``: the history gets the values of all steps so far."""
 
     def assigned(self, name: str) -> None:
         """Follow an attribute of the loop that was assigned a new value."""
@@ -489,9 +489,9 @@ class LoopState:
             self.history.record_own(name, number, self.history_epoch)
 
     def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+        """Add the values of the steps so far to the history and pass them to ``on_log``. Collective; waits."""
         if self.running is not None:
-            self.running.flush_logs()
+            self.running.flush_logs(exchange=True)
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 

@@ -89,7 +89,9 @@ def _explaining_shards(what: str) -> Iterator[None]:
             "get_loss_eval and get_predictions. To call the model, call "
             "self.train_loop_obj.predict_with_model([batch]) or evaluate_model_loss on all ranks. To change values, "
             "use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), or "
-            "p.full_tensor() on all ranks. Or make the change before fit, or use gpu_mode='ddp'. torch says: "
+            "p.full_tensor() on all ranks. A tensor that a callback keeps is full after a resume or an earlier fit: to "
+            "shard it again, call distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None) of "
+            "torch.distributed.tensor. Or make the change before fit, or use gpu_mode='ddp'. torch says: "
             f"{error}"
         ) from error
 

@@ -17,6 +17,7 @@ from trainloop import distributed
 from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop.distributed.tensors import in_borrowed_batch
 from trainloop.optim import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
@@ -74,7 +75,7 @@ class Idle:
         for part in synced:
             part.training = False
         try:
-            with run.listening(Recorder()), rng.isolated():
+            with run.listening(Recorder()), rng.isolated(), in_borrowed_batch():
                 yield
         finally:
             for part, flag in zip(synced, training, strict=True):

@@ -396,11 +396,14 @@ class Run:
             for part, sink in zip(parts, before, strict=True):
                 part.__dict__["_log_sink"] = sink
 
-    def flush_logs(self) -> None:
-        """Read the logs and pass them to ``on_log``. Collective. Waits for the device."""
+    def flush_logs(self, *, exchange: bool = False) -> None:
+        """Read the logs and pass them to ``on_log``. Collective. Waits for the device.
+
+        With ``exchange``, the history gets the values of all steps so far in any case.
+        """
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
-        if has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+        if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             self.publish(self.recorder.exchange_steps())
         else:
             self.recorder.compact()

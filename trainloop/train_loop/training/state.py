@@ -57,6 +57,7 @@ from trainloop.train_loop.training.trained import (
     described_names,
     group_names,
     plain_group_names,
+    plain_name,
     set_flags,
     training_flags,
 )
@@ -755,8 +756,11 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
         criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
+    before = {name: value.dtype for name, value in state["model"].items() if hasattr(value, "dtype")}
+    # A state of a model whose dtype has changed since follows it.
+    recast = {id(p) for name, p in loop.model.named_parameters() if before.get(plain_name(name), p.dtype) != p.dtype}
     for optimizer, saved in zip(optimizers_of(loop.optimizer), _in_own_order(loop, state), strict=True):
-        load_optimizer_state_dict(optimizer, saved)
+        load_optimizer_state_dict(optimizer, saved, lambda p: id(p) in recast)
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
         for one in (optimizer, *inner_optimizers(optimizer).values()):
             _fit_state(one)

@@ -23,6 +23,7 @@ from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.shards import bit_sums
 
 __all__ = [
+    "EVAL_UNDONE",
     "TrainedParameters",
     "about_eval_mode",
     "add_missing_groups",
@@ -395,6 +396,13 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
             if id(module) not in decided:
                 module.training = False
     return [module for module in kept if not module.training]
+
+
+EVAL_UNDONE = (
+    "the model was put into eval() in on_epoch_begin, and the loop switches it back to training mode, as at the "
+    "beginning of every epoch. To train in evaluation mode, call model.eval() in on_batch_begin, or put all submodules "
+    "into eval() instead of the whole model."
+)
 
 
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:

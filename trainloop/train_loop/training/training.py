@@ -57,6 +57,7 @@ from trainloop.train_loop.training import state as run_state
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
 from trainloop.train_loop.training.trained import (
+    EVAL_UNDONE,
     about_eval_mode,
     begin_training,
     warn_of_untrained,
@@ -135,6 +136,7 @@ class Training(Run):
         self._warned_of_averages = False
         self._warned_of_counters = False
         self._monitors_checked = False
+        self._told_of_eval = False
         self._checks_backward = False  # True if get_loss must not change gradients
         self._class_losses = ClassLosses()
         self._sees_functions = False  # True if functions are looked for in every step of the epoch
@@ -440,8 +442,12 @@ class Training(Run):
         if self.skip_steps == 0:
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
+            trains = loop.model.training
             for hook in self.hooks.on_epoch_begin:
                 hook()
+            if trains and not loop.model.training and not self._told_of_eval:
+                self._told_of_eval = True
+                warn_or_print(EVAL_UNDONE)
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data()
         settings = self._agreed_settings() if self.parallel else {}
