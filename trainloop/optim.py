@@ -358,9 +358,26 @@ def all_optimizers(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimiz
     return [each for one in optimizers_of(optimizer) for each in (one, *inner_optimizers(one).values())]
 
 
+def gather_divided_states(optimizer: Optimizer | MultiOptimizer | None) -> None:
+    """Collect on rank 0 the states that optimizers divide over ranks, such as ``ZeroRedundancyOptimizer``. Collective.
+
+    The next ``state_dict`` on rank 0 is then that of all ranks. Other optimizers are left alone.
+    """
+    for one in optimizers_of(optimizer):
+        if divides_state(one):
+            one.consolidate_state_dict()  # type: ignore[attr-defined]
+
+
+def divides_state(optimizer: Optimizer) -> bool:
+    """Return True if each rank has a part of the optimizer's state, so that all ranks must prepare ``state_dict``."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
+
+
 def optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for a checkpoint, with the states of the optimizers that it contains."""
-    inner = {path: one for path, one in inner_optimizers(optimizer).items() if one.state is not optimizer.state}
+    # An optimizer that divides its state over ranks contains one for this rank's part.
+    contained = {} if divides_state(optimizer) else inner_optimizers(optimizer)
+    inner = {path: one for path, one in contained.items() if one.state is not optimizer.state}
     state = {"type": type(optimizer).__name__, "state": optimizer.state_dict()}
     return {**state, "inner": {path: one.state_dict() for path, one in inner.items()}} if inner else state
 

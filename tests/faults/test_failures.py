@@ -28,7 +28,16 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop._launch import failures, launch
-from trainloop._launch.failures import Failure, failure_of, first_failure, hint, worker_failed_error
+from trainloop._launch.failures import (
+    Failure,
+    failure_of,
+    first_failure,
+    hint,
+    read_record,
+    read_text,
+    worker_failed_error,
+    write_record,
+)
 from trainloop._processes import fork_server as processes
 from trainloop._support.stopping import StopAgreement
 from trainloop.errors import WorkerFailedError
@@ -485,6 +494,21 @@ def test_the_earliest_of_several_causes() -> None:
 def test_a_failure_survives_its_way_through_a_file() -> None:
     failure = record(3, 5, message="ü\n", traceback="...", exitcode=1, timeout=True)
     assert Failure.from_json(failure.to_json()) == failure
+
+
+def test_a_record_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    failure = record(1, 5, message="x" * 9000, traceback="a\nb\n", exitcode=1)
+    fd = os.open(tmp_path / "record", os.O_RDWR | os.O_CREAT)
+    try:
+        write_record(fd, failure)
+        whole = read_text(fd)
+        for part in (0, 1, 4096, len(whole) - 1):  # what a reader may see while the rank writes
+            os.ftruncate(fd, part)
+            assert read_record(fd) is None
+        os.pwrite(fd, whole, 0)
+        assert read_record(fd) == failure
+    finally:
+        os.close(fd)
 
 
 class Unprintable(Exception):

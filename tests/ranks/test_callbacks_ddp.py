@@ -119,7 +119,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert steps(found["loss"]) == list(range(1, last + 1))
     assert values_of(found["loss"]) == pytest.approx(loop.history.steps("loss"), rel=1e-6)
     assert steps(found["epoch/loss"]) == steps(found["val_rows"]) == [4, 8, last]
-    assert board._epoch_values.state_dict() == {name: len(loop.history[name]) for name in loop.history}
+    lengths = board._epoch_values.state_dict()["lengths"]
+    assert lengths == {name: len(loop.history[name]) for name in loop.history}
 
 
 class Normed(Net):

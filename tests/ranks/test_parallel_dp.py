@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import sys
 import threading
 from typing import Any, NamedTuple
 
@@ -195,7 +196,7 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
     ids=repr,
 )
 def test_predictions_combine(given: list[Any], expected: Any) -> None:
-    assert plain(parts.combine_predictions(given)) == plain(expected)
+    assert plain(parts.combine_predictions(given, [1, 1])) == plain(expected)
 
 
 def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
@@ -390,9 +391,7 @@ class Odd(Exception):
         super().__init__(f"{a} {b}")
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"), [(ValueError("bad label"), ValueError), (Odd(1, 2), RuntimeError), (SystemExit(3), SystemExit)]
-)
+@pytest.mark.parametrize(("error", "raised"), [(ValueError("bad label"), ValueError), (Odd(1, 2), RuntimeError)])
 def test_what_a_replica_raises_comes_out_with_its_number(error: BaseException, raised: type[BaseException]) -> None:
     class Raising(Net):
         def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
@@ -403,6 +402,16 @@ def test_what_a_replica_raises_comes_out_with_its_number(error: BaseException, r
     wrapper = TTDataParallel(Raising(), devices=2)
     with pytest.raises(raised, match=rf"(?s)Caught {type(error).__name__} in replica 1 on cpu.*in get_loss"):
         wrapper.get_loss(batch_of(0, 5), nn.CrossEntropyLoss(), CPU)
+
+
+def test_a_replica_that_exits_keeps_the_exit_code() -> None:
+    class Exiting(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            sys.exit(3)
+
+    with pytest.raises(SystemExit) as ended:
+        TTDataParallel(Exiting(), devices=2).get_loss(batch_of(0, 5), nn.CrossEntropyLoss(), CPU)
+    assert ended.value.code == 3
 
 
 def test_user_hooks_fire_in_each_replica_and_once_on_the_sum() -> None:

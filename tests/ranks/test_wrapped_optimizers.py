@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.kit.ranks import run_own_ranks
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 
@@ -150,3 +152,49 @@ def test_state_that_belongs_to_no_parameter_is_used_comes_back_and_is_resumed(mo
     if mode == "single":
         assert "memory of a training step" in str(loop.summary())
         assert loop.find_batch_size().suggestion is not None
+
+
+def train_with_divided_state(folder: str) -> list[dict[str, Tensor]]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(22, 8).double(), torch.randint(3, (22,)))  # the last batch is short, and uneven
+    start = Net().double().state_dict()
+
+    def trained(epochs: int, resume_from: str | None = None) -> dict[str, Tensor]:
+        model = Net().double()
+        model.load_state_dict(start)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optim.Adam, lr=0.01)
+        loop = TrainLoop(
+            model,
+            DataLoader(data, 4),
+            optimizer=optimizer,
+            criterion=nn.CrossEntropyLoss(),
+            gpu_mode="ddp",
+            progress_bar=False,
+        )
+        loop.fit(epochs, callbacks=[ModelCheckpoint(folder)], resume_from=resume_from)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    by_hand = Net().double()
+    by_hand.load_state_dict(start)
+    adam = optim.Adam(by_hand.parameters(), lr=0.01)
+    for _ in range(2):
+        for x, y in DataLoader(data, 8):
+            adam.zero_grad()
+            F.cross_entropy(by_hand(x), y).backward()
+            adam.step()
+    trained(1)
+    return [by_hand.state_dict(), trained(2, "last"), torch.load(newest(folder), weights_only=True)["model"]]
+
+
+def newest(folder: str) -> Path:
+    return max(Path(folder).glob("*.pt"))
+
+
+@pytest.mark.long
+def test_a_run_with_an_optimizer_that_divides_its_state_over_ranks_resumes(tmp_path: Path) -> None:
+    for by_hand, resumed, saved in run_own_ranks(
+        train_with_divided_state, 2, str(tmp_path / "checkpoints"), folder=tmp_path
+    ):
+        for name, value in by_hand.items():
+            torch.testing.assert_close(resumed[name], value, rtol=1e-9, atol=1e-9)
+            assert torch.equal(saved[name], resumed[name])

@@ -489,13 +489,16 @@ def write_record(fd: int, failure: Failure) -> None:
     """Write a failure's record for the parent to read; an existing record is not overwritten."""
     # Errors while the rank unwinds are consequences of the first error.
     if os.fstat(fd).st_size == 0:
-        write_all(fd, memoryview(failure.to_json()), 0)
+        write_all(fd, memoryview(failure.to_json() + b"\n"), 0)
 
 
 def read_record(fd: int) -> Failure | None:
-    """Return the record that :func:`write_record` wrote; ``None`` if there is no record."""
+    """Return the record that :func:`write_record` wrote; ``None`` if there is no record, or only a part of it yet.
+
+    The parent may read while the rank writes: a reader can see the first pages of a long record before the others.
+    """
     data = read_text(fd)
-    return Failure.from_json(data) if data else None
+    return Failure.from_json(data) if data.endswith(b"\n") else None  # JSON has no line break
 
 
 def read_text(fd: int) -> bytes:

@@ -13,6 +13,7 @@ import ast
 import contextlib
 import functools
 import importlib.machinery
+import importlib.metadata
 import io
 import os
 import pickle
@@ -92,7 +93,22 @@ def users_modules() -> dict[str, types.ModuleType]:
 def _in_library(file: str) -> bool:
     if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
         return True
-    return file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE))
+    if file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE)):
+        return True
+    folders = [folder for folder in map(os.path.abspath, sys.path) if file.startswith(folder + os.sep)]
+    return any(file[len(folder) + 1 :].partition(os.sep)[0] in _installed_in(folder) for folder in folders)
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    """Return the top-level files and folders of the libraries in a folder of ``pip install --target``."""
+    try:
+        if not any(name.endswith(".dist-info") for name in os.listdir(folder)):
+            return frozenset()
+    except OSError:
+        return frozenset()
+    found = importlib.metadata.distributions(path=[folder])
+    return frozenset(file.parts[0] for distribution in found for file in distribution.files or ())
 
 
 class SentModules:
@@ -231,13 +247,13 @@ def _description(value: Any) -> tuple[Any, ...]:
     first = inner[0] if inner else value
     code = getattr(first, "__code__", None)
     place = (getattr(first, "__module__", None), getattr(first, "__qualname__", ""))
-    if code is None:
+    if not isinstance(code, types.CodeType):  # types.FunctionType has such an attribute, too
         return (*place, None, type(value).__name__)
     return (*place, code.co_filename, type(value).__name__, tuple(_digest(getattr(f, "__code__", None)) for f in inner))
 
 
-def _digest(code: types.CodeType | None) -> int:
-    if code is None:
+def _digest(code: Any) -> int:
+    if not isinstance(code, types.CodeType):
         return 0
     parts = [code.co_code, repr(code.co_names).encode()]
     for constant in code.co_consts:
@@ -534,36 +550,68 @@ _RANKS_NAMES = {
 
 def rank_dependent(module: str) -> frozenset[str]:
     """Return the names that a module derives from the rank when it is imported, as in ``os.environ["RANK"]``."""
-    return _rank_dependent(module, frozenset())
+    sources: dict[str, _Source] = {}  # of the module and of the user's modules that it imports, directly or not
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in sources and (source := _source(name)) is not None:
+            sources[name] = source
+            waiting += source.imported & sys.modules.keys()
+    found: dict[str, set[str]] = {name: set() for name in sources}
+    changed = True
+    while changed:  # modules may import each other
+        changed = False
+        for name, source in reversed(sources.items()):
+            names, before = found[name], len(found[name])
+            names.update(*(found[other] for other in source.imported & sources.keys()))
+            while True:
+                derived = [paths for paths, words in source.units if words & names or words & _RANKS_NAMES]
+                more = set().union(*derived) - names
+                if not more:
+                    break
+                names |= more
+            changed = changed or len(names) > before
+    return frozenset(found.get(module, ()))
 
 
-def _rank_dependent(name: str, visited: frozenset[str]) -> frozenset[str]:
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if name in visited or not file or not file.endswith(".py") or _in_library(file):
-        return frozenset()
+class _Source(NamedTuple):
+    """What a module's file says."""
+
+    imported: frozenset[str]
+    """Names of the modules that it may import."""
+    units: tuple[tuple[set[str], set[str]], ...]
+    """The names that each statement binds, and the words in it."""
+
+
+def _source(name: str) -> _Source | None:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if not file or not file.endswith(".py") or _in_library(file):
+        return None
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return _parsed(file, getattr(module, "__package__", None) or "", status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _parsed(file: str, package: str, time_ns: int, size: int) -> _Source | None:
+    """Return what a file says; ``time_ns`` and ``size`` distinguish versions of the file."""
     try:
         with open(file, "rb") as source:
             tree = ast.parse(source.read())
     except (OSError, SyntaxError, ValueError):
-        return frozenset()
-    found: set[str] = set()
-    imported = {part for statement in tree.body for part in _imported(statement, name)}
-    for other in imported & sys.modules.keys():
-        found |= _rank_dependent(other, visited | {name})
-    units = list(_units(tree.body))
-    while True:
-        more = {path for paths, words in units if words & found or words & _RANKS_NAMES for path in paths} - found
-        if not more:
-            return frozenset(found)
-        found |= more
+        return None
+    imported = frozenset(part for statement in tree.body for part in _imported(statement, package))
+    return _Source(imported, tuple(_units(tree.body)))
 
 
-def _imported(statement: ast.stmt, module: str) -> Iterator[str]:
+def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = getattr(sys.modules[module], "__package__", None) or ""
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             yield source

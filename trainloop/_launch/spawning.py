@@ -261,11 +261,12 @@ class Ranks:
             if r in self._failures:
                 continue
             rank = self._run.first_rank + r
-            # Read the record before the exit code: it has more detail and is written earlier.
+            # The record has more detail than the exit code. Once the process has ended, the record is complete.
+            ended = not process.is_alive()
             record = read_record(self._files.record_fds[r])
             if record is not None:
                 self._failures[r] = record
-            elif r not in ended_by_us and not process.is_alive():
+            elif r not in ended_by_us and ended:
                 if self._state(r) == State.DONE and process.exitcode == 0:
                     continue
                 by_watchdog = self._ended_by_watchdog(r)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.torch_version import TorchVersion
 
 __all__ = [
     "ClassLosses",
@@ -295,6 +296,11 @@ def _after(criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: 
             break
 
 
+# An older compiler breaks a graph where a tensor gets an attribute: in an evaluation this is slow, but in training
+# divisors are left out, as the graph may be meant to be whole.
+_TRACES_ATTRIBUTES = torch.__version__ >= TorchVersion("2.13")
+
+
 class _FunctionalLosses(TorchFunctionMode):
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss``, and to their products with numbers."""
 
@@ -306,6 +312,8 @@ class _FunctionalLosses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if not _TRACES_ATTRIBUTES and torch.is_grad_enabled() and torch.compiler.is_compiling():
+            return result
         if func in _OF_CLASSES:
             given = {**_DEFAULTS, **dict(zip(_OF_CLASSES[func], args)), **kwargs}
             target, weight = given["target"], given["weight"]
@@ -337,12 +345,14 @@ _OF_CLASSES: dict[Any, tuple[str, ...]] = {functional.cross_entropy: _ARGUMENTS,
 if hasattr(functional, "linear_cross_entropy"):  # since torch 2.13
     _OF_CLASSES[functional.linear_cross_entropy] = ("input", "linear_weight", "target")
 
-# Python's operators pass the methods of Tensor.
-_PRODUCTS = {
-    *(torch.mul, torch.multiply, torch.div, torch.divide, torch.neg),
-    *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.divide, Tensor.neg),
-    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__neg__),
-}
+# Python's operators pass the methods of Tensor. A dict, since the compiler of torch 2.6 can't look into a set.
+_PRODUCTS: dict[Any, None] = dict.fromkeys(
+    (
+        *(torch.mul, torch.multiply, torch.div, torch.divide, torch.neg),
+        *(Tensor.mul, Tensor.multiply, Tensor.div, Tensor.divide, Tensor.neg),
+        *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__neg__),
+    )
+)
 
 
 def attached_divisor(value: Any) -> Tensor | float | None:

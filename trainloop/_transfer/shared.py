@@ -8,6 +8,7 @@ original object.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections import deque
@@ -24,11 +25,20 @@ from trainloop._support.user_line import warn
 from trainloop._transfer.pickling import Fingerprint
 from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state, own_attributes, slot_names
 
-__all__ = ["changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
+__all__ = ["KEPT", "changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
 
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is treated as data, and is sent as a whole
 _MISSING = object()
+
+
+class _Kept(enum.Enum):
+    KEPT = enum.auto()
+
+
+KEPT = _Kept.KEPT
+"""In place of an entry that can't be sent: the receiver keeps the entry that it has."""
+
 # Attributes of every nn.Module that torch maintains; the dictionaries of parts are walked.
 _TORCH_OWN = frozenset(nn.Module().__dict__) - {"training", "_parameters", "_buffers", "_modules"}
 _LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.BuiltinFunctionType)
@@ -161,11 +171,11 @@ def changed_parts(
         if mark is not None and mark != before.get(path):
             changed[path] = now
         elif mark is None and isinstance(now, dict):  # it can't be pickled as a whole: check its entries one by one
-            can = {key: value for key, value in now.items() if fingerprint((key, value), known) is not None}
+            can = {key for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
                 others = ", ".join(str(key) for key in now if key not in can)
                 warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
-                changed[path] = can
+                changed[path] = {key: value if key in can else KEPT for key, value in now.items()}
     return changed
 
 
@@ -179,9 +189,13 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
             obj.clear()
             obj.update(contents) if isinstance(obj, set) else obj.extend(contents)
         elif isinstance(obj, dict):
+            old = dict(obj)
             obj.clear()  # the order of the keys may have changed
             for key, value in contents.items():  # Counter.update would add
-                obj[key] = value
+                if value is not KEPT:
+                    obj[key] = value
+                elif key in old:
+                    obj[key] = old[key]
         elif isinstance(contents, tuple):
             _put_state(obj, *contents)
         else:
@@ -196,6 +210,8 @@ def _put_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     for name in [name for name in _contents(obj) or () if name not in attributes]:  # deleted on the other side
         object.__delattr__(obj, name) if name in slots else vars(obj).pop(name, None)
     for name, value in attributes.items():
+        if value is KEPT:
+            continue
         if name in slots:
             object.__setattr__(obj, name, value)  # of frozen dataclasses, too
         else:

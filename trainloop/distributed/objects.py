@@ -225,7 +225,7 @@ def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list
     values : sequence of int
         Integers of at most 64 bits. Ranks may pass different numbers of integers.
     purpose : str
-        One of :data:`~trainloop.distributed.wire.CALLS`. Ranks with different purposes get an error that names both.
+        For the package's own exchanges: ranks that exchange for different purposes get an error that names both.
 
     Returns
     -------

@@ -182,7 +182,10 @@ class TTDataParallel(Transparent, DataParallel):
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
-                return parts.combine_predictions([parts.as_rows(output) for output in outputs], self.dim)
+                found = [parts.as_rows(output) for output in outputs]
+                if all(isinstance(output, tuple) for output in found):  # (y_pred, y_true, metadata) are no rows
+                    return tuple(parts.combine_predictions(part, sizes, self.dim) for part in zip(*found, strict=True))
+                return parts.combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion, watched)
@@ -474,14 +477,17 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
     If calls raise exceptions, raise the first one here.
     """
     results: list[Any] = [None] * len(calls)
+    ends: list[BaseException] = []
     settings = _thread_settings(devices)
 
     def work(i: int) -> None:
         try:
             with settings(devices[i]), in_replica():
                 results[i] = calls[i]()
-        except BaseException:
+        except Exception:
             results[i] = ExceptionWrapper(where=f"in replica {i} on {devices[i]}")
+        except BaseException as error:  # SystemExit: with its code
+            ends.append(error)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(work, i), name=f"TTDataParallel replica {i}")
@@ -496,6 +502,8 @@ def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> 
     for result in results:
         if isinstance(result, ExceptionWrapper):
             result.reraise()
+    if ends:
+        raise ends[0]
     return results
 
 

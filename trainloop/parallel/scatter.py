@@ -357,12 +357,55 @@ def join_tables(tables: Sequence[Any]) -> Any:
     return pandas.concat(tables, ignore_index=numbered)
 
 
-def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
+def are_rows(tuples: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> bool:
+    """Return True if the entries of tuples are the rows of batches, rather than columns that contain the rows.
+
+    ``zip(*samples)`` makes tuples of rows. Their entries are of one kind, there is one for each sample in every batch,
+    and in some batch they can't be columns, since they have other lengths.
+
+    Parameters
+    ----------
+    tuples : sequence of tuple
+        A tuple of each batch.
+    sizes : sequence of int
+        Number of samples of each batch.
+
+    Examples
+    --------
+    >>> are_rows([([1], [2, 3], []), ([4, 5],)], [3, 1])
+    True
+    >>> are_rows([(torch.zeros(3), torch.zeros(3)), (torch.zeros(1), torch.zeros(1))], [3, 1])
+    False
+    """
+    if hasattr(tuples[0], "_fields") or any(len(rows) != n for rows, n in zip(tuples, sizes, strict=True)):
+        return False
+    kinds = {(type(row), getattr(row, "ndim", 0)) for rows in tuples for row in rows}
+    return len(kinds) == 1 and any(_num_rows(row) != n for rows, n in zip(tuples, sizes) for row in rows)
+
+
+def _num_rows(column: Any) -> int | None:
+    """Return the number of rows of a column; of a dict or tuple, the number that all of its columns have."""
+    if isinstance(column, (Tensor, np.ndarray)):
+        return len(column) if column.ndim else None
+    if isinstance(column, (Mapping, tuple)):
+        lengths = {_num_rows(part) for part in (column.values() if isinstance(column, Mapping) else column)}
+        return lengths.pop() if len(lengths) == 1 else None
+    return len(column) if isinstance(column, list) or is_table(column) else None
+
+
+def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
     Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry; a tuple of
-    plain items is rows, too. Scalars, strings and other objects are taken from the first part. Rows of different
-    shapes, such as sequences that are padded to the longest of their part, become a list.
+    plain items is rows, too, and so is one of :func:`are_rows`. Scalars, strings and other objects are taken from the
+    first part. Rows of different shapes, such as sequences that are padded to the longest of their part, become a list.
+
+    Parameters
+    ----------
+    parts : sequence
+    sizes : sequence of int
+        Number of samples of each part.
+    dim : int
     """
     first = parts[0]
     if isinstance(first, Tensor):
@@ -374,16 +417,18 @@ def combine_predictions(parts: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
-            merged[key] = combine_predictions([part[key] for part in parts if key in part], dim)
+            having = [(part[key], size) for part, size in zip(parts, sizes, strict=True) if key in part]
+            merged[key] = combine_predictions([item for item, _ in having], [size for _, size in having], dim)
         for part in parts[1:]:
             merged.update({key: item for key, item in part.items() if key not in merged})
         return merged
     if isinstance(first, list):
         return [row for part in parts for row in part]
     if isinstance(first, tuple):
-        if not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first):
+        plain = not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first)
+        if plain or are_rows(parts, sizes):
             return tuple(row for part in parts for row in part)
-        entries = [combine_predictions(entry, dim) for entry in zip(*parts, strict=True)]
+        entries = [combine_predictions(entry, sizes, dim) for entry in zip(*parts, strict=True)]
         return with_parts(first, entries)
     return first
 

@@ -1,4 +1,4 @@
-"""Plan trials and folds: how many run at once, the share of resources of each, and their devices.
+"""Plan trials and folds: check the quota of each level; how many run at once, their shares and devices.
 
 The levels are run > trial (a bag of models, or one model) > fold (one model). In AutoGluon's terms, ``total`` is
 ``num_cpus``/``num_gpus`` of ``fit``, ``per_bag`` is ``ag_args_ensemble: {ag_args_fit: ...}``, and ``per_model`` is

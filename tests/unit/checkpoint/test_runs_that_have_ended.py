@@ -209,3 +209,15 @@ class FromThread(AbstractCallback):
         thread = threading.Thread(target=setattr, args=(loop, "early_stop", True))
         thread.start()
         thread.join()
+
+
+@pytest.mark.parametrize("length", [{"num_epochs": 1}, {"num_iterations": 3}], ids=str)
+def test_pieces_that_resume_where_this_loop_ended_train_nothing_and_warn(folder: Path, length: dict[str, int]) -> None:
+    loop, keeper = make_loop(seed=3), ModelCheckpoint("kept")
+    loop.fit(**length, callbacks=[keeper], resume_from="last")
+    step = loop.global_step
+    with pytest.warns(UserWarning, match=rf"trained nothing: this loop has already trained to step {step}"):
+        loop.fit(**length, callbacks=[keeper], resume_from="last")
+    assert loop.global_step == step
+    loop.fit(**length, callbacks=[keeper])
+    assert loop.global_step == 2 * step

@@ -50,6 +50,16 @@ def by_hand(parts: list[list[Any]]) -> tuple[float, float]:
     return w.grad.item(), loss.item()
 
 
+def test_inputs_and_labels_of_two_loaders_in_a_dict_are_no_samples() -> None:
+    def pair(n: int) -> list[torch.Tensor]:
+        return [torch.zeros(n, 2), torch.zeros(n)]  # as a DataLoader makes it
+
+    assert count_collated({"a": pair(8), "b": pair(8)}) == 8
+    assert count_collated({"a": pair(8), "b": pair(5)}) is None  # and not 2, the length of the lists
+    assert count_samples({"a": pair(8), "b": pair(5)}) == 8
+    assert count_collated({"images": [torch.zeros(3, 4), torch.zeros(3, 5)], "labels": torch.zeros(2)}) == 2
+
+
 class Items(Dataset[Any]):
     def __len__(self) -> int:
         return len(ITEMS)

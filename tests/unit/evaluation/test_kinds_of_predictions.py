@@ -67,6 +67,32 @@ def test_rows(name: str, mode: dict[str, Any]) -> None:
         assert [row.tolist() for batch in streamed for row in batch] == ROWS
 
 
+class Pairs(Net):
+    """Rows as zip(*samples) makes them, beside outputs of two heads."""
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        rows = [row[: 1 + int(row[0]) % 2] for row in batch_data[0]]
+        boxes = [{"boxes": row[:, None], "image": int(row[0])} for row in rows]
+        heads = batch_data[0], batch_data[0] + 1
+        return heads, tuple(rows), {"lists": tuple(row.tolist() for row in rows), "dicts": tuple(boxes)}
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 2, 1])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_tuple_with_an_entry_for_each_sample_is_rows_and_one_of_columns_is_not(
+    mode: dict[str, Any], batch_size: int
+) -> None:
+    data = TensorDataset(X[:6] if batch_size == 3 else X)  # batches of equal size, too
+    loop = TrainLoop(Pairs(tuple), None, accelerator="cpu", progress_bar=False, **mode)
+    (first, second), rows, metadata = loop.predict_with_model(DataLoader(data, batch_size))
+    expected = [row[: 1 + int(row[0]) % 2].tolist() for row in data.tensors[0]]
+    assert torch.equal(first + 1, second)
+    assert torch.equal(first, data.tensors[0])
+    assert [row.tolist() for row in rows] == expected
+    assert metadata["lists"] == expected
+    assert [image["image"] for image in metadata["dicts"]] == [row[0] for row in expected]
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("of_batch", [torch.Tensor.numpy, torch.Tensor.clone], ids=["array", "tensor"])
 def test_rows_that_are_padded_to_the_longest_of_their_part(of_batch: Any, mode: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import ConfusionMatrix, EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.tools import preflight
 from trainloop.tools.preflight import preflight_epoch
 
@@ -219,12 +220,20 @@ def test_a_short_last_global_batch_is_no_false_alarm(n: int, drop_last: bool) ->
     assert report.ok, report
 
 
-def test_a_batchnorm_of_one_sample_ends_training_with_what_to_do() -> None:
-    loop = loop_over(33, Net(), gpu_mode="single")
-    with pytest.raises(
-        ValueError, match=r"Expected more than 1 value per channel.*drop_last=True.*sync_batchnorm=True"
-    ):
+@pytest.mark.parametrize(
+    ("gpu_mode", "remedy"),
+    [
+        ("single", r"drop_last=True\) to leave that batch out\.$"),  # one process has no other part of the batch
+        ("dp", "a replica gets.*drop_last=True.*, or gpu_mode='ddp' with sync_batchnorm=True"),
+        pytest.param("ddp", "a rank gets.*drop_last=True.*, or .*sync_batchnorm=True", marks=pytest.mark.long),
+    ],
+)
+def test_a_batchnorm_of_one_sample_ends_training_with_what_to_do(gpu_mode: str, remedy: str) -> None:
+    loop = loop_over(33, Net(), gpu_mode=gpu_mode)
+    with pytest.raises((ValueError, WorkerFailedError)) as failed:
         loop.fit(num_epochs=1)
+    text = str(failed.value).partition(" (its traceback follows)")[0]
+    assert re.search(f"(?s)Expected more than 1 value per channel.*{remedy}", text)
 
 
 class Predicts(Net):

@@ -188,8 +188,7 @@ def test_every_use_takes_every_kind(number: int) -> None:
 
 def test_predictions_in_odd_containers_are_joined() -> None:
     halves = [Pair(torch.ones(2), ["a", "b"]), Pair(torch.zeros(1), ["c"])]
-    for join in (join_rows, combine_predictions):
-        joined = join(halves)
+    for joined in (join_rows(halves), combine_predictions(halves, [2, 1])):
         assert type(joined) is Pair
         assert joined.x.tolist() == [1, 1, 0]
         assert joined.y == ["a", "b", "c"]

@@ -596,3 +596,30 @@ def test_an_added_group_is_scheduled_as_by_torch_or_named(make: Any) -> None:
     else:
         loop.fit(num_epochs=3, callbacks=callbacks)
         assert [group["lr"] for group in loop.optimizer.param_groups] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "name", "ends"),
+    [
+        (lr_scheduler.PolynomialLR, "epoch", "total_iters", "epoch 2. .* after epoch 4"),
+        (lr_scheduler.CosineAnnealingLR, "step", "T_max", "step 14. .* after optimizer step 28"),
+        (lr_scheduler.LinearLR, "step", "total_iters", "step 14. .* after optimizer step 28"),
+    ],
+)
+def test_a_run_that_resumes_for_longer_warns_of_the_shorter_schedule(
+    tmp_path: Path, kind: Any, interval: Any, name: str, ends: str
+) -> None:
+    def fit(epochs: int) -> None:
+        schedule = LRScheduler(kind, interval, **{name: None})
+        make_loop(seed=0).fit(epochs, callbacks=[schedule, ModelCheckpoint(tmp_path)], resume_from="last")
+
+    fit(2)
+    fit(2)  # nothing is left to do: no warning
+    with pytest.warns(UserWarning, match=f"continues the schedule of its checkpoint, which ends after .*{ends}"):
+        fit(4)
+
+
+def test_a_warm_up_of_another_length_is_no_reason_to_warn(tmp_path: Path) -> None:
+    for epochs in (2, 3):
+        schedule = LRScheduler(lr_scheduler.LinearLR, "step", total_iters=2 * epochs)
+        make_loop(seed=0).fit(epochs, callbacks=[schedule, ModelCheckpoint(tmp_path)], resume_from="last")

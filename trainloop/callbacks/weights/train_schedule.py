@@ -166,6 +166,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._count = 0
         self._groups = 0  # of the optimizer, when the scheduler was made; 0 before
         self._first = False  # True before the first step of a resumed schedule
+        self._length_in_script: int | None = None
         self._metric: Monitor | None = None
         self._judged_step = 0
         if _is_plateau(scheduler):
@@ -199,6 +200,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
+        self._length_in_script = self._length()[0]
 
     def _made(self, factory: Callable[..., Any], optimizer: Optimizer) -> Any:
         """Return a new scheduler, whose length may be that of the run."""
@@ -290,6 +292,22 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             # when the optimizer is sent to a rank, and the warning would be wrong: the loop's order is correct.
             warnings.filterwarnings("ignore", _WRONG_ORDER)
         self._first = self.train_loop_obj.resumed
+
+    def on_resume(self) -> None:
+        # The schedule is the checkpoint's, with the length of the run that wrote it.
+        (length, exact), meant = self._length(), self._length_in_script
+        of_run = any(self.factory_kwargs.get(name, 0) is None for name in _STEP_COUNTS)
+        if length is None or meant is None or length >= meant or not (exact or of_run):
+            return
+        if self.train_loop_obj.is_global_zero:
+            unit = "optimizer step" if self.interval == "step" else "epoch"
+            warn(
+                f"{type(self).__name__}: the resumed run continues the schedule of its checkpoint, which ends after "
+                f"{unit} {length * self.frequency}. The script's {type(self.scheduler).__name__} would end after "
+                f"{unit} {meant * self.frequency}, so the learning rates are not those of this longer schedule; they "
+                "may stay at 0. To train for longer, load the checkpoint's weights into a new run, or change the "
+                "schedule in a callback's on_resume."
+            )
 
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.

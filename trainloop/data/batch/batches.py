@@ -231,7 +231,8 @@ def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator
             yield {len(value)}
             return
     same = len({_shape(part) for part in value}) == 1 and (are_rows or not sequences)
-    if top and not (isinstance(value, list) and same):
+    # Samples are of one kind, but not columns such as inputs and labels, which a dict of several loaders has in lists.
+    if (top and not (isinstance(value, list) and same)) or len(set(kinds)) > 1:
         for part in value:
             yield from _lengths(part, seen)
         return

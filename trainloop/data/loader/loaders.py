@@ -1,4 +1,4 @@
-"""Recognise the kind of a user's loader, and check that it can be split over ranks."""
+"""Recognise the kind of a user's loader, check that it can be split, and let its workers outlive signals."""
 
 from __future__ import annotations
 

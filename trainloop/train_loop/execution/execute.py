@@ -229,7 +229,9 @@ def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined:
                 explain_no_criterion(error)
             raise
         except ValueError as error:
-            explain_batch_of_one(error)
+            explain_batch_of_one(
+                error, ranks=run.parallel, replicas=loop.gpu_mode == "dp", synchronized=loop.sync_batchnorm
+            )
             raise
         except RuntimeError as error:
             if job is not None and getattr(run, "stage", None) == "step":

@@ -15,7 +15,7 @@ from trainloop._support.carried import names_of
 from trainloop._support.user_line import warn
 from trainloop._transfer import PackedState, pack_state, unpack_state
 from trainloop._transfer.pages import trim
-from trainloop._transfer.shared import changed_parts, fingerprint, fingerprints, put_into, shared_parts
+from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
@@ -198,7 +198,55 @@ class RankSide:
             "list of callbacks": self._changed_list(),
             "result": result,
         }
-        return pack_state(state, self.known)
+        packed = pack_state(state, self.known)
+        if self._rebuild_error(packed) is not None:  # without this, the caller would lose all of the training
+            self._leave_out_what_fails(state)
+            packed = pack_state(state, self.known)
+        return packed
+
+    def _rebuild_error(self, packed: PackedState) -> Exception | None:
+        """Return the error of an object that can be pickled, but not rebuilt from the pickle. No memory is copied."""
+        try:
+            unpack_state(packed._replace(buffers=list(packed.buffers)), self.known)
+        except Exception as error:  # whatever a user's __setstate__ or __init__ raises
+            return error
+        return None
+
+    def _rebuilds(self, value: Any, what: str) -> bool:
+        """Return True if a value can be rebuilt from its pickle; otherwise warn."""
+        error = self._rebuild_error(pack_state(value, self.known))
+        if error is not None:
+            warn(f"{what} can't be rebuilt in your process, which keeps what it has. {type(error).__name__}: {error}")
+        return error is None
+
+    def _leave_out_what_fails(self, state: dict[str, Any]) -> None:
+        """Remove the entries of the state that can't be rebuilt, with a warning for each."""
+        described = {
+            "modules": "module {0[1]!r}, added in training,",
+            "structures": "module {0[1]!r}, changed in training,",
+            "settings": "tl.{0}, assigned in training,",
+            "attributes": "model attribute {0[2]!r}",
+        }
+        for kind, what in described.items():
+            state[kind] = {key: v for key, v in state[kind].items() if self._rebuilds(v, what.format(key))}
+        for path, contents in list(state["parts"].items()):
+            if isinstance(contents, dict):
+                fails = {key for key, v in contents.items() if not self._rebuilds((key, v), f"{path}: {key}")}
+                state["parts"][path] = {key: KEPT if key in fails else v for key, v in contents.items()}
+            elif not self._rebuilds(contents, path):
+                del state["parts"][path]
+        state["callbacks"] = [
+            {k: v for k, v in own.items() if self._rebuilds(v, f"{callback!r}: its {k}")}
+            if isinstance(own, dict)
+            else own
+            for own, callback in zip(state["callbacks"], self.callbacks, strict=True)
+        ]
+        if state["list of callbacks"] is not None:
+            state["list of callbacks"] = [
+                one
+                for one in state["list of callbacks"]
+                if self._rebuilds(one, f"callback {one.callback_name!r}, added in training,")
+            ]
 
     def _changed_settings(self) -> dict[str, Any]:
         """Return what hooks have assigned to the loop, except for loaders."""

@@ -1,4 +1,4 @@
-"""Define the loop's attributes that callbacks and users read: its progress, its devices, and its logs."""
+"""Define the loop's attributes that callbacks and users read: progress, number of steps, devices, logs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.reduction import FunctionCall, SumRule, functional_losses
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.run.losses import BatchLoss
-from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at
+from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at, with_lists_of_rows
 
 __all__ = [
     "evaluating",
@@ -143,13 +143,15 @@ def predictions(
         return None, None, None
     # Ranks took whole batches in turn, so sorting by batch number restores the order of one process.
     rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
+    sizes = [row[1] for row in rows]
+    *columns, metadata = (with_lists_of_rows([row[i] for row in rows], sizes) for i in (2, 3, 4))
     results: list[Any] = []
-    for column in (2, 3):
+    for column in columns:
         collected: list[Any] = []
-        for row in rows:
-            collected = collate(row[column], collected)
+        for batch in column:
+            collected = collate(batch, collected)
         results.append(transform(collected))
-    results.append(join_rows([row[4] for row in rows], empty={}))
-    order = row_order([row[1] for row in rows])
+    results.append(join_rows(metadata, empty={}))
+    order = row_order(sizes)
     y_pred, y_true, metadata = results if order is None else [rows_at(result, order, len(order)) for result in results]
     return y_pred, y_true, metadata

@@ -201,17 +201,29 @@ def explain_no_criterion(error: TypeError) -> None:
         )
 
 
-def explain_batch_of_one(error: ValueError) -> None:
-    """Add a remedy to torch's error about a BatchNorm that got one sample."""
-    if "Expected more than 1 value per channel when training" in str(error):
-        error.args = (f"{error}. {_ONE_SAMPLE}",)
+def explain_batch_of_one(error: ValueError, *, ranks: bool, replicas: bool, synchronized: bool) -> None:
+    """Add a remedy to torch's error about a BatchNorm that got one sample.
 
-
-_ONE_SAMPLE = (
-    "In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an epoch may be "
-    "this small, or the part of it that a rank or replica gets. Use DataLoader(drop_last=True) to leave that batch "
-    "out, or TrainLoop(sync_batchnorm=True) to compute the statistics over all ranks."
-)
+    Parameters
+    ----------
+    ranks, replicas : bool
+        True if several ranks, or several replicas, have parts of a batch.
+    synchronized : bool
+        True if BatchNorm's statistics are those of all ranks.
+    """
+    if "Expected more than 1 value per channel when training" not in str(error):
+        return
+    part, also = "", ""
+    if replicas:
+        part = ", or the part of it that a replica gets"
+        also = ", or gpu_mode='ddp' with sync_batchnorm=True to compute the statistics over all devices"
+    elif ranks and not synchronized:
+        part = ", or the part of it that a rank gets"
+        also = ", or TrainLoop(sync_batchnorm=True) to compute the statistics over all ranks"
+    error.args = (
+        f"{error}. In training, BatchNorm can't compute statistics of a batch with one sample. The last batch of an "
+        f"epoch may be this small{part}. Use DataLoader(drop_last=True) to leave that batch out{also}.",
+    )
 
 
 # -- a get_loss that yields its losses ---------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.scatter import as_rows, is_table, join_tables
+from trainloop.parallel.scatter import are_rows, as_rows, is_table, join_tables
 
-__all__ = ["Predictions", "check_rows", "join_rows", "on_cpu", "row_count", "rows_at"]
+__all__ = ["Predictions", "check_rows", "join_rows", "on_cpu", "row_count", "rows_at", "with_lists_of_rows"]
 
 Predictions = tuple[Any, Any, Any]
 
@@ -128,10 +128,21 @@ def rows_at(value: Any, places: Sequence[int], length: int) -> Any:
         return value[np.asarray(places)]
     if is_table(value):
         return value.iloc[np.asarray(places)] if len(value) == length else value
-    if isinstance(value, list) or (isinstance(value, tuple) and _has_rows([value])):
+    if isinstance(value, list) or (isinstance(value, tuple) and (_has_rows([value]) or are_rows([value], [length]))):
         # Entries of lists of another length may not be rows.
         return [value[i] for i in places] if len(value) == length else value
     return map_parts(lambda part: rows_at(part, places, length), value)
+
+
+def with_lists_of_rows(batches: list[Any], sizes: Sequence[int]) -> list[Any]:
+    """Return a column of all batches with lists in place of tuples of rows; see :func:`.are_rows`."""
+    if all(isinstance(batch, tuple) for batch in batches):
+        return list(map(list, batches)) if batches and are_rows(batches, sizes) else batches
+    if not all(isinstance(batch, Mapping) for batch in batches):
+        return batches
+    keys = [key for key in batches[0] if all(key in batch for batch in batches)]
+    columns = {key: with_lists_of_rows([batch[key] for batch in batches], sizes) for key in keys}
+    return [{**batch, **{key: column[i] for key, column in columns.items()}} for i, batch in enumerate(batches)]
 
 
 def join_rows(batches: list[Any], empty: Any = None) -> Any:

@@ -37,6 +37,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import (
     all_optimizers,
     criterion_module,
+    gather_divided_states,
     in_order_of,
     inner_optimizers,
     load_optimizer_state_dict,
@@ -106,6 +107,7 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
     """
     loop = run.loop
     run.publish(run.recorder.exchange_steps())
+    gather_divided_states(loop.optimizer)
     if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
         run.gradients.check_same_weights()
     mine = {
@@ -720,6 +722,7 @@ def _skip_cut(run: TrainingRun, place: dict[str, Any]) -> bool:
 
 def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
+    again = loop.global_step == state["place"]["global_step"] > 0
     _load_parts(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
@@ -736,6 +739,12 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
         _among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
     if here is None or here.rank == 0:
         loop.report(f"Nothing left to do: {why}")
+        if again:
+            warn(
+                f"fit(resume_from=...) trained nothing: this loop has already trained to step {loop.global_step}, "
+                "where the checkpoint was written. num_epochs and num_iterations count from the beginning of the call "
+                "that wrote it. To train further in this process, leave resume_from out."
+            )
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 

@@ -1,4 +1,4 @@
-"""What trains: modes of modules, parameters, hooks, groups of optimizers; check that it is the same on all ranks."""
+"""What trains: modes, parameters, hooks, groups of optimizers; compare it and the weights' bits between ranks."""
 
 from __future__ import annotations
 

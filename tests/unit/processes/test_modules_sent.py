@@ -1,0 +1,70 @@
+"""What is sent of the user's modules, in the process that starts ranks."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from pathlib import Path
+
+import pytest
+
+from trainloop._launch.module_state import dumped_modules, rank_dependent, users_modules
+
+MODULE = """
+from types import FunctionType
+
+class Node:
+    __code__ = property(lambda self: "of a syntax tree")
+
+LR = 0.1
+"""
+
+
+def test_modules_with_attributes_that_look_like_functions_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nodes_of_a_user.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("nodes_of_a_user")
+    found = pickle.loads(dumped_modules())["nodes_of_a_user"]
+    assert found["LR"].value == 0.1
+    assert found["FunctionType"].value[:2] == ("builtins", "function")
+    assert found["Node"].value[:2] == ("nodes_of_a_user", "Node")
+
+
+def test_names_from_the_rank_are_found_in_modules_that_import_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"part_{i}_of_a_user" for i in range(16)]  # 15! ways from one to another
+    for i, name in enumerate(names):
+        imports = "".join(f"import {other}\n" for other in names if other != name)
+        first = 'import os\nLOCAL = int(os.environ.get("LOCAL_RANK", 0))\n' if i == 0 else f"DEPTH = {i}\n"
+        (tmp_path / f"{name}.py").write_text(f"{imports}{first}")
+    (tmp_path / "whole_of_a_user.py").write_text(
+        f"from {names[-1]} import DEPTH\nimport {names[0]}\n"
+        f"SHARD = {names[0]}.LOCAL + 1\nBOTH = [SHARD, DEPTH]\nLR = DEPTH\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("whole_of_a_user")
+    found = rank_dependent("whole_of_a_user")
+    assert {"SHARD", "BOTH"} <= found
+    assert not {"LR", "DEPTH"} & found
+
+
+def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "some_library_of_tests-1.0.dist-info"  # as pip install --target makes it
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: some-library-of-tests\nVersion: 1.0\n")
+    (about / "RECORD").write_text("some_library_of_tests/__init__.py,,\nsome_library_of_tests/part.py,,\n")
+    (tmp_path / "some_library_of_tests").mkdir()
+    (tmp_path / "some_library_of_tests" / "__init__.py").write_text("from some_library_of_tests import part")
+    (tmp_path / "some_library_of_tests" / "part.py").write_text("TOKEN = object()")
+    (tmp_path / "module_beside_a_library.py").write_text("LR = 0.1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("some_library_of_tests")
+    importlib.import_module("module_beside_a_library")
+    users = users_modules()
+    assert "module_beside_a_library" in users
+    assert not {"some_library_of_tests", "some_library_of_tests.part"} & users.keys()
