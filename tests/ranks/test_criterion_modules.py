@@ -177,7 +177,7 @@ def test_a_criterion_may_hold_the_model(mode: str, tmp_path: Path) -> None:
         model = Net()
         loop = loop_of(model, Regularized(model), optim.SGD(model.parameters(), lr=0.05), one)
         loop.fit(1, callbacks=[ModelCheckpoint(tmp_path / one)])
-        loop.fit(1, callbacks=[ModelCheckpoint(tmp_path / one)], resume_from="last")
+        loop.fit(2, callbacks=[ModelCheckpoint(tmp_path / one)], resume_from="last")
         weights.append((model.net.weight.detach(), loop.history["val_loss"][-1]))
     torch.testing.assert_close(weights[0][0], weights[1][0], rtol=0, atol=1e-12)
     assert weights[0][1] == pytest.approx(weights[1][1])

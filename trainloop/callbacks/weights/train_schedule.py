@@ -294,7 +294,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._first = self.train_loop_obj.resumed
 
     def on_resume(self) -> None:
-        # The schedule is the checkpoint's, with the length of the run that wrote it.
+        """Warn if the schedule, which is the checkpoint's, ends earlier than the script's would."""
         (length, exact), meant = self._length(), self._length_in_script
         of_run = any(self.factory_kwargs.get(name, 0) is None for name in _STEP_COUNTS)
         if length is None or meant is None or length >= meant or not (exact or of_run):
