@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
@@ -155,34 +156,28 @@ def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, 
     return everyone  # type: ignore[return-value]  # no str is left
 
 
-@contextlib.contextmanager
-def in_replica() -> Iterator[None]:
+def in_replica() -> AbstractContextManager[None]:
     """In the block, exchanges of tensors raise an error: this thread has one replica's part of a batch (``dp``)."""
-    token = _replica.set(True)
-    try:
-        yield
-    finally:
-        _replica.reset(token)
+    return _with_value(_replica, True)
 
 
-@contextlib.contextmanager
-def in_borrowed_batch() -> Iterator[None]:
+def in_borrowed_batch() -> AbstractContextManager[None]:
     """In the block, exchanges raise an error: this rank has no samples and repeats another rank's (``fsdp``)."""
-    token = _borrowed.set(True)
-    try:
-        yield
-    finally:
-        _borrowed.reset(token)
+    return _with_value(_borrowed, True)
+
+
+def noting_exchanges(calls: list[str]) -> AbstractContextManager[None]:
+    """In the block, append the name of each exchange of tensors to the list."""
+    return _with_value(_noted, calls)
 
 
 @contextlib.contextmanager
-def noting_exchanges(calls: list[str]) -> Iterator[None]:
-    """In the block, append the name of each exchange of tensors to the list."""
-    token = _noted.set(calls)
+def _with_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _noted.reset(token)
+        variable.reset(token)
 
 
 _replica: ContextVar[bool] = ContextVar("replica", default=False)

@@ -244,14 +244,12 @@ class Session:
 
     def untrusted_error(self, rank: int, what: str, or_else: str = "") -> ConnectionError:
         """Return the error for bytes that rank ``rank`` did not send; ``or_else`` is another possible cause."""
-        also = ""
-        if self.key is not None:
-            also = f", or {KEY_VARIABLE} is not the same on all hosts"
+        also = "" if self.key is None else f", or {KEY_VARIABLE} is not the same on all hosts"
+        other_cause = f" {or_else}" if or_else else ""
         return ConnectionError(
             f"rank {self._rank} of {self._world_size} got {what} instead of a valid message from rank {rank}. Another "
-            f"program has connected to this run, or the data was damaged{also}. The data was not used. See SECURITY.md."
-            + f" {or_else}"
-            * bool(or_else)
+            f"program has connected to this run, or the data was damaged{also}. The data was not used. See "
+            f"SECURITY.md.{other_cause}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib.util
 import inspect
 import time
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import pip_install
+from trainloop._support.keywords import nearest
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
@@ -391,8 +391,8 @@ def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, 
         return
     for name in settings:
         if name not in known:
-            close = difflib.get_close_matches(str(name), sorted(known), 1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            close = nearest(str(name), sorted(known))
+            meant = f" (did you mean {close!r}?)" if close else ""
             shown = repr(key) if isinstance(key, str) else getattr(key, "__name__", repr(key))
             raise ConfigurationError(
                 f"hyperparameters[{shown}] has the setting {name!r}{meant}, but for a {problem} problem, the settings "

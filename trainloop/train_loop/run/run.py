@@ -57,8 +57,8 @@ STEPS_BETWEEN_FLUSHES = 128
 # Until step values are exchanged, they occupy memory twice.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
-# Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
 _KEPT_FEEDS = 8  # of evaluations of loaders that are not the loop's own
+# Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
 
 
