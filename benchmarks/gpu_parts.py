@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -322,6 +323,7 @@ def main() -> None:
         try:
             found = measures[part]()
         except Exception as error:
+            traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         tell(part=part, found=found)
         if "failed" in found:
