@@ -43,6 +43,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _METHODS = (staticmethod, classmethod, property)
 _WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
 _MISSING = object()
+_OWN_FILE = ""
 _FILE_LOADER = importlib.machinery.SourceFileLoader
 _PATHS = [path for path in sysconfig.get_paths().values() if path]
 _LIBRARIES = tuple({path + os.sep for path in [*_PATHS, *map(os.path.realpath, _PATHS)]})
@@ -205,11 +206,11 @@ def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Itera
 
 
 def _function(value: Any, module: str, path: str, file: str | None) -> _Sent:
-    description = _description(value)
+    description = _description(value, file)
     made_by = description[2]
     own = description[:2] == (module, path)
     # By name: its own code, code of a library's decorator or of a dataclass, and functions and classes of other places.
-    if own and (made_by in (None, file, "<string>") or _in_library(made_by)):
+    if own and (made_by in (None, _OWN_FILE, "<string>") or _in_library(made_by)):
         return _Sent("function", description)
     if not own and _resolved(*description[:2]) is value:
         return _Sent("function", description)
@@ -237,8 +238,11 @@ def _copy(function: Any) -> Any:
     return copy
 
 
-def _description(value: Any) -> tuple[Any, ...]:
-    """Return a function's or class's module, name, file and code, to compare it between processes."""
+def _description(value: Any, own_file: str | None) -> tuple[Any, ...]:
+    """Return a function's or class's module, name, file and code, to compare it between processes.
+
+    The module's own file has no name here: a library may generate it in each process, in a folder of its own.
+    """
     inner = [value]
     if isinstance(value, property):
         inner = [part for part in (value.fget, value.fset, value.fdel) if part is not None]
@@ -249,7 +253,8 @@ def _description(value: Any) -> tuple[Any, ...]:
     place = (getattr(first, "__module__", None), getattr(first, "__qualname__", ""))
     if not isinstance(code, types.CodeType):  # types.FunctionType has such an attribute, too
         return (*place, None, type(value).__name__)
-    return (*place, code.co_filename, type(value).__name__, tuple(_digest(getattr(f, "__code__", None)) for f in inner))
+    file = _OWN_FILE if code.co_filename == own_file else code.co_filename
+    return (*place, file, type(value).__name__, tuple(_digest(getattr(f, "__code__", None)) for f in inner))
 
 
 def _digest(code: Any) -> int:
@@ -421,10 +426,11 @@ class _Receiver:
             for part in parents:
                 owner = getattr(owner, part, None)
             own = vars(owner).get(name, _MISSING) if owner is not None else _MISSING
-            if owner is None or self._is_same(own, sent):
+            if owner is None or self._is_same(own, sent, module.__file__):
                 continue
-            if sent.kind == "function" and own is not _MISSING and _description(own)[:4] == sent.value[:4]:
-                if sent.value[2] == module.__file__ and type(module.__loader__) is _FILE_LOADER:
+            known = sent.kind == "function" and own is not _MISSING
+            if known and _description(own, module.__file__)[:4] == sent.value[:4]:
+                if sent.value[2] == _OWN_FILE and type(module.__loader__) is _FILE_LOADER:
                     edited.append(path)  # the same function, with other code
                 continue
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
@@ -457,13 +463,13 @@ class _Receiver:
             finally:
                 self.sent[name] = sent
 
-    def _is_same(self, own: Any, sent: _Sent) -> bool:
+    def _is_same(self, own: Any, sent: _Sent, file: str | None) -> bool:
         if sent.kind == "atom":
             return type(own) is type(sent.value) and (own == sent.value or own != own)
         if own is _MISSING:
             return False
         if sent.kind == "function":
-            return isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own)[: len(sent.value)] == sent.value
+            return isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own, file)[: len(sent.value)] == sent.value
         found = _object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pickle
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
-from trainloop._launch.module_state import dumped_modules, rank_dependent, users_modules
+from trainloop._launch.module_state import dumped_modules, rank_dependent, receive_modules, users_modules
 
 MODULE = """
 from types import FunctionType
@@ -68,3 +71,35 @@ def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
     users = users_modules()
     assert "module_beside_a_library" in users
     assert not {"some_library_of_tests", "some_library_of_tests.part"} & users.keys()
+
+
+def generated(folder: Path, code: str) -> types.ModuleType:
+    """As libraries generate modules: in each process, in a folder of its own."""
+    folder.mkdir()
+    file = folder / "generated_for_a_layer.py"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location("generated_for_a_layer", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_module_that_each_process_generates_is_the_same_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "generated_for_a_layer", types.ModuleType("generated_for_a_layer"))
+    code = "class Layer:\n    pass\ndef collect(x):\n    return x\nLR = 0.1\nLayer.collect = collect\n"
+    caller = generated(tmp_path / "caller", code)
+    caller.LR = 0.5
+    dumped = pickle.dumps({"generated_for_a_layer": pickle.loads(dumped_modules())["generated_for_a_layer"]})
+    rank = generated(tmp_path / "rank", code)
+    own = rank.collect
+    finders = list(sys.meta_path)
+    try:
+        receive_modules(dumped)()  # a warning would be an error here
+    finally:
+        sys.meta_path[:] = finders
+    assert rank.LR == 0.5
+    assert rank.collect is own
