@@ -210,13 +210,21 @@ def test_calls_of_functions_are_looked_for_in_an_epochs_first_step(kind: str) ->
     model = Functions(kind).double()
     model.looked = []
     optimizer = optim.SGD(model.parameters(), lr=0.2)
-    loop = TrainLoop(model, DataLoader(samples(12), 2), optimizer=optimizer, progress_bar=False)
+    loop = TrainLoop(model, DataLoader(samples(64), 2), optimizer=optimizer, progress_bar=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.fit(num_epochs=2, grad_accumulation=2)
-    assert model.looked == [True, True, *[False] * 4] * 2
+    assert model.looked == [True, True, *[False] * 30] * 2
     warned = ["averages over the targets' weights" in str(warning.message) for warning in caught]
     assert sum(warned) == (kind == "sum")
+
+
+def test_calls_of_functions_are_looked_for_in_every_sixteenth_of_epochs_of_one_step() -> None:
+    model = Functions("plain").double()
+    model.looked = []
+    optimizer = optim.SGD(model.parameters(), lr=0.2)
+    TrainLoop(model, DataLoader(samples(12), 12), optimizer=optimizer, progress_bar=False).fit(num_epochs=20)
+    assert [step for step, looked in enumerate(model.looked) if looked] == [0, 16]
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(CLASS_WEIGHTS)])

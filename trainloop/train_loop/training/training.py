@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Training", "Watch"]
 
+_STEPS_BETWEEN_LOOKS = 16  # at least, for functions of class indices: epochs of one step would pay for each look
 _MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
@@ -142,6 +143,7 @@ class Training(Run):
         self._sees_functions = False  # True if functions are looked for in every step of the epoch
         self._functions: list[FunctionCall] | None = None
         """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
+        self._looks_again = 0  # the next epoch that begins at or after this step looks for such calls
         self._kept_in_eval: list[torch.nn.Module] | None = None
         self.between_epochs = False
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
@@ -454,10 +456,11 @@ class Training(Run):
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
         self._checks_backward = self.gradients.combines
-        self._functions = []
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         trained = trained_modules(loop.model, loop.criterion)
         self._sees_functions = any(_is_compiled(part) for module in trained for part in module.modules())
+        if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
+            self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
         if self._kept_in_eval is None and loop.is_global_zero:
             averages = self.parallel and not self.place.collective
             warn_of_untrained(loop.model, loop.criterion, self.gradients.optimizers, averages=averages)
