@@ -469,7 +469,9 @@ class _Receiver:
         if own is _MISSING:
             return False
         if sent.kind == "function":
-            return isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own, file)[: len(sent.value)] == sent.value
+            return (
+                isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own, file)[: len(sent.value)] == sent.value
+            )
         found = _object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 

@@ -369,7 +369,8 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
     only if the first batch has made such a call. Training uses it for the first step of an epoch (of short epochs, in
-    every 16th step), and for later ones only if a graph lacks the divisor: in compiled code, and for ``F.linear_cross_entropy`` in chunks.
+    every 16th step), and for later ones only if a graph lacks the divisor: in compiled code, and for
+    ``F.linear_cross_entropy`` in chunks.
 
     Parameters
     ----------

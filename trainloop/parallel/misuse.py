@@ -1,15 +1,18 @@
-"""Detect and explain operations of a model that can't work with sharded parameters, or in a replica."""
+"""Detect and explain operations of a model that can't work with sharded parameters, in a replica, or on some ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainloop._support.nested import parts_of
 from trainloop._support.user_line import warn
@@ -24,6 +27,7 @@ __all__ = [
     "explain_outside",
     "explain_replica",
     "explain_sharded",
+    "refuse_exchanges",
     "refuse_gradients_of_shards",
     "refuse_other_parameters",
     "refuse_shards_in_functions",
@@ -46,6 +50,56 @@ def explain_sharded(error: RuntimeError) -> None:
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
             f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
         ) from error
+
+
+class _RefusesExchanges(TorchDispatchMode):
+    """Raise an error for a collective of torch with ranks that don't make it, which would wait for them."""
+
+    def __init__(self, ranks: Iterable[int], evaluates: bool) -> None:
+        super().__init__()
+        self._ranks, self._evaluates = frozenset(ranks), evaluates
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            missing = ", ".join(map(str, self._missing(func, args)))
+            if missing:
+                remedy = _IN_EVALUATION if self._evaluates else _IN_TRAINING
+                name = func.__name__.partition(".")[0].rstrip("_")
+                raise ConfigurationError(
+                    f"the model exchanges values with all ranks (torch's {name}), but rank {missing} has no samples in "
+                    f"this batch, so this rank would wait until the timeout. {remedy}"
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _missing(self, func: Any, args: tuple[Any, ...]) -> list[int]:
+        """Return the ranks of the collective's group that have no batch."""
+        if func.__name__.startswith(("send", "recv", "wait", "_wrap")):  # between two ranks, or of an earlier one
+            return []
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError):  # an object of another kind, such as a reduction
+                    group = dist.ProcessGroup.unbox(arg)
+                    return sorted({*dist.get_process_group_ranks(group)} - self._ranks)
+        return sorted({*range(dist.get_world_size())} - self._ranks)
+
+
+_IN_TRAINING = (
+    "Pass drop_last=True to the loader, so that all ranks have batches. If the exchange is for an average over all "
+    "ranks, such as one over boxes, return (loss, weight) from get_loss instead: trainloop averages over all ranks."
+)
+_IN_EVALUATION = (
+    "In an evaluation, ranks have different numbers of batches. Use the functions of trainloop.distributed, which are "
+    "computed over the batch alone there, or call torch.distributed only if self.training."
+)
+
+
+def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which torch's collectives that need other ranks than these raise an error.
+
+    It costs time for each operation, so it is for batches that some rank does not have. Operations that are compiled
+    run uncompiled in it.
+    """
+    return _RefusesExchanges(ranks, evaluates)
 
 
 def explain_outside(error: BaseException) -> None:

@@ -79,7 +79,8 @@ def generated(folder: Path, code: str) -> types.ModuleType:
     file = folder / "generated_for_a_layer.py"
     file.write_text(code)
     spec = importlib.util.spec_from_file_location("generated_for_a_layer", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -67,6 +67,7 @@ class EvalFeed:
         if world_size > 1 and seed is None:
             seed = 0
         presharded = world_size > 1 and loaders.is_distributed(loader)
+        self._presharded = presharded
         self._source = _source_of(loader, rank, world_size, seed, name, presharded)
         length = None if loaders.is_stream(loader) else length_of(loader)
         # A distributed loader knows only the length of its shard.
@@ -138,6 +139,13 @@ class EvalFeed:
             size = (sizes[rank] or None) if known else sizes  # otherwise 0 is a batch without anything countable
             if size is not None:
                 yield (round_index * self._world_size + rank, size), batch
+
+    def ranks_beside(self, batch_index: int) -> range | None:
+        """Return the ranks that have a batch at the time of this one; None if all have one, or if it is not known."""
+        if self.num_batches is None or self._presharded:
+            return None
+        left = self.num_batches - batch_index // self._world_size * self._world_size
+        return range(left) if left < self._world_size else None
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
         """Return the permutation from batch order to dataset order: ``[rows[i] for i in row_order]``.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
 from trainloop.optim import criterion_modules, trained_modules
+from trainloop.parallel.misuse import refuse_exchanges
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -57,6 +58,7 @@ STEPS_BETWEEN_FLUSHES = 128
 # Until step values are exchanged, they occupy memory twice.
 MOST_STEPS_BETWEEN_EXCHANGES = 32 * STEPS_BETWEEN_FLUSHES
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()  # around a batch of an evaluation
 _KEPT_FEEDS = 8  # of evaluations of loaders that are not the loop's own
 # Prefixes of names logged in an evaluation, by the dataset's type; a user-defined type is used as the prefix itself.
 _PREFIXES = {"train": "train_", "validation": "val_", "test": "test_", "other": ""}
@@ -103,6 +105,7 @@ class Run:
         self.undo = ExitStack()
         """Stack of contexts that is closed when the run ends."""
         self.idle = Idle(self)
+        self._around_batch: AbstractContextManager[Any] = _NOTHING
         self._eval_feeds: dict[int, tuple[LoaderMarks, Any, int]] = {}
         """Feeds of evaluations, and the epoch of their last use, by the id of the loader; the last one used is last."""
         self._open_feeds: dict[Any, ExitStack] = {}
@@ -224,7 +227,7 @@ class Run:
         def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
             if self.expects is not None:
                 self.expects(recorder.batch_size)
-            with self.place.autocast, whole_batch(), explained_evaluation(batch):
+            with self.place.autocast, whole_batch(), explained_evaluation(batch), self._around_batch:
                 loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
@@ -232,7 +235,7 @@ class Run:
 
         with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            own = feed.batches(self._padded(get_loss))
+            own = self._refusing_exchanges(feed, feed.batches(self._padded(get_loss)))
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
             end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
@@ -299,7 +302,7 @@ class Run:
         def forward(batch: Any) -> Any:
             nonlocal again
             before = rng.read(only_torch=True) if again else None
-            with self.place.autocast, whole_batch(), explained_evaluation(batch):
+            with self.place.autocast, whole_batch(), explained_evaluation(batch), self._around_batch:
                 output = model.get_predictions(batch, device)
             if before is not None and rng.drew(before):
                 (warn_or_print if self.parallel else warn)(_SAME_DRAWS)
@@ -325,9 +328,22 @@ class Run:
         prefix = _PREFIXES.get(kind, f"{kind}_")
         with self._evaluation(prefix) as recorder:
             feed = self._eval_feed(loader, name)
-            own = feed.batches(self._padded(forward))
+            own = self._refusing_exchanges(feed, feed.batches(self._padded(forward)))
             batches = _between_hooks(own, hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
+
+    def _refusing_exchanges(self, feed: EvalFeed, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches; exchanges of the model in one that some rank does not have are errors."""
+        if not self.parallel or self.place.collective:
+            yield from batches
+            return
+        try:
+            for item in batches:
+                ranks = feed.ranks_beside(item[0])
+                self._around_batch = _NOTHING if ranks is None else refuse_exchanges(ranks, evaluates=True)
+                yield item
+        finally:
+            self._around_batch = _NOTHING
 
     def _padded(self, forward: Callable[[Any], Any]) -> Callable[[Iterator[Any]], Iterator[Any]] | None:
         """If a forward is an exchange, return a function by which all ranks run the same number of forwards."""

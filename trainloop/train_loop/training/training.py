@@ -43,7 +43,7 @@ from trainloop.data.loader.loader_copies import end_workers
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
-from trainloop.parallel.misuse import explain_outside
+from trainloop.parallel.misuse import explain_outside, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
@@ -707,13 +707,15 @@ class Training(Run):
     def watching_counters(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
         """Warn once per fit of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
 
-        These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
-        steps.
+        In modes in which that rank does nothing, exchanges of ``get_loss`` with it are errors. The numbers would then
+        differ between ranks, which is right for a sum over samples, but not for a count of steps.
         """
         loop, counts = self.loop, step.counts or [0]
+        ranks = [rank for rank, n in enumerate(counts) if n > i]
+        refuses = not self.place.collective and len(ranks) < len(counts)
         watches = min(counts) <= i < len(step.batches) and loop.is_global_zero and not self._warned_of_counters
         before = _numbers(loop.model, loop.criterion) if watches else {}
-        with around:
+        with around, refuse_exchanges(ranks) if refuses else _ALONE:
             yield
         if not watches:
             return
