@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
 from trainloop.errors import WorkerFailedError
+from trainloop.parallel.misuse import refuse_exchanges
 
 
 class Normalised(TTModel):
@@ -84,3 +85,11 @@ def test_synchronised_batchnorm_covers_the_ranks_that_have_batches() -> None:
     loop = loop_of("nowhere", 14, 3)  # the last batch's rows are on two of three ranks
     loop.fit(num_epochs=1)
     assert loop.global_step == 2
+
+
+def test_compiled_functions_stay_compiled_where_exchanges_are_refused() -> None:
+    layer, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(4, 3)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    before = compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"), refuse_exchanges([0]):
+        assert torch.equal(compiled(x), before)

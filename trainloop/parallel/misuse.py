@@ -59,6 +59,11 @@ class _RefusesExchanges(TorchDispatchMode):
         super().__init__()
         self._ranks, self._evaluates = frozenset(ranks), evaluates
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled: torch refuses those with ``fullgraph=True`` in other modes."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             missing = ", ".join(map(str, self._missing(func, args)))
@@ -96,8 +101,8 @@ _IN_EVALUATION = (
 def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> AbstractContextManager[Any]:
     """Return a context in which torch's collectives that need other ranks than these raise an error.
 
-    It costs time for each operation, so it is for batches that some rank does not have. Operations that are compiled
-    run uncompiled in it.
+    It costs time for each operation, so it is for batches that some rank does not have. It does not look into compiled
+    functions.
     """
     return _RefusesExchanges(ranks, evaluates)
 
