@@ -314,12 +314,13 @@ def is_about_memory(error: BaseException) -> bool | None:
     return None if re.search(_PERHAPS_GPU_MEMORY, text, re.IGNORECASE) else False
 
 
+_IN_HOOKS = "Evaluations and predictions in hooks must run on every rank, too, and not under `if rank == 0:`."
 # Frames of torch's exchanges for a unit of fsdp.
 _IN_UNIT = "_fully_shard"
 _SAME_UNITS = (
     "In fsdp, get_loss must run the same blocks on every rank, the same number of times, and the loss must depend on "
     "them. For a block that a rank's batch doesn't need, add `block(x).sum() * 0` to the loss, or use gpu_mode='ddp' "
-    "with ddp_model_args={'find_unused_parameters': True}."
+    f"with ddp_model_args={{'find_unused_parameters': True}}. {_IN_HOOKS}"
 )
 
 
@@ -329,7 +330,8 @@ def hint(failure: Failure, stacks: Iterable[str] = ()) -> str:
     if failure.timeout:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
-            "below). Every rank must make the same collective calls. For slow ranks, raise TrainLoop(timeout=seconds)."
+            f"below). Every rank must make the same collective calls. {_IN_HOOKS} For slow ranks, raise "
+            "TrainLoop(timeout=seconds)."
             + (f" {_SAME_UNITS}" if in_unit else "")
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
