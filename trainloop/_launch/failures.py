@@ -331,8 +331,7 @@ def hint(failure: Failure, stacks: Iterable[str] = ()) -> str:
         return (
             "at least one rank never reached a collective operation that others were waiting in (see the stacks "
             f"below). Every rank must make the same collective calls. {_IN_HOOKS} For slow ranks, raise "
-            "TrainLoop(timeout=seconds)."
-            + (f" {_SAME_UNITS}" if in_unit else "")
+            "TrainLoop(timeout=seconds)." + (f" {_SAME_UNITS}" if in_unit else "")
         )
     text = f"{failure.type}: {failure.message}\n{failure.traceback}"
     if _MORE_SHARED_MEMORY in text:

@@ -186,6 +186,14 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "timeout zero": (lambda: make(timeout=0), ["timeout", "0"]),
     "timeout is text": (lambda: make(timeout="30m"), ["timeout", "'30m'"]),
     "resources is a number": (lambda: make(resources=4), ["resources", "4", "ResourceQuota"]),
+    "several validation loaders": (
+        lambda: TrainLoop(Net(), [], {"a": DataLoader([1.0]), "b": DataLoader([2.0])}),
+        ["validation_loader", "dict of loaders", "tl.evaluate(loader)"],
+    ),
+    "several training loaders": (
+        lambda: TrainLoop(Net(), [DataLoader([1.0]), DataLoader([2.0])]),
+        ["train_loader", "list of loaders", "ConcatDataset"],
+    ),
     # arguments in another library's order
     "optimizer and criterion fourth and fifth": (
         lambda: TrainLoop(Net(), [], [], other_optimizer(), nn.CrossEntropyLoss()),

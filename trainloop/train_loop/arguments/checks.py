@@ -75,6 +75,15 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         )
     if loader is None and name != "data_loader":
         raise ConfigurationError(f"{name}=None: the loop has no {name}. Pass one to TrainLoop({name}=...).")
+    several = list(loader.values()) if isinstance(loader, dict) else loader if isinstance(loader, (list, tuple)) else ()
+    if any(isinstance(part, DataLoader) for part in several):
+        remedy = (
+            "To train on several data sets, join them (torch.utils.data.ConcatDataset), or pass an object whose __iter__ "
+            "yields batches of all loaders."
+            if name == "train_loader"
+            else "To evaluate on several sets, call tl.evaluate(loader) for each of them in a callback's on_epoch_end."
+        )
+        raise ConfigurationError(f"{name} is a {type(loader).__name__} of loaders. Pass one DataLoader. {remedy}")
     if isinstance(loader, (str, bytes, dict, type, nn.Module, MultiOptimizer)) or not isinstance(loader, Iterable):
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
         order = "" if name == "data_loader" else f" {_ORDER}"
