@@ -78,8 +78,8 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     several = list(loader.values()) if isinstance(loader, dict) else loader if isinstance(loader, (list, tuple)) else ()
     if any(isinstance(part, DataLoader) for part in several):
         remedy = (
-            "To train on several data sets, join them (torch.utils.data.ConcatDataset), or pass an object whose __iter__ "
-            "yields batches of all loaders."
+            "To train on several data sets, join them (torch.utils.data.ConcatDataset), or pass an object whose "
+            "__iter__ yields batches of all loaders."
             if name == "train_loader"
             else "To evaluate on several sets, call tl.evaluate(loader) for each of them in a callback's on_epoch_end."
         )
