@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
@@ -53,6 +54,13 @@ def loop_of(where: str, rows: int, ranks: int) -> TrainLoop[Normalised]:
     )  # fmt: skip
 
 
+refuses = pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
+    reason="in this version of torch, a mode that sees exchanges has errors",
+)
+
+
+@refuses
 @pytest.mark.parametrize(
     ("where", "rows", "ranks", "missing"),
     [
@@ -87,6 +95,7 @@ def test_synchronised_batchnorm_covers_the_ranks_that_have_batches() -> None:
     assert loop.global_step == 2
 
 
+@refuses
 def test_compiled_functions_may_be_one_graph_where_exchanges_are_refused() -> None:
     layer, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(4, 3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -55,6 +55,8 @@ def explain_sharded(error: RuntimeError) -> None:
 class _RefusesExchanges(TorchDispatchMode):
     """Raise an error for a collective of torch with ranks that don't make it, which would wait for them."""
 
+    supports_higher_order_operators = True  # such as flex_attention
+
     def __init__(self, ranks: Iterable[int], evaluates: bool) -> None:
         super().__init__()
         self._ranks, self._evaluates = frozenset(ranks), evaluates
@@ -65,7 +67,7 @@ class _RefusesExchanges(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             missing = ", ".join(map(str, self._missing(func, args)))
             if missing:
                 remedy = _IN_EVALUATION if self._evaluates else _IN_TRAINING
@@ -104,7 +106,9 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
     It costs time for each operation, so it is for batches that some rank does not have. It does not look into compiled
     functions.
     """
-    return _RefusesExchanges(ranks, evaluates)
+    # In the modes of older versions of torch, some operations (flex_attention) are errors.
+    knows_all = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+    return _RefusesExchanges(ranks, evaluates) if knows_all else contextlib.nullcontext()
 
 
 def explain_outside(error: BaseException) -> None:
