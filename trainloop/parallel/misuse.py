@@ -82,6 +82,9 @@ class _RefusesExchanges(TorchDispatchMode):
         """Return the ranks of the collective's group that have no batch."""
         if func.__name__.startswith(("send", "recv", "wait", "_wrap")):  # between two ranks, or of an earlier one
             return []
+        world: Any = dist.group.WORLD
+        if func.namespace == "_c10d_functional" and args[-1] != world.group_name:  # named, not given
+            return []
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 with contextlib.suppress(RuntimeError):  # an object of another kind, such as a reduction
