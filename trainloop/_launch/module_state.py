@@ -418,7 +418,7 @@ class _Receiver:
 
     def write(self, module: types.ModuleType) -> None:
         """Write the caller's attributes into a module that has been imported."""
-        edited = []
+        edited, file = [], getattr(module, "__file__", None)  # a built-in module has none
         self._written.add(module.__name__)
         for path, sent in self.sent[module.__name__].items():
             *parents, name = path.split(".")
@@ -426,10 +426,10 @@ class _Receiver:
             for part in parents:
                 owner = getattr(owner, part, None)
             own = vars(owner).get(name, _MISSING) if owner is not None else _MISSING
-            if owner is None or self._is_same(own, sent, module.__file__):
+            if owner is None or self._is_same(own, sent, file):
                 continue
             known = sent.kind == "function" and own is not _MISSING
-            if known and _description(own, module.__file__)[:4] == sent.value[:4]:
+            if known and _description(own, file)[:4] == sent.value[:4]:
                 if sent.value[2] == _OWN_FILE and type(module.__loader__) is _FILE_LOADER:
                     edited.append(path)  # the same function, with other code
                 continue
