@@ -193,14 +193,7 @@ class Hosts:
         """On node 0, open the store and wait until each host has an entry."""
         host, port = self.store_address
         listener = listener_at(host, port)
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=SILENCE_S),
-            master_listen_fd=listener.detach(),
-        )
+        store = _store_of(host, port, listener.detach())
         entries = _Entries(store, self._key)
         entries.session = self._entry["id"]
         deadline = time.monotonic() + self._wait_s
@@ -518,6 +511,15 @@ class Hosts:
         self._wake.set()
         self._thread.join(_LEAVE_S + 1.0)  # the thread may wait for a host that is down
         del self._entries
+
+
+def _store_of(host: str, port: int, listener: int) -> dist.TCPStore:
+    """Return the store that listens on the socket of this file descriptor, which it then owns."""
+    options: dict[str, Any] = {"timeout": timedelta(seconds=SILENCE_S), "master_listen_fd": listener}
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, **options)
+    except NotImplementedError:  # in older versions of torch, only the legacy store takes a socket
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, use_libuv=False, **options)
 
 
 def meet_hosts(

@@ -439,7 +439,9 @@ def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     for bucket in buckets(tensor.detach() for tensor in tensors):
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, 0 if group is None else dist.get_global_rank(group, 0), group=group)
+        # As bytes: not every version of Gloo sends each dtype, such as complex numbers.
+        sent = flat.view(torch.uint8) if flat.numel() else flat
+        dist.broadcast(sent, 0 if group is None else dist.get_global_rank(group, 0), group=group)
         if not (alone or is_first):
             for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
