@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.sharded_models import Tower
+from kit.sharded_models import Tower, needs_fsdp_on_cpu
 from test_parity_fsdp import adam, data, distance, float64
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -227,6 +227,7 @@ def test_copies_of_weights_that_a_callback_keeps_are_full_after_a_resume(tmp_pat
         assert torch.equal(value, resumed.average[name])
 
 
+@needs_fsdp_on_cpu
 def test_gather_must_be_a_bool(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="gather='no'"):
         fitted("fsdp", 2, tmp_path, gather="no")
@@ -305,6 +306,7 @@ def test_a_rank_killed_while_parts_are_written_beside_the_training(rank: int, tm
     assert set(os.listdir(folder)) == {*names, ".newest"}
 
 
+@needs_fsdp_on_cpu
 def test_what_parts_cannot_be_is_said_before_ranks_start(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"safetensors=True.*gpu_mode='fsdp' is not supported.*checkpoint export"

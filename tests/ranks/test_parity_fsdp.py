@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, words
+from kit.sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, needs_fsdp_on_cpu, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, TensorDataset
@@ -219,6 +219,7 @@ def test_muon_is_refused_where_it_is_a_part() -> None:
         fitted(optimizer=muon)
 
 
+@needs_fsdp_on_cpu
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_work_is_said_before_ranks_start(case: str) -> None:
     make, message = BAD[case]
