@@ -192,7 +192,8 @@ class Gradients:
         if self.trained is not None:
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
-            self.trained.check_same_weights(self._place.wrapper, self.optimizers, buffers_too=buffers_too)
+            callbacks = self._run.loop.callbacks
+            self.trained.check_same_weights(self._place.wrapper, self.optimizers, callbacks, buffers_too=buffers_too)
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
