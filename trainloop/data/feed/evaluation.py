@@ -167,7 +167,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         return Columns(loader, rank, world_size, seed, name)
     if presharded or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
-    if loaders.is_indexed(loader, presharded):
+    if loaders.is_indexed(loader, presharded) and not loaders.yields_otherwise(loader):
         shard = (presharded_shard if presharded else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
     # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both, and
