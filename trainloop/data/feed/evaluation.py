@@ -11,7 +11,7 @@ from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.steps import ExchangeInts
 from trainloop.data.loader import loaders
-from trainloop.data.loader.loader_copies import end_workers
+from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 from trainloop.data.source.indexed import Indexed, eval_shard, presharded_shard
@@ -79,6 +79,7 @@ class EvalFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
+        self._workers_dataset = WorkersDataset(name)
 
     @property
     def loader(self) -> Any:
@@ -120,6 +121,8 @@ class EvalFeed:
         ConfigurationError
             If ranks read different orders.
         """
+        if self._rank == 0:
+            self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
