@@ -97,6 +97,8 @@ class TTModel(nn.Module, ABC):
         """Return ``(y_pred, y_true, metadata)`` of one batch, with a row for each sample. ``y_true`` may be None.
 
         Rows may be tensors, arrays, lists of any objects, or nested dicts and tuples of these. ``metadata`` is a dict.
+        Return several outputs as a tuple or dict, because the items of a list are rows. (A list of arrays that can't be
+        rows, such as ``default_collate`` makes of a tuple of targets, is a tuple in the result.)
         If the rows of tensors or arrays have different shapes in different batches, the result is a list of rows.
         """
 

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Mode, Monitor
@@ -133,6 +134,15 @@ class EarlyStopping(_EndsByMetric):
         value = self._metric.new_value(self.train_loop_obj, due=not within or self.judged_step > 0, within=within)
         if not within:
             self._judge(value)
+
+    @logs_nothing
+    def on_train_end(self) -> None:
+        loop = self.train_loop_obj
+        if self.every_n_steps is not None and 0 < loop.global_step < self.every_n_steps and loop.is_global_zero:
+            warn(
+                f"EarlyStopping(every_n_steps={self.every_n_steps}): training ended after {loop.global_step} steps, so "
+                f"{self.monitor!r} was never read. Use a smaller every_n_steps, or continue with another fit."
+            )
 
     def _judge(self, value: float | None) -> None:
         loop = self.train_loop_obj

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -319,6 +320,22 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         """
         for _, unit in self._tt_units:
             unit.reshard()
+
+    @contextmanager
+    def keeping_gathered(self) -> Iterator[None]:
+        """Within, a backward leaves the parameters gathered that are gathered before it, for another backward.
+
+        These are the root's and, after a backward within the forward (as for gradients by inputs), those of all units:
+        the second derivatives need parameters for which torch does not gather them again.
+        """
+        groups = [group for group in self._tt_groups if group.is_unsharded]
+        for group in groups:
+            group.reshard_after_backward = False
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.reshard_after_backward = True
 
     def watch_forwards(self, number: int) -> None:
         """Raise ConfigurationError if one of the next training forwards changes a parameter: such changes are lost."""

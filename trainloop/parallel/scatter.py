@@ -383,6 +383,37 @@ def are_rows(tuples: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> bool:
     return len(kinds) == 1 and any(_num_rows(row) != n for rows, n in zip(tuples, sizes) for row in rows)
 
 
+def are_columns(lists: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Return True if the items of lists are columns that contain the rows, rather than the rows of batches.
+
+    ``default_collate`` makes such a list from samples with a tuple of targets. The items are arrays with a row for each
+    sample in every batch, and they can't be rows: their number differs from that of the samples, or they differ in
+    dtype or in the shape of their rows.
+
+    Parameters
+    ----------
+    lists : sequence
+        What each batch has, of any type.
+    sizes : sequence of int
+        Number of samples of each batch.
+
+    Examples
+    --------
+    >>> are_columns([[torch.zeros(3), torch.zeros(3)], [torch.zeros(1), torch.zeros(1)]], [3, 1])
+    True
+    >>> are_columns([[torch.zeros(3), torch.zeros(4)], [torch.zeros(1), torch.zeros(1)]], [2, 2])
+    False
+    """
+    count = len(lists[0]) if lists and isinstance(lists[0], list) else 0
+    if not count or any(not isinstance(columns, list) or len(columns) != count for columns in lists):
+        return False
+    items = [(column, n) for columns, n in zip(lists, sizes, strict=True) for column in columns]
+    if any(not isinstance(column, (Tensor, np.ndarray)) or _num_rows(column) != n for column, n in items):
+        return False
+    kinds = {(type(column), column.shape[1:], column.dtype) for column in lists[0]}
+    return len(kinds) > 1 or any(count != n > 1 for n in sizes)
+
+
 def _num_rows(column: Any) -> int | None:
     """Return the number of rows of a column; of a dict or tuple, the number that all of its columns have."""
     if isinstance(column, (Tensor, np.ndarray)):
@@ -396,9 +427,10 @@ def _num_rows(column: Any) -> int | None:
 def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
-    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry; a tuple of
-    plain items is rows, too, and so is one of :func:`are_rows`. Scalars, strings and other objects are taken from the
-    first part. Rows of different shapes, such as sequences that are padded to the longest of their part, become a list.
+    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry, and so are
+    lists of :func:`are_columns`; a tuple of plain items is rows, too, and so is one of :func:`are_rows`. Scalars,
+    strings and other objects are taken from the first part. Rows of different shapes, such as sequences that are padded
+    to the longest of their part, become a list.
 
     Parameters
     ----------
@@ -423,6 +455,8 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
             merged.update({key: item for key, item in part.items() if key not in merged})
         return merged
     if isinstance(first, list):
+        if are_columns(parts, sizes):
+            return [combine_predictions(column, sizes, dim) for column in zip(*parts, strict=True)]
         return [row for part in parts for row in part]
     if isinstance(first, tuple):
         plain = not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first)

@@ -279,3 +279,8 @@ def test_another_loop_judges_the_step_at_which_the_loop_before_ended() -> None:
         loop.fit(num_iterations=3, callbacks=[EveryThirdStep(), stopper, plateau])
         assert stopper.best == 1.0
         assert plateau.scheduler.last_epoch == 1
+
+
+def test_early_stopping_that_never_decided_is_reported() -> None:
+    with pytest.warns(match=r"every_n_steps=5\): training ended after 4 steps, so 'score' was never read"):
+        make_loop().fit(num_iterations=4, callbacks=[EarlyStopping("score", every_n_steps=5, mode="max")])

@@ -12,7 +12,7 @@ from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainloop import AbstractCallback
+from trainloop import AbstractCallback, MultiLoss
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, ModelCheckpoint
 from trainloop.errors import CheckpointError, ConfigurationError
 
@@ -63,6 +63,19 @@ def test_start_step() -> None:
     assert torch.equal(ema.average["fc.weight"], loop.model.fc.weight)
     loop.fit(num_epochs=1, callbacks=[ema])
     assert not torch.equal(ema.average["fc.weight"], loop.model.fc.weight)
+
+
+def test_the_average_of_several_losses_is_evaluated_with_their_sum() -> None:
+    class Two(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return MultiLoss(
+                {"a": super().get_loss(batch_data, criterion, device), "b": self.fc.weight.square().mean()}
+            )
+
+    loop = make_loop(Two())
+    loop.fit(2, callbacks=[ExponentialMovingAverage(0.0, evaluate=True), EarlyStopping("ema_val_loss", patience=5)])
+    for name in ("", "_a", "_b"):  # with decay=0 the average is the weights
+        assert loop.history[f"ema_val_loss{name}"] == pytest.approx(loop.history[f"val_loss{name}"])
 
 
 def test_evaluation_of_the_average() -> None:

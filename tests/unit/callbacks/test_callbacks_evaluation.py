@@ -91,6 +91,11 @@ def test_between_epochs() -> None:
     assert loop.history["iterfreq4_val_rows"] == [33.0] * 3  # after batches 4, 8 and 12
 
 
+def test_an_evaluation_that_was_never_due_within_an_epoch_is_reported() -> None:
+    with pytest.warns(match=r"on_iteration_frequency=8\): training ended after 7 batches"):
+        make_loop().fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(Counts(), on_iteration_frequency=8)])
+
+
 def test_arguments_are_in_the_metadata_of_functions() -> None:
     def seen(y_pred: Any, y_true: Any, metadata: Any) -> float:
         return metadata["lr"]

@@ -434,6 +434,23 @@ def test_indices_may_be_anything() -> None:
     )
 
 
+class StreamOverALoader(RankStream):
+    def __iter__(self) -> Any:
+        yield from DataLoader(Rows(), batch_size=None)
+
+
+def test_a_loader_within_a_stream_does_not_make_it_one_that_splits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each iterator of a DataLoader asks for the rank and the number of ranks, and uses them for datapipes only."""
+    asked = []
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda name=name, value=value: asked.append(name) or value)
+    loader: Any = DataLoader(StreamOverALoader(), 4)
+    feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
+    steps = list(feed.steps(1))
+    assert [i for step in steps for batch in step.batches for i in indices(batch)] == list(range(1, ROWS, 2))
+    assert "get_world_size" in asked, "torch does not ask any more"
+
+
 # torch waits 5 s for a worker whose dataset could not be iterated.
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:

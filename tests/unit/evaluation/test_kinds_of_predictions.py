@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
-from trainloop.train_loop.run.rows import check_rows
+from trainloop.train_loop.run.rows import check_rows, with_tuples_of_columns
 
 X = torch.arange(21.0).reshape(7, 3)
 
@@ -91,6 +91,46 @@ def test_a_tuple_with_an_entry_for_each_sample_is_rows_and_one_of_columns_is_not
     assert [row.tolist() for row in rows] == expected
     assert metadata["lists"] == expected
     assert [image["image"] for image in metadata["dicts"]] == [row[0] for row in expected]
+
+
+class Targets(Net):
+    """Two targets, in the list that default_collate makes of a tuple."""
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        _, targets = batch_data
+        return list(targets), targets, {}
+
+
+@pytest.mark.parametrize("batch_size", [3, 7, 2])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_list_of_targets_that_default_collate_makes_is_columns(
+    mode: dict[str, Any], batch_size: int, stream: bool
+) -> None:
+    rows: Any = [(x, (x[0], x[1].long())) for x in X]
+    loop = TrainLoop(Targets(list), None, accelerator="cpu", progress_bar=False, **mode)
+    if stream:
+        batches = list(loop.predict_with_model(DataLoader(rows, batch_size), stream=True))
+        y_pred, y_true = (tuple(torch.cat([batch[i][k] for batch in batches]) for k in (0, 1)) for i in (0, 1))
+    else:
+        y_pred, y_true, _ = loop.predict_with_model(DataLoader(rows, batch_size))
+    for columns in (y_pred, y_true):
+        assert isinstance(columns, tuple)
+        assert torch.equal(columns[0], X[:, 0])
+        assert torch.equal(columns[1], X[:, 1].long())
+
+
+@pytest.mark.parametrize(
+    "lengths, samples",
+    [
+        pytest.param([[3, 3, 3], [3, 3]], [3, 2], id="a row for each sample, as long as the first batch"),
+        pytest.param([[2, 2, 2, 2], [2, 2]], [2, 1], id="two rows for each sample"),
+        pytest.param([[1, 1], [1, 1]], [1, 1], id="two rows for the only sample"),
+    ],
+)
+def test_a_list_of_equal_rows_is_not_columns(lengths: list[list[int]], samples: list[int]) -> None:
+    batches: Any = [list(map(torch.zeros, batch)) for batch in lengths]
+    assert with_tuples_of_columns(batches, samples) is batches
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

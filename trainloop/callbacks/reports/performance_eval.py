@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop._support.distribution import import_extra
+from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, path_of, texts_of
 from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
 from trainloop.callbacks.files import check_figure_file, save_figure
@@ -113,6 +114,13 @@ class ModelPerformanceEvaluation(AbstractCallback):
 
     def on_train_end(self) -> None:
         self.evaluate_model_performance(prefix="train_end_")
+        loop = self.train_loop_obj
+        batches = loop.total_iteration_idx + 1
+        if 0 < batches < self.on_iteration_frequency and loop.is_global_zero:
+            warn(
+                f"ModelPerformanceEvaluation(on_iteration_frequency={self.on_iteration_frequency}): training ended "
+                f"after {batches} batches, before the first evaluation within an epoch. Use a smaller number."
+            )
 
     def evaluate_model_performance(self, prefix: str = "") -> None:
         """Evaluate now and add the metrics to the history. Collective: all ranks must call it.

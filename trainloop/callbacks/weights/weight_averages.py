@@ -218,7 +218,8 @@ class ExponentialMovingAverage(WeightAverage):
         ``'initial'`` are the weights before training, as in DDPM, DINO and timm. With ``start_step``, the average
         always starts from the weights at that step.
     evaluate : bool
-        After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``.
+        After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``; the parts
+        of a ``MultiLoss`` are ``ema_val_loss_<name>``.
     apply_on_train_end : bool
         Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained weights,
         not from the average, unless you change the model in between.
@@ -327,7 +328,8 @@ class ExponentialMovingAverage(WeightAverage):
             loop = self.train_loop_obj
             with self.applied():
                 loss = loop.evaluate_loss_on_validation_set()
-            for name, value in loss.items() if isinstance(loss, dict) else [("", loss)]:
+            losses = {"": math.fsum(loss.values()), **loss} if isinstance(loss, dict) else {"": loss}
+            for name, value in losses.items():
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
 
 
@@ -482,11 +484,13 @@ class StochasticWeightAveraging(WeightAverage):
         loop = self.train_loop_obj
         if not self.updates:  # training ended before averaging started
             self._pairs = ([], [])
-            if loop.epoch >= self.start_epoch and loop.is_global_zero:
+            if loop.is_global_zero and loop.global_step:
+                within = loop.epoch >= self.start_epoch
+                ended = "in the middle of the first epoch to average" if within else "before the first epoch to average"
+                remedy = "Train whole epochs" if within else "Use a smaller start, or train for more epochs"
                 warn(
-                    f"StochasticWeightAveraging(start={self.start}): training ended in the middle of the first epoch "
-                    "to average, so there is no average yet. The model keeps the trained weights. Train whole epochs, "
-                    "or continue this epoch with another fit."
+                    f"StochasticWeightAveraging(start={self.start}): training ended {ended}, so there is no average "
+                    f"yet. The model keeps the trained weights. {remedy}, or continue with another fit."
                 )
             return
         super().on_train_end()

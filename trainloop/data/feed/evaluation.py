@@ -11,7 +11,7 @@ from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.steps import ExchangeInts
 from trainloop.data.loader import loaders
-from trainloop.data.loader.loader_copies import end_workers
+from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 from trainloop.data.source.indexed import Indexed, eval_shard, presharded_shard
@@ -80,6 +80,7 @@ class EvalFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
+        self._workers_dataset = WorkersDataset(name)
 
     @property
     def loader(self) -> Any:
@@ -121,6 +122,8 @@ class EvalFeed:
         ConfigurationError
             If ranks read different orders.
         """
+        if self._rank == 0:
+            self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type == "cuda":
             items = on_device(items, self._device)
@@ -175,7 +178,7 @@ def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: 
         return Columns(loader, rank, world_size, seed, name)
     if presharded or world_size == 1:  # in one process, a sampler for several ranks would leave out rows
         loader = loaders.for_rank(loader, rank, world_size, name)
-    if loaders.is_indexed(loader, presharded):
+    if loaders.is_indexed(loader, presharded) and not loaders.yields_otherwise(loader):
         shard = (presharded_shard if presharded else eval_shard)(loader, rank, world_size, seed)
         return Indexed(loader, shard, name, TensorRows.of(loader))
     # An iterable dataset may repeat each sample in every worker, or differ between ranks: the copy checks for both, and

@@ -15,7 +15,7 @@ from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
-from trainloop.data.loader.loader_copies import end_workers, persistent_workers
+from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.source.indexed import Indexed, presharded_shard, train_shard
 from trainloop.data.source.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
@@ -86,6 +86,7 @@ class TrainFeed:
         self._epoch = 0
         self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
         self._seed = seed
+        self._workers_dataset = WorkersDataset(name)
         self._position = FeedPosition(
             self._source, self._users_loader, name, rank=rank, world_size=world_size, draws_globally=seed is None
         )
@@ -158,6 +159,8 @@ class TrainFeed:
             If the epoch is empty.
         """
         self._position.begin_epoch(resumed=skip_steps > 0)
+        if self._rank == 0:
+            self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
         # One item per micro-batch; the items are grouped into steps below.
         done = skip_steps * grad_accumulation if skip_batches is None else skip_batches
         items = self._position.items(self._epoch, done)

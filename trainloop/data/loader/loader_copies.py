@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.rng import derive_seed
+from trainloop._support.user_line import warn
 from trainloop.data.order.columns import SplitBatches
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
@@ -58,6 +59,43 @@ def keeps_workers(loader: Any) -> bool:
     """Return True if a loader's workers are persistent."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     return isinstance(loader, DataLoader) and loader.persistent_workers
+
+
+class WorkersDataset:
+    """Warn of attributes of a dataset that have changed since persistent workers started, which have copies of it.
+
+    Parameters
+    ----------
+    name : str
+        The user's name for the loader.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at_start: dict[str, Any] = {}
+        self._warned = False
+
+    def begin_pass(self, loader: Any, dataset: Any) -> None:
+        """Call it before a pass over ``loader``, which reads ``dataset`` in this process's copy."""
+        if not keeps_workers(loader):
+            return
+        now = {
+            name: value
+            for name, value in getattr(dataset, "__dict__", {}).items()
+            if value is None or isinstance(value, (bool, int, float, str))
+        }
+        if persistent_workers(loader) is None:
+            self._at_start = now
+            return
+        changed = [name for name, value in now.items() if repr(self._at_start.get(name, value)) != repr(value)]
+        if changed and not self._warned:
+            self._warned = True
+            one = changed[0]
+            warn(
+                f"{self._name}.dataset.{one} was {self._at_start[one]!r} when the loader's persistent workers started, "
+                f"and is {now[one]!r} now. Each worker has a copy of the dataset, in which it does not change. Use "
+                "persistent_workers=False, or give the dataset a method set_epoch, for which new workers are started."
+            )
 
 
 @contextmanager

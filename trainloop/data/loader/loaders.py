@@ -34,6 +34,18 @@ def iterates_itself(loader: Any) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
+def has_own_length(loader: Any) -> bool:
+    """Return True if a loader's class defines ``__iter__`` and ``__len__``, so that it may yield other batches."""
+    if not isinstance(loader, DataLoader):
+        return False
+    return iterates_itself(loader) and type(loader).__len__ is not DataLoader.__len__
+
+
+def yields_otherwise(loader: Any) -> bool:
+    """Return True if a loader's own length says that it yields other batches than those that its sampler cuts."""
+    return has_own_length(loader) and not is_stream(loader) and length_of(loader) != DataLoader.__len__(loader)
+
+
 def is_indexed(loader: Any, presharded: bool) -> bool:
     """Return True if a loader reads the indices that its sampler yields, so that another sampler can split it.
 
@@ -177,6 +189,25 @@ def check_requested(log: Sized, loader: Any, name: str) -> None:
             "batches can't be split over ranks. Make this __iter__ iterate over super().__iter__(), or pass a loader "
             "that is already distributed (with a DistributedSampler)."
         )
+
+
+def check_passed_through(passes: int, ended: bool, loader: Any, name: str) -> None:
+    """Raise an error if a loader has not read its sampler once, to the end: ranks would evaluate other samples.
+
+    Raises
+    ------
+    ConfigurationError
+        The message names the class of the loader.
+    """
+    if passes == 1 and ended:
+        return
+    kind = type(loader).__name__
+    does = "ends before its sampler does" if passes == 1 else f"reads its sampler {passes} times"
+    raise ConfigurationError(
+        f"{name}: {kind}.__iter__ {does}, so ranks would not evaluate the samples that one process evaluates. Define "
+        f"{kind}.__len__ (the number of batches that it yields): each rank then reads the whole loader, and takes its "
+        "share of the batches."
+    )
 
 
 def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:

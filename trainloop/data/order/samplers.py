@@ -312,6 +312,10 @@ class LoggedBatchSampler(BatchSampler):
         self.log: deque[RankSizes] = deque()
         self.indices: deque[Any] = deque()
         """This rank's indices for each entry of ``log``."""
+        self.passes = 0
+        """Number of iterations since the loader's code set it to 0."""
+        self.ended = False
+        """True if the last iteration has reached its end."""
         self._scalar = scalar
         self._seeds_workers = seeds_workers
 
@@ -319,6 +323,7 @@ class LoggedBatchSampler(BatchSampler):
         first_batch, log, shard = self.first_batch, self.log, self.sampler
         log.clear()
         self.indices.clear()
+        self.passes, self.ended = self.passes + 1, False
         for batch_index, (index, sizes) in enumerate(shard.batches(first_batch), start=first_batch):
             if self._scalar and isinstance(shard, ShardSampler):
                 index, sizes = (index[0] if index else None), tuple(-1 if size else 0 for size in sizes)
@@ -327,6 +332,7 @@ class LoggedBatchSampler(BatchSampler):
             if sizes[shard.rank] == 0:
                 continue  # the pass ends here: only in the last global batch may a rank have no part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
+        self.ended = True
 
     def __len__(self) -> int:
         shard = self.sampler

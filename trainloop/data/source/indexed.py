@@ -89,7 +89,9 @@ class Indexed(Source):
         self._name, self._rank, self._shard = name, shard.rank, shard
         self._users_loader, self._indexes = loader, rows is not None
         self.sizes_known = shard.sizes_known
-        self.counts = rows is None and may_change_count(loader)
+        self._own_iter = loaders.iterates_itself(loader)
+        # An __iter__ of the user's own may yield other batches than were requested, and not as many on each rank.
+        self.counts = rows is None and (self._own_iter or may_change_count(loader))
         self._counter = SampleCounter(name, loader.batch_size)
         plain = loaders.plain_batches(loader)
         self._requested = LoggedBatchSampler(
@@ -123,6 +125,10 @@ class Indexed(Source):
             self.num_batches = None if length is None else length if presharded else shard_size(length, 0, world_size)
         if plain is not None:
             self.global_batch_size = plain.batch_size * world_size
+        if loaders.has_own_length(loader) and self.num_batches is not None:
+            part = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            self.num_batches = length_of(copy_loader(loader, **{part: range(self.num_batches)}))
+            self.num_samples = None
 
     @property
     def rule(self) -> str:
@@ -184,7 +190,10 @@ class Indexed(Source):
     def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Yield batches that the copy's workers have loaded, or this process if the copy has no workers."""
         requested, shard, rank = self._requested, self._shard, self._rank
-        requested.first_batch = batch_index = first_batch
+        # An __iter__ of the user's own may not yield as many batches as it requests, so they are read and discarded.
+        discarded = first_batch if self._own_iter else 0
+        requested.first_batch = batch_index = first_batch - discarded
+        requested.passes = 0
         seed = shard.seed
         with nullcontext() if seed is None else IsolatedRandomState(derive_seed(seed, "loader", epoch, rank)):
             batches = start_reading(self.loader, self._name)
@@ -198,9 +207,16 @@ class Indexed(Source):
                     batch = next(batches, _END)
             if batch is _END:
                 break
-            loaders.check_requested(requested.log, self.loader, self._name)
-            requested.indices.popleft()
-            yield requested.log.popleft(), batch
+            if self._own_iter and not requested.log and shard.num_replicas == 1:
+                sizes: RankSizes = (-1,)  # the loader makes several batches of one
+            else:
+                loaders.check_requested(requested.log, self.loader, self._name)
+                requested.indices.popleft()
+                sizes = requested.log.popleft()
             batch_index += 1
+            if batch_index > discarded:
+                yield sizes, batch
+        if self._own_iter and isinstance(shard, WholeBatches) and shard.num_replicas > 1:
+            loaders.check_passed_through(requested.passes, requested.ended, self._users_loader, self._name)
         if requested.log and requested.log[0][rank] == 0:
             yield requested.log.popleft(), None

@@ -207,6 +207,8 @@ class UserLoader(Source):
         self.loader = loader
         self._name = name
         self._plan = plan_of(loader)
+        # An __iter__ of the user's own may yield other batches than the sampler cuts.
+        self._own_iter = loaders.iterates_itself(loader)
         self._batch_size = getattr(loader, "batch_size", None)
         self.num_batches = None if loaders.is_stream(loader) else length_of(loader)
         self.num_samples = None if self._plan is None else self._plan.num_taken
@@ -259,7 +261,7 @@ class UserLoader(Source):
                     self._warned = True
                     warn(_REPEATED.format(self._name, self.loader.num_workers))
                 yield (batch.size if self.counts else (batch.size,)), batch.batch
-            elif self.counts or sizes is None:
+            elif self.counts or sizes is None or self._own_iter:
                 size = self._counter.count(batch, None if sizes is None else sizes[0])
                 yield (size if self.counts else (max(1, size),)), batch
             else:

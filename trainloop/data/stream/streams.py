@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import IterableDataset, Sampler, default_collate, default_convert
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    Sampler,
+    default_collate,
+    default_convert,
+)
 
 from trainloop._support import rng
 from trainloop._support.rng import derive_seed
@@ -176,7 +186,8 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
 
     def noting(name: str, function: Callable[..., int]) -> Callable[..., int]:
         def ask(*args: Any, **kwargs: Any) -> int:
-            asked.append(name)
+            if not _asks_as_loader(inspect.currentframe()):
+                asked.append(name)
             return function(*args, **kwargs)
 
         return ask
@@ -201,6 +212,19 @@ def _same_on_all_ranks(dataset: Any, draws: dict[str, Any] | None) -> Iterator[A
             "yields the same samples on all ranks, set this to False, and trainloop splits them."
         )
     return chain(first, rest_of(stream))
+
+
+def _asks_as_loader(frame: FrameType | None) -> bool:
+    """Return True if the caller of ``frame``'s function is a DataLoader that starts an iterator of a plain dataset.
+
+    Each iterator asks for the rank, but uses it only to split datapipes.
+    """
+    for _ in range(2):  # a function that reads rank and size, and its caller, which creates the iterator
+        frame = frame.f_back if frame is not None else None
+        if frame is None or frame.f_globals.get("__name__") != DataLoader.__module__:
+            return False
+    loader = frame.f_locals.get("loader") if frame is not None else None
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterDataPipe | MapDataPipe)
 
 
 class PartCollate:

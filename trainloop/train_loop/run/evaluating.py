@@ -17,7 +17,15 @@ from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.reduction import FunctionCall, SumRule, functional_losses
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.run.losses import BatchLoss
-from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at, with_lists_of_rows
+from trainloop.train_loop.run.rows import (
+    Predictions,
+    join_rows,
+    on_cpu,
+    row_count,
+    rows_at,
+    with_lists_of_rows,
+    with_tuples_of_columns,
+)
 
 __all__ = [
     "evaluating",
@@ -137,14 +145,17 @@ def predictions(
     mine = []
     for index, batch, size in batches:
         output = get_predictions(batch, size)
-        mine.append((index, row_count(output, size), *on_cpu(output)))
+        mine.append((index, row_count(output, size), *on_cpu(output), size))
     parts = gather(mine)
     if parts is None:
         return None, None, None
     # Ranks took whole batches in turn, so sorting by batch number restores the order of one process.
     rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
-    sizes = [row[1] for row in rows]
-    *columns, metadata = (with_lists_of_rows([row[i] for row in rows], sizes) for i in (2, 3, 4))
+    sizes, samples = [row[1] for row in rows], [row[5] for row in rows]
+    columns = [with_tuples_of_columns([row[i] for row in rows], samples) for i in (2, 3)]
+    if any(isinstance(one, tuple) and isinstance(row[2], list) for one, row in zip(columns[0], rows)):
+        sizes = samples  # the items of y_pred were counted, but they are columns
+    *columns, metadata = (with_lists_of_rows(column, sizes) for column in (*columns, [row[4] for row in rows]))
     results: list[Any] = []
     for column in columns:
         collected: list[Any] = []

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trainloop._support.platform import read_into
 from trainloop.distributed.encoding import dumps, loads
-from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at
+from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at, with_tuples_of_columns
 
 __all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
 
@@ -53,7 +53,8 @@ def write_rows(
     places: list[tuple[int, int, int, int]] = []
     with open(folder / f"{rank}.rows", "xb") as file:
         for index, batch, size in batches:
-            rows = on_cpu(get_predictions(batch, size))
+            y_pred, y_true, metadata = on_cpu(get_predictions(batch, size))
+            rows = *(with_tuples_of_columns([y], [size])[0] for y in (y_pred, y_true)), metadata
             data = dumps(rows)
             places.append((index, row_count(rows, size), file.tell(), len(data)))
             file.write(data)

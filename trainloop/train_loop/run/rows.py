@@ -13,9 +13,18 @@ from torch import Tensor
 
 from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.scatter import are_rows, as_rows, is_table, join_tables
+from trainloop.parallel.scatter import are_columns, are_rows, as_rows, is_table, join_tables
 
-__all__ = ["Predictions", "check_rows", "join_rows", "on_cpu", "row_count", "rows_at", "with_lists_of_rows"]
+__all__ = [
+    "Predictions",
+    "check_rows",
+    "join_rows",
+    "on_cpu",
+    "row_count",
+    "rows_at",
+    "with_lists_of_rows",
+    "with_tuples_of_columns",
+]
 
 Predictions = tuple[Any, Any, Any]
 
@@ -143,6 +152,14 @@ def with_lists_of_rows(batches: list[Any], sizes: Sequence[int]) -> list[Any]:
     keys = [key for key in batches[0] if all(key in batch for batch in batches)]
     columns = {key: with_lists_of_rows([batch[key] for batch in batches], sizes) for key in keys}
     return [{**batch, **{key: column[i] for key, column in columns.items()}} for i, batch in enumerate(batches)]
+
+
+def with_tuples_of_columns(batches: list[Any], samples: Sequence[int]) -> list[Any]:
+    """Return a column of all batches with tuples in place of lists of columns; see :func:`.are_columns`.
+
+    ``samples`` has the number of samples of each batch.
+    """
+    return list(map(tuple, batches)) if are_columns(batches, samples) else batches
 
 
 def join_rows(batches: list[Any], empty: Any = None) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
@@ -192,7 +192,8 @@ class Gradients:
         if self.trained is not None:
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
-            self.trained.check_same_weights(self._place.wrapper, self.optimizers, buffers_too=buffers_too)
+            callbacks = self._run.loop.callbacks
+            self.trained.check_same_weights(self._place.wrapper, self.optimizers, callbacks, buffers_too=buffers_too)
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
@@ -320,7 +321,12 @@ class Gradients:
         else:
             loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
             for i, optimizer in enumerate(self.optimizers):
-                self.backward_into(partial(loss.backward, i), optimizer)
+                with self._between_backwards(last=i == len(self.optimizers) - 1):
+                    self.backward_into(partial(loss.backward, i), optimizer)
+
+    def _between_backwards(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one of several backward passes through the graph of one forward."""
+        return nullcontext() if last or not self._place.collective else self._place.wrapper.keeping_gathered()
 
     def _backward_of_parts(self, losses: MultiLoss) -> None:
         """Run backward of each loss into separate gradients."""
@@ -331,11 +337,13 @@ class Gradients:
         for parameter in self.learned:
             parameter.grad = None
         for i, (name, loss) in enumerate(own.items()):
-            backward = partial(self._place.scaler.scale(loss).backward, retain_graph=i < len(own) - 1)
-            if several:
-                self.backward_into(backward, self.optimizers[own.loss_optimizer_map[name]])  # type: ignore[index]
-            else:
-                backward()
+            last = i == len(own) - 1
+            backward = partial(self._place.scaler.scale(loss).backward, retain_graph=not last)
+            with self._between_backwards(last=last):
+                if several:
+                    self.backward_into(backward, self.optimizers[own.loss_optimizer_map[name]])  # type: ignore[index]
+                else:
+                    backward()
             gradients = self._parts[name].gradients
             for parameter in self.learned:
                 if parameter.grad is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop._support.user_line import warn_or_print
+from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
@@ -168,12 +169,20 @@ class TrainedParameters:
         if late or self._beside:
             reduce_gradients([*self._beside, *late])
 
-    def check_same_weights(self, wrapper: Any, optimizers: Sequence[Any] = (), *, buffers_too: bool = False) -> None:
-        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of three integers.
+    def check_same_weights(
+        self,
+        wrapper: Any,
+        optimizers: Sequence[Any] = (),
+        callbacks: Sequence[AbstractCallback] = (),
+        *,
+        buffers_too: bool = False,
+    ) -> None:
+        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of four integers.
 
         The settings of the optimizers are compared, too, since ranks have different shards of the weights in ``fsdp``.
         The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
-        (local SGD). If ``buffers_too``, warn once about a buffer that differs; only rank 0's value is kept.
+        (local SGD). Warn once about a callback's parameter that differs and, if ``buffers_too``, about a buffer, since
+        only rank 0's value is kept.
 
         Raises
         ------
@@ -196,16 +205,21 @@ class TrainedParameters:
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
         buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
         settings = _settings_of(optimizers)
-        if not named and not buffers and not settings:
+        of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*self._model.parameters(), *self._beside)})
+        if not named and not buffers and not settings and not of_callbacks:
             return
-        of_buffers = bit_sums(list(buffers.values()))
-        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (settings, sums, of_buffers)])
+        of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
+        compared = (settings, sums, in_callbacks, of_buffers)
+        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in compared])
         if len({digest for digest, *_ in digests}) > 1:  # a cause of different weights
             _raise_different(settings)
         if len({digest for *_, digest in digests}) > 1 and not self._buffers_warned:
             self._buffers_warned = True
             self._warn_of_buffers(list(buffers), of_buffers)
-        if len({digest for _, digest, _ in digests}) == 1:
+        if len({digest for *_, digest, _ in digests}) > 1 and not self._callbacks_warned:
+            self._callbacks_warned = True
+            _warn_of_callbacks(list(of_callbacks), in_callbacks)
+        if len({digest for _, digest, *_ in digests}) == 1:
             return
         everyone = distributed.exchange_ints(sums)
         name, tensor = next(
@@ -234,6 +248,7 @@ class TrainedParameters:
         }
 
     _buffers_warned = False
+    _callbacks_warned = False
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
         """Warn, on rank 0, about buffers that differ between ranks. Collective."""
@@ -247,6 +262,39 @@ class TrainedParameters:
                 "so that all ranks make the same change. If each rank should have its own values, use plain attributes "
                 "(see carried_state)."
             )
+
+
+def _of_callbacks(callbacks: Sequence[AbstractCallback], others: set[int]) -> dict[str, Tensor]:
+    """Return the parameters that callbacks train, by name: those of modules in their attributes, but not ``others``.
+
+    A callback that runs on one rank only, or that has a state for each rank, may have parameters of its own.
+    """
+    return {
+        f"{callback.callback_name}.{name}": parameter
+        for callback in callbacks
+        if callback.device_idx_execution is None and not callback.uses_hook("rank_state_dict")
+        for attribute, value in vars(callback).items()
+        if isinstance(value, (nn.Module, nn.Parameter))
+        for name, parameter in (
+            [(attribute, value)]
+            if isinstance(value, nn.Parameter)
+            else [(f"{attribute}.{name}", p) for name, p in value.named_parameters()]
+        )
+        if parameter.requires_grad and id(parameter) not in others and type(parameter) is nn.Parameter
+    }
+
+
+def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:
+    """Warn, on rank 0, about parameters of callbacks that differ between ranks. Collective."""
+    everyone = distributed.gather_object(list(zip(names, sums, strict=True)))
+    odd = [name for name, value in dict(everyone[0]).items() if any(dict(one).get(name) != value for one in everyone)]
+    if odd and distributed.is_global_zero():
+        warn_or_print(
+            f"the callbacks' parameters {described_names(odd)} differ between ranks, as each rank trains them with its "
+            "own samples. Checkpoints, and the callbacks after fit, have those of rank 0 only. Make the parameters a "
+            "part of the model, with an optimizer of their own in a MultiOptimizer, or average their gradients over "
+            "the ranks before each step (trainloop.distributed.all_reduce)."
+        )
 
 
 def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:

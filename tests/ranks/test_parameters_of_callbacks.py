@@ -1,0 +1,80 @@
+"""Parameters that callbacks train: a warning names those that differ between ranks, of which rank 0's are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.distributed import all_reduce
+
+pytestmark = pytest.mark.long
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 2)
+
+    def forward(self, x: Any) -> Any:
+        self.seen = self.body(x)
+        return self.seen
+
+
+class Probe(AbstractCallback):
+    """Trains a layer on the outputs of the last batch."""
+
+    def __init__(self, averages: bool) -> None:
+        super().__init__("probe")
+        torch.manual_seed(1)
+        self.averages = averages
+        self.head, self.temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+
+    def on_batch_end(self) -> None:
+        parameters = [*self.head.parameters(), self.temperature]
+        loss = (self.head(self.train_loop_obj.model.seen.detach()) / self.temperature).square().mean()
+        for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            p.data -= 0.1 * (all_reduce(gradient) if self.averages else gradient)
+
+
+class OwnProbe(Probe):
+    """Has a state on each rank, which a resumed run loads."""
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return self.head.state_dict()
+
+
+def fit(probe: AbstractCallback, mode: str) -> None:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    model = Net()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x, x[:, :2]), 2),
+        optimizer=optim.SGD(model.parameters(), 0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode=mode,  # type: ignore[arg-type]
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    loop.fit(2, callbacks=[probe])
+
+
+def test_parameters_that_differ_are_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    message = "the callbacks' parameters probe.head.weight, probe.head.bias, probe.temperature differ between ranks"
+    for mode in ("ddp", "fsdp"):
+        fit(Probe(averages=False), mode)
+        assert capfd.readouterr().err.count(message) == 1
+
+
+@pytest.mark.parametrize("probe", [Probe(averages=True), OwnProbe(averages=False)], ids=["averaged", "own"])
+def test_parameters_that_are_equal_or_meant_to_differ_are_not_warned_of(
+    probe: Probe, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(probe, "ddp")
+    assert "the callbacks' parameters" not in capfd.readouterr().err
