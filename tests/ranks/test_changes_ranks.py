@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.changes import CHANGES, MOMENTS, Net, loop_of, resumed_differs, resumes_alike, trained
+from kit.changes import (
+    CHANGES,
+    MOMENTS,
+    Net,
+    growing_loop,
+    loop_of,
+    resumed_differs,
+    resumes_alike,
+    trained,
+    trained_on_growing,
+)
 from torch import nn
 
 from trainloop import AbstractCallback
@@ -186,3 +196,17 @@ class _Longer(AbstractCallback):
     def on_epoch_end(self) -> None:
         data = self.train_loop_obj.train_loader.dataset
         data.tensors = tuple(torch.cat([tensor, tensor]) for tensor in data.tensors)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
+@pytest.mark.parametrize("part", ["dataset", "sampler"])
+def test_set_epoch_may_change_the_length_of_an_epoch_in_ranks(part: str, tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=99)
+    settings: dict[str, Any] = {"gpu_mode": "ddp", "accelerator": "cpu", "devices": 2}
+    whole, _ = growing_loop(part, **settings)
+    whole.fit(num_epochs=4, callbacks=[keeper])
+    torch.testing.assert_close(whole.model.state_dict(), trained_on_growing(4), rtol=0, atol=1e-12)
+    resumed, _ = growing_loop(part, **settings)
+    resumed.fit(num_epochs=4, resume_from=sorted(tmp_path.glob("*.pt"))[7])  # in the middle of the third epoch
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)

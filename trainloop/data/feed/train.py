@@ -118,11 +118,14 @@ class TrainFeed:
         found = self._source.next_indices()
         return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
+    def set_epoch(self, epoch: int, *, told: bool = False) -> None:
+        """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch.
+
+        With ``told``, :func:`~trainloop.data.loader.loaders.tell_epoch` has set it in the parts of the loader.
+        """
         self._epoch = epoch
-        for holder in loaders.epoch_holders(self._users_loader):
-            holder.set_epoch(epoch)
+        if not told:
+            loaders.tell_epoch(self._users_loader, epoch)
         if loaders.tells_dataset(self._users_loader) and persistent_workers(self.loader) is not None:
             # Running workers have copies of the dataset that would stay at the epoch in which they started.
             end_workers(self.loader)

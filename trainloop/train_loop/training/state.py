@@ -575,6 +575,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     place, ranks = state["place"], state["ranks"]
     _check_own_states(run, ranks)
     if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
+        run.take_data(place["epoch"])
         _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
@@ -594,7 +595,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     _load_rank_states(loop, ranks, same_ranks=same_ranks)
     for hook in run.hooks.on_resume:
         hook()
-    run.take_data()
+    run.take_data(place["epoch"])
     run.skip_steps = _steps_here(run, place)
     if place.get("cut"):
         _skip_cut(run, place)
