@@ -18,6 +18,7 @@ from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.misuse import CopiesOfShards, is_of_shards
 from trainloop.parallel.shards import (
     free,
     full_tensor,
@@ -64,15 +65,26 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class _RefusesIgnored(TorchFunctionMode):
-    """Raise an error for changes of sharded parameters that FSDP ignores; it keeps its own references to the shards."""
+    """Raise an error for changes of sharded parameters and gradients that would be lost.
+
+    FSDP keeps its own references to the shards, and a part of a sharded tensor may be a gathered copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies = CopiesOfShards()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _IGNORED and args and is_sharded(args[0]):
             raise ConfigurationError(
                 f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
                 "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
             )
-        return func(*args, **(kwargs or {}))
+        self._copies.refuse_change(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._copies.note(func, args, result)
+        return result
 
 
 @contextmanager
@@ -82,7 +94,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
         with _RefusesIgnored():
             yield
     except RuntimeError as error:
-        if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
+        if not is_of_shards(error):
             raise
         raise ConfigurationError(
             f"{what} uses a parameter of which this rank has a shard only, a DTensor, outside of get_loss, "
