@@ -16,7 +16,7 @@ from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
-from trainloop.optim import inner_optimizers, parameters_of
+from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.misuse import CopiesOfShards, is_of_shards
 from trainloop.parallel.shards import (
@@ -267,7 +267,7 @@ def sharded(
             names.update((id(p), name) for _, name, p in _found_again(model, shards))
             file = result_file() if values_to == "host" else None
             _write_back(
-                [*{id(p): p for p in (*model.parameters(), *first.values())}.values()],
+                [*{id(p): p for p in (*own_parameters(model), *first.values())}.values()],
                 names,
                 originals,
                 kept,
