@@ -182,7 +182,7 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     ]
 
     def check(*_: Any) -> None:
-        refuse_on_one_rank("the model, whose parameters are sharded,")
+        refuse_on_one_rank("the model, whose parameters are sharded")
         for parameters, key in places:
             if not isinstance(parameters.get(key), (nn.Parameter, type(None))):
                 raise ConfigurationError(
