@@ -296,6 +296,38 @@ def test_set_epoch_may_change_the_length_of_an_epoch(part: str, seed: int | None
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+class Steps:
+    """An epoch is the next two batches of a loader that begins again when it has ended."""
+
+    def __init__(self) -> None:
+        x = torch.ones(10, 3, dtype=torch.float64)
+        self.loader = DataLoader(TensorDataset(x, x[:, :1]), 2)
+        self.left: Any = None
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            batch = next(self.left, None) if self.left is not None else None
+            if batch is None:
+                self.left = iter(self.loader)
+                batch = next(self.left)
+            yield batch
+
+
+def test_a_loader_that_continues_in_each_epoch_is_named_if_the_run_writes_checkpoints(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def fit(**kwargs: Any) -> None:
+        model = Net()
+        loop = TrainLoop(model, Steps(), None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
+        loop.fit(num_epochs=6, **kwargs)
+
+    fit()
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"train_loader.left is the same iterator in each epoch.* in Steps") as caught:
+        fit(callbacks=[ModelCheckpoint(tmp_path)])
+    assert len(caught) == 1
+
+
 class FreshLoaders(AbstractCallback):
     """Makes a loader at each epoch's end, and counts how many of its loaders are still alive, with their workers."""
 
