@@ -80,8 +80,11 @@ class LoaderMarks:
                 parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
                 parts += getattr(part, "datasets", ())
 
-    def changed(self) -> bool:
-        """Return True if the loader would be read in another way now. Values of data are not compared."""
+    def changed(self, *, by_epoch: bool = True) -> bool:
+        """Return True if the loader would be read in another way now. Values of data are not compared.
+
+        With ``by_epoch=False``, ignore lengths if a part has ``set_epoch``, which the loop calls.
+        """
         for attributes, count, kept in self._attributes:
             if len(attributes) != count:
                 return True
@@ -89,6 +92,8 @@ class LoaderMarks:
                 now = attributes.get(name)
                 if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
                     return True
+        if not by_epoch and any(callable(getattr(part, "set_epoch", None)) for part, _ in self._lengths):
+            return False
         return any(length_of(part) != length for part, length in self._lengths)
 
 

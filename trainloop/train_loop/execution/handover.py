@@ -269,7 +269,7 @@ class RankSide:
                     f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
                     "you passed. To use another one after fit, assign it there."
                 )
-            elif marks.changed():
+            elif marks.changed(by_epoch=False):
                 found.append(
                     f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
                     "process, they are unchanged. To use the change after fit, make it there, too."
