@@ -141,9 +141,10 @@ class TrainFeed:
 
     def _warn_of_stale_workers(self) -> None:
         """Warn, once, if an attribute of the dataset was changed after persistent workers have copied the dataset."""
-        if self._rank > 0 or not keeps_workers(self._users_loader):
+        loader: Any = self._users_loader
+        if self._rank > 0 or not keeps_workers(loader):
             return
-        now = plain_attributes(self._users_loader.dataset)
+        now = plain_attributes(loader.dataset)
         if persistent_workers(self.loader) is None:
             self._copied = now
             return
