@@ -453,10 +453,13 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     compared = {name: None if name in buffers else value for name, value in own.items()}
     wrong = described_differences(compared, saved, "checkpoint", left_out)
     if wrong:
+        compiled = any("_orig_mod." in name for name in {*own} ^ {*saved})
         raise CheckpointError(
             f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
             "without resume_from. If a callback changed the model in that run, it must do so again in on_train_begin, "
             "where tl.resumed is True and tl.epoch is the epoch to resume in."
+            + " Names with _orig_mod come from torch.compile(module); module.compile() keeps the names."
+            * compiled
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
