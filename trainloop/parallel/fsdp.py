@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,12 +272,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        if args and type(args[0]) is _Call:
-            call = args[0]
-            call.output = call.run(*args[1:], **kwargs)
-            output = with_plain_dicts(call.output)
-        else:
-            output = self.module(*args, **kwargs)
+        with nullcontext() if self._tt_watched is None else self._tt_watched.refusing_lost_changes():
+            if args and type(args[0]) is _Call:
+                call = args[0]
+                call.output = call.run(*args[1:], **kwargs)
+                output = with_plain_dicts(call.output)
+            else:
+                output = self.module(*args, **kwargs)
         self._tt_flags.follow()
         if torch.is_grad_enabled():
             if self._tt_watched is not None and not self._tt_watched.ended:

@@ -6,11 +6,12 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainloop._support.nested import parts_of
 from trainloop._support.user_line import warn
@@ -19,7 +20,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, local_shard, stays_whole
 
 __all__ = [
-    "CopiesOfShards",
+    "RefusesLostChanges",
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
@@ -131,6 +132,20 @@ class CopiesOfShards:
         return found is not None and found() is tensor
 
 
+class RefusesLostChanges(TorchFunctionMode):
+    """Raise an error if code changes a part of a sharded tensor in place, but that part is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies = CopiesOfShards()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._copies.refuse_change(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self._copies.note(func, args, result)
+        return result
+
+
 # Functions that return views of a plain tensor.
 _VIEWS = frozenset(
     "__getitem__ select narrow chunk split split_with_sizes tensor_split unbind unfold view view_as reshape flatten "
@@ -168,6 +183,10 @@ def _is_copy(part: Tensor, source: Tensor) -> bool:
 def _changes(name: str) -> bool:
     """Return True for the name of a function that changes its first argument."""
     return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
@@ -467,11 +486,14 @@ class WatchedForwards:
     def __init__(self, units: Iterable[tuple[str, nn.Module]], forwards: int) -> None:
         self._left = forwards
         self._warned = False
+        units = list(units)
+        # With a mode of torch's functions in these forwards only, compiled code would be compiled again.
+        compiled = any(_is_compiled(module) for module in units[-1][1].modules()) if units else False
+        self._sees_functions = not compiled
         self._seen: dict[str, list[_Seen]] = {}
         self._hooks: list[Any] = []
-        units = list(units)
         for name, unit in units:
-            if getattr(unit, "_compiled_call_impl", None) is not None:
+            if _is_compiled(unit):
                 continue  # hooks would become part of the compiled graph
             is_root = unit is units[-1][1]
             # FSDP's own hooks gather parameters before these hooks, and free parameters after them.
@@ -482,6 +504,11 @@ class WatchedForwards:
                     prepend=True,
                 ),
             ]
+
+    def refusing_lost_changes(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        watches = self._sees_functions and not self.ended and torch.is_grad_enabled()
+        return RefusesLostChanges() if watches else nullcontext()
 
     def _note(self, name: str, unit: nn.Module) -> None:
         self._seen.pop(name, None)  # left over from a forward that did not end, as in checkpoint's recomputation

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from trainloop import distributed
 from trainloop._launch import place_here
@@ -18,7 +17,7 @@ from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.misuse import CopiesOfShards, is_of_shards
+from trainloop.parallel.misuse import RefusesLostChanges, is_of_shards
 from trainloop.parallel.shards import (
     free,
     full_tensor,
@@ -64,27 +63,16 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-class _RefusesIgnored(TorchFunctionMode):
-    """Raise an error for changes of sharded parameters and gradients that would be lost.
-
-    FSDP keeps its own references to the shards, and a part of a sharded tensor may be a gathered copy.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies = CopiesOfShards()
+class _RefusesIgnored(RefusesLostChanges):
+    """Raise an error also for changes of sharded parameters that FSDP ignores; it keeps its own references to them."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in _IGNORED and args and is_sharded(args[0]):
             raise ConfigurationError(
                 f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
                 "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
             )
-        self._copies.refuse_change(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self._copies.note(func, args, result)
-        return result
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
