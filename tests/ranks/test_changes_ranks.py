@@ -20,6 +20,7 @@ from kit.changes import (
     trained,
     trained_on_growing,
 )
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
@@ -226,6 +227,7 @@ class Calls(AbstractCallback):
         self.function(self.train_loop_obj.model.body.weight)
 
 
+@needs_fsdp_on_cpu
 @pytest.mark.long
 def test_what_hooks_cannot_do_with_shards_is_explained() -> None:
     """Torch reports each of the first operations in other words, and says nothing about lost changes of parts."""
@@ -250,6 +252,7 @@ def test_what_hooks_cannot_do_with_shards_is_explained() -> None:
                 loop_of("rate", "fsdp").fit(num_epochs=1, callbacks=[Calls(function)])
 
 
+@needs_fsdp_on_cpu
 @pytest.mark.long
 def test_hooks_change_columns_of_shards_and_rows_by_a_mask_as_in_one_process() -> None:
     def change(p: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kit import reference
 from kit.ranks import run_own_ranks
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -238,6 +239,7 @@ class HeadOnly(Net):
         return self.head.parameters(recurse)
 
 
+@needs_fsdp_on_cpu
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*require gradients, but are in no optimizer:UserWarning")
 def test_a_model_may_return_a_part_of_its_parameters() -> None:
