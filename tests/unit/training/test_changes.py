@@ -296,36 +296,6 @@ def test_set_epoch_may_change_the_length_of_an_epoch(part: str, seed: int | None
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
-class Augmented(Dataset[Any]):
-    def __init__(self) -> None:
-        self.strong = True
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3,), float(self.strong), dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_change_that_persistent_workers_do_not_see_is_named(
-    persistent: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    class Closes(AbstractCallback):
-        def on_epoch_begin(self) -> None:
-            loop = self.train_loop_obj
-            loop.train_loader.dataset.strong = loop.epoch < 2
-
-    model = Net()
-    loader = DataLoader(Augmented(), batch_size=4, num_workers=1, persistent_workers=persistent)
-    loop = TrainLoop(model, loader, None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
-    loop.fit(num_epochs=4, callbacks=[Closes("closes")])
-    end_workers(loader)
-    words = "train_loader.dataset.strong was changed from True to False, but persistent workers have their own copies"
-    assert [words in str(warning.message) for warning in recwarn.list] == [True] * persistent
-
-
 class Steps:
     """An epoch is the next two batches of a loader that begins again when it has ended."""
 

@@ -24,7 +24,7 @@ from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 
-__all__ = ["KeptIterators", "LoaderMarks", "plain_attributes"]
+__all__ = ["KeptIterators", "LoaderMarks"]
 
 # Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
 # attribute of the user's may change with every sample.
@@ -95,17 +95,6 @@ class LoaderMarks:
         if not by_epoch and any(callable(getattr(part, "set_epoch", None)) for part, _ in self._lengths):
             return False
         return any(length_of(part) != length for part, length in self._lengths)
-
-
-def plain_attributes(dataset: Any) -> dict[str, Any]:
-    """Return attributes of a dataset, and of the one that it wraps, that are numbers, flags or strings."""
-    parts = {"dataset": dataset, "dataset.dataset": getattr(dataset, "dataset", None)}
-    return {
-        f"{prefix}.{name}": value
-        for prefix, part in parts.items()
-        for name, value in getattr(part, "__dict__", {}).items()
-        if type(value) in _PLAIN
-    }
 
 
 class KeptIterators:

@@ -11,13 +11,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
-from trainloop._support.user_line import warn
 from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.feed_position import FeedPosition
-from trainloop.data.feed.marks import KeptIterators, plain_attributes
+from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
-from trainloop.data.loader.loader_copies import end_workers, keeps_workers, persistent_workers
+from trainloop.data.loader.loader_copies import end_workers, persistent_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.source.indexed import Indexed, presharded_shard, train_shard
 from trainloop.data.source.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
@@ -85,7 +84,6 @@ class TrainFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
-        self._copied: dict[str, Any] = {}  # attributes of the dataset when persistent workers started
         self.about_iterator = ""
         """Warning about an iterator that the last two epochs shared; empty if there is none."""
         self._epoch = 0
@@ -136,26 +134,7 @@ class TrainFeed:
             # Running workers have copies of the dataset that would stay at the epoch in which they started.
             end_workers(self.loader)
             self._position.replace_workers()
-        self._warn_of_stale_workers()
         libraries.set_epoch(self._users_loader, epoch)
-
-    def _warn_of_stale_workers(self) -> None:
-        """Warn, once, if an attribute of the dataset was changed after persistent workers have copied the dataset."""
-        loader: Any = self._users_loader
-        if self._rank > 0 or not keeps_workers(loader):
-            return
-        now = plain_attributes(loader.dataset)
-        if persistent_workers(self.loader) is None:
-            self._copied = now
-            return
-        changed = [name for name, value in now.items() if name in self._copied and self._copied[name] != value]
-        if changed:
-            before, self._copied = self._copied[changed[0]], {}
-            warn(
-                f"{self._name}.{changed[0]} was changed from {before!r} to {now[changed[0]]!r}, but persistent workers "
-                "have their own copies of the dataset, in which it is unchanged. Use persistent_workers=False, or make "
-                "the change in a method set_epoch(epoch) of the dataset, which the loop calls in each epoch."
-            )
 
     @property
     def reads_again(self) -> bool:
