@@ -551,6 +551,11 @@ def named_trained_parameters(model: nn.Module, criterion: Any) -> Iterator[tuple
         prefix = "criterion."
 
 
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return all parameters of a module, even if its class overrides ``parameters`` (to return a part, for example)."""
+    return [parameter for _, parameter in module.named_parameters()]
+
+
 def trained_parameters(model: nn.Module, criterion: Any) -> list[Tensor]:
     """Return all parameters that a loop trains: the model's, then the criterion's."""
     return [parameter for _, parameter in named_trained_parameters(model, criterion)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import parametrize, prune
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
@@ -487,3 +487,53 @@ def resumed_differs(change: str, mode: str, moment: str, folder: Path, step: int
         loop.fit(num_epochs=4, callbacks=callbacks, resume_from="last" if kill is not None else None, **arguments(mode))
         results.append(values_of(loop.model))
     return distance(*results)
+
+
+class Growing(Sampler[int]):
+    """An epoch is longer than the one before; a sampler and a dataset."""
+
+    def __init__(self) -> None:
+        self.epoch, self.told = 0, [-1]
+
+    def __len__(self) -> int:
+        return 5 + 4 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        x = torch.full((3,), index + 1.0, dtype=torch.float64)
+        return x / 10, x[:1]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told.append(epoch)
+
+
+def growing_loop(part: str, **kwargs: Any) -> tuple[TrainLoop, Growing]:
+    """Return a loop that reads batches of 4 samples in all, with a :class:`Growing` dataset or sampler."""
+    torch.manual_seed(0)
+    model, growing = Net(), Growing()
+    x = torch.arange(1.0, 18, dtype=torch.float64)[:, None]
+    size = 4 // kwargs.get("devices", 1)
+    if part == "dataset":
+        loader: Any = DataLoader(growing, size)
+    else:
+        loader = DataLoader(TensorDataset(x.expand(-1, 3) / 10, x), size, sampler=growing)
+    return TrainLoop(model, loader, None, None, sgd(model), nn.MSELoss(), progress_bar=False, **kwargs), growing
+
+
+def trained_on_growing(num_epochs: int) -> dict[str, torch.Tensor]:
+    """Return the weights that a hand-written loop reaches."""
+    torch.manual_seed(0)
+    model, growing = Net(), Growing()
+    optimizer = sgd(model)
+    for epoch in range(num_epochs):
+        growing.set_epoch(epoch)
+        for x, y in DataLoader(growing, 4):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model.state_dict()

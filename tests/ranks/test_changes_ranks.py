@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.changes import CHANGES, MOMENTS, Net, loop_of, resumed_differs, resumes_alike, trained
+from kit.changes import (
+    CHANGES,
+    MOMENTS,
+    Net,
+    growing_loop,
+    loop_of,
+    resumed_differs,
+    resumes_alike,
+    trained,
+    trained_on_growing,
+)
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
@@ -186,3 +200,71 @@ class _Longer(AbstractCallback):
     def on_epoch_end(self) -> None:
         data = self.train_loop_obj.train_loader.dataset
         data.tensors = tuple(torch.cat([tensor, tensor]) for tensor in data.tensors)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
+@pytest.mark.parametrize("part", ["dataset", "sampler"])
+def test_set_epoch_may_change_the_length_of_an_epoch_in_ranks(part: str, tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=99)
+    settings: dict[str, Any] = {"gpu_mode": "ddp", "accelerator": "cpu", "devices": 2}
+    whole, _ = growing_loop(part, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as one about data that were changed in the ranks
+        whole.fit(num_epochs=4, callbacks=[keeper])
+    torch.testing.assert_close(whole.model.state_dict(), trained_on_growing(4), rtol=0, atol=1e-12)
+    resumed, _ = growing_loop(part, **settings)
+    resumed.fit(num_epochs=4, resume_from=sorted(tmp_path.glob("*.pt"))[7])  # in the middle of the third epoch
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+class Calls(AbstractCallback):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__("calls")
+        self.function = function
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        self.function(self.train_loop_obj.model.body.weight)
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.long
+def test_what_hooks_cannot_do_with_shards_is_explained() -> None:
+    """Torch reports each of the first operations in other words, and says nothing about lost changes of parts."""
+    unknown = f"Calls.on_after_gradient_update uses .* {_SHARDED}"
+    lost = (
+        r"would change a copy of a part of a sharded tensor, such as p.grad\[:3\], and the tensor would stay the same"
+    )
+    functions: list[tuple[str, Callable[[Any], Any]]] = [
+        (unknown, lambda p: p.data.renorm_(2, 0, 1.0)),
+        (unknown, lambda p: p.detach().numpy()),
+        (unknown, lambda p: p.grad.mul_(torch.ones(p.shape, dtype=p.dtype))),
+        (lost, lambda p: p.grad.__setitem__(slice(1), 0)),
+        (lost, lambda p: p.grad[:2].fill_(0)),
+        (lost, lambda p: p.grad[0].__imul__(0)),
+        (lost, lambda p: p.grad.view(-1)[:2].zero_()),
+        (lost, lambda p: p.data.chunk(2)[0][:, 1].clamp_(0, 1)),
+        (lost, lambda p: p.data[:2].copy_(p.data[1:3])),
+    ]
+    with loop_of("rate", "fsdp").ranks():
+        for message, function in functions:
+            with pytest.raises(TrainLoopError, match=message):
+                loop_of("rate", "fsdp").fit(num_epochs=1, callbacks=[Calls(function)])
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.long
+def test_hooks_change_columns_of_shards_and_rows_by_a_mask_as_in_one_process() -> None:
+    def change(p: Any) -> None:
+        p.grad[:, 0].zero_()
+        p.grad.select(1, 1)[...] *= 2
+        mask = torch.ones(p.shape, dtype=p.dtype)
+        mask[:2] = 0
+        if hasattr(p, "device_mesh"):
+            mask = distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None)
+        p.grad.mul_(mask)
+
+    one, two = loop_of("rate", "single"), loop_of("rate", "fsdp")
+    for loop in (one, two):
+        loop.fit(num_epochs=1, callbacks=[Calls(change)])
+    torch.testing.assert_close(two.model.state_dict(), one.model.state_dict(), rtol=0, atol=1e-12)

@@ -214,6 +214,13 @@ class Anew(Momentum):
         own.data = own * 0.9 + other * 0.1
 
 
+class PartOfABlock(Tower):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        with torch.no_grad():
+            self.blocks[0].up.weight[:2].mul_(0.9)
+        return super().get_loss(batch_data, criterion, device)
+
+
 class Penalized(Tower):
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         return super().get_loss(batch_data, criterion, device) + sum(p.square().sum() for p in self.parameters())
@@ -313,6 +320,7 @@ REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastThe
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
+REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
 REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from kit import reference
 from kit.ranks import run_own_ranks
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -228,3 +230,31 @@ def test_rates_that_differ_between_ranks_are_an_error_even_if_ranks_have_differe
     loop = make(mode, devices=2)
     loop.fit(num_epochs=1, callbacks=[OwnRate(averaged=True)])
     assert loop.global_step > 1
+
+
+class HeadOnly(Net):
+    """Returns what the optimizer should train from ``parameters``, as some libraries' models do."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.head.parameters(recurse)
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*require gradients, but are in no optimizer:UserWarning")
+def test_a_model_may_return_a_part_of_its_parameters() -> None:
+    found = {}
+    for mode in ("single", "dp", "ddp", "fsdp"):
+        model = HeadOnly()
+        x, y = torch.randn(22, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(22) % 3
+        loader = DataLoader(TensorDataset(x, y), 6 if mode in ("single", "dp") else 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        devices = 1 if mode == "single" else 2
+        loop = TrainLoop(
+            model, loader, None, None, optimizer, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
+            devices=devices, progress_bar=False,
+        )  # fmt: skip
+        loop.fit(num_epochs=2, grad_accumulation=2)
+        found[mode] = model.state_dict()
+        assert torch.equal(found[mode]["body.0.weight"], Net().body[0].weight)
+        torch.testing.assert_close(found[mode], found["single"], rtol=0, atol=1e-12)

@@ -22,7 +22,7 @@ from trainloop.distributed.objects import cpu_group
 from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.optim import MultiLoss
+from trainloop.optim import MultiLoss, own_parameters
 from trainloop.parallel.transparent import (
     SharedName,
     Transparent,
@@ -100,7 +100,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         check_not_lazy(module, "TTDistributedDataParallel")
         check_sendable(module, "TTDistributedDataParallel")
         # DDP has the same check, but does not name the module.
-        trained = [p for p in module.parameters() if p.requires_grad]
+        trained = [p for p in own_parameters(module) if p.requires_grad]
         if not trained:
             raise RuntimeError(
                 f"TTDistributedDataParallel: no parameter of {type(module).__name__} requires a gradient, so there is "
@@ -112,7 +112,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                 "every process first, or let TrainLoop(..., gpu_mode='ddp') start the processes."
             )
         if device_ids is None and output_device is None:
-            devices = {p.device for p in module.parameters()}
+            devices = {p.device for p in own_parameters(module)}
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
         guard_forks()

@@ -21,7 +21,7 @@ from trainloop._support.reduction import attach_divisor, divisor_of, functional_
 from trainloop._support.user_line import warn
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss
+from trainloop.optim import MultiLoss, own_parameters
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
@@ -274,7 +274,7 @@ class TTDataParallel(Transparent, DataParallel):
             )
 
     def _check_on(self, device: torch.device) -> None:
-        for t in (*self.module.parameters(), *self.module.buffers()):
+        for t in (*own_parameters(self.module), *self.module.buffers()):
             if t.device != device:
                 raise RuntimeError(
                     f"TTDataParallel: the module must be on {device}, its first device, but has a tensor on "
@@ -321,7 +321,7 @@ def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output
             f"devices={devices} asks for replicas on the CPU, but device_ids={device_ids!r} and "
             f"output_device={output_device!r} ask for GPUs. Pass devices, or the other two."
         )
-    on = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
+    on = {str(p.device) for p in own_parameters(module) if p.device.type != "cpu"}
     if on:
         raise ConfigurationError(
             f"devices={devices} asks for replicas on the CPU, but the module is on {', '.join(sorted(on))}. Call "

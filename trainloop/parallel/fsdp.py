@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from trainloop.distributed.objects import backend_of
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
+from trainloop.optim import own_parameters
 from trainloop.parallel.misuse import (
     WatchedForwards,
     explain_sharded,
@@ -176,7 +177,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 "TTFullyShardedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "
                 "every process first, or let TrainLoop(..., gpu_mode='fsdp') start the processes."
             )
-        if any(is_sharded(p) for p in module.parameters()):
+        if any(is_sharded(p) for p in own_parameters(module)):
             raise ConfigurationError(
                 f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
                 "sharded. Pass a model that is not sharded."
@@ -191,7 +192,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_mesh = mesh
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
-        self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
+        self._tt_whole = {p for p in own_parameters(module) if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
@@ -220,7 +221,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
-        self._tt_whole = {p for p in module.parameters() if stays_whole(p)}
+        self._tt_whole = {p for p in own_parameters(module) if stays_whole(p)}
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_until_begun = [unit.register_forward_pre_hook(self._begin, prepend=True) for _, unit in units[:-1]]
@@ -271,12 +272,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        if args and type(args[0]) is _Call:
-            call = args[0]
-            call.output = call.run(*args[1:], **kwargs)
-            output = with_plain_dicts(call.output)
-        else:
-            output = self.module(*args, **kwargs)
+        with nullcontext() if self._tt_watched is None else self._tt_watched.refusing_lost_changes():
+            if args and type(args[0]) is _Call:
+                call = args[0]
+                call.output = call.run(*args[1:], **kwargs)
+                output = with_plain_dicts(call.output)
+            else:
+                output = self.module(*args, **kwargs)
         self._tt_flags.follow()
         if torch.is_grad_enabled():
             if self._tt_watched is not None and not self._tt_watched.ended:
@@ -408,7 +410,7 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
                 "mesh_dim_names=('replicate', 'shard'))."
             )
         return mesh
-    on_gpu = "nccl" in dist.get_backend() or any(p.is_cuda for p in module.parameters())
+    on_gpu = "nccl" in dist.get_backend() or any(p.is_cuda for p in own_parameters(module))
     kind = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
     if replicas == 1:
         return init_device_mesh(kind, (world_size,))
@@ -441,7 +443,7 @@ def _send_from_first(tensors: Iterable[Tensor], mesh: Any) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
+    yield from own_parameters(module)
     yield from module.buffers()
 
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainloop._support.nested import parts_of
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, stays_whole
+from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, local_shard, stays_whole
 
 __all__ = [
+    "RefusesLostChanges",
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
     "explain_outside",
     "explain_replica",
     "explain_sharded",
+    "is_of_shards",
     "refuse_exchanges",
     "refuse_gradients_of_shards",
     "refuse_other_parameters",
@@ -34,10 +38,25 @@ __all__ = [
 ]
 
 
+# In torch's errors about operations that can't work with a shard.
+_OF_SHARDS = (
+    "DTensor",
+    "Sharding propagation",
+    "sharding strategy",  # an operation that torch does not know for shards
+    "sharded tensor",
+    "numpy() is not supported for tensor subclasses",
+)
+
+
+def is_of_shards(error: BaseException) -> bool:
+    """Return True if torch raised an error because a tensor is a rank's shard."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
+
+
 def explain_sharded(error: RuntimeError) -> None:
     """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
     text = str(error)
-    if "mixed torch.Tensor and DTensor" in text:
+    if "mixed torch.Tensor and DTensor" in text or "sharding strategy" in text:
         raise ConfigurationError(
             "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
             "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (which does not run "
@@ -111,7 +130,7 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
     """
     # In the modes of older versions of torch, some operations (flex_attention) are errors.
     knows_all = hasattr(TorchDispatchMode, "supports_higher_order_operators")
-    return _RefusesExchanges(ranks, evaluates) if knows_all else contextlib.nullcontext()
+    return _RefusesExchanges(ranks, evaluates) if knows_all else nullcontext()
 
 
 def explain_outside(error: BaseException) -> None:
@@ -136,6 +155,106 @@ def explain_replica(error: Exception) -> None:
         ) from error
 
 
+class CopiesOfShards:
+    """Parts of sharded tensors that are gathered copies: to change them in place has no effect on the shards.
+
+    For a plain tensor, the same parts are views.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, weakref.ref[Tensor]] = {}
+
+    def note(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Note what a function returned if it would be a view of a plain tensor, but is a copy here."""
+        if not _returns_views(function, args):
+            return
+        source = args[0]
+        for part in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
+                self._copies[id(part)] = weakref.ref(part)
+
+    def refuse_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise an error if a function would change such a copy in place."""
+        name = _name_of(function)
+        changed = [*args[:1], *(kwargs[key] for key in ("out", "tensor", "input") if key in kwargs)]
+        if name == "__setitem__" and _is_plain_index(args[1]) and is_sharded(args[0]):
+            part = args[0][args[1]]
+            lost = _is_copy(part, args[0])
+        elif self._copies and ("out" in kwargs or _changes(name)):
+            tensors = [t for value in changed for t in (value if isinstance(value, (list, tuple)) else [value])]
+            lost = any(self._has(t) for t in tensors)
+        else:
+            return
+        if lost:
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name} would change a copy of a part of a sharded tensor, such as p.grad[:3], and "
+                "the tensor would stay the same. Change the whole tensor by operations that work elementwise, such as "
+                "p.grad.mul_(mask). Shard the mask in the same way: torch.distributed.tensor.distribute_tensor(mask, "
+                "p.device_mesh, p.placements, src_data_rank=None). Or use gpu_mode='ddp'."
+            )
+
+    def _has(self, tensor: Any) -> bool:
+        found = self._copies.get(id(tensor))
+        return found is not None and found() is tensor
+
+
+class RefusesLostChanges(TorchFunctionMode):
+    """Raise an error if code changes a part of a sharded tensor in place, but that part is a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies = CopiesOfShards()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._copies.refuse_change(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self._copies.note(func, args, result)
+        return result
+
+
+# Functions that return views of a plain tensor.
+_VIEWS = frozenset(
+    "__getitem__ select narrow chunk split split_with_sizes tensor_split unbind unfold view view_as reshape flatten "
+    "ravel unflatten diagonal transpose permute movedim t squeeze unsqueeze detach".split()
+)
+_IN_PLACE = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__".split()
+)
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", "")
+
+
+def _returns_views(function: Any, args: tuple[Any, ...]) -> bool:
+    name = _name_of(function)
+    if name not in _VIEWS or not args or not is_sharded(args[0]):
+        return False
+    return name != "__getitem__" or _is_plain_index(args[1])
+
+
+def _is_plain_index(index: Any) -> bool:
+    """Return True if a plain tensor's part with this index is a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is ... or (isinstance(part, (int, slice)) and not isinstance(part, bool)) for part in parts
+    )
+
+
+def _is_copy(part: Tensor, source: Tensor) -> bool:
+    own, whole = local_shard(part), local_shard(source)
+    return own.numel() > 0 and own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+
+def _changes(name: str) -> bool:
+    """Return True for the name of a function that changes its first argument."""
+    return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     """Raise an error at a forward of a sharded unit that one rank makes alone, or with replaced parameters.
 
@@ -148,7 +267,7 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     ]
 
     def check(*_: Any) -> None:
-        refuse_on_one_rank("the model, whose parameters are sharded,")
+        refuse_on_one_rank("the model, whose parameters are sharded")
         for parameters, key in places:
             if not isinstance(parameters.get(key), (nn.Parameter, type(None))):
                 raise ConfigurationError(
@@ -433,11 +552,14 @@ class WatchedForwards:
     def __init__(self, units: Iterable[tuple[str, nn.Module]], forwards: int) -> None:
         self._left = forwards
         self._warned = False
+        units = list(units)
+        # With a mode of torch's functions in these forwards only, compiled code would be compiled again.
+        compiled = any(_is_compiled(module) for module in units[-1][1].modules()) if units else False
+        self._sees_functions = not compiled
         self._seen: dict[str, list[_Seen]] = {}
         self._hooks: list[Any] = []
-        units = list(units)
         for name, unit in units:
-            if getattr(unit, "_compiled_call_impl", None) is not None:
+            if _is_compiled(unit):
                 continue  # hooks would become part of the compiled graph
             is_root = unit is units[-1][1]
             # FSDP's own hooks gather parameters before these hooks, and free parameters after them.
@@ -448,6 +570,11 @@ class WatchedForwards:
                     prepend=True,
                 ),
             ]
+
+    def refusing_lost_changes(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward."""
+        watches = self._sees_functions and not self.ended and torch.is_grad_enabled()
+        return RefusesLostChanges() if watches else nullcontext()
 
     def _note(self, name: str, unit: nn.Module) -> None:
         self._seen.pop(name, None)  # left over from a forward that did not end, as in checkpoint's recomputation

@@ -286,16 +286,36 @@ def test_a_branch_from_an_older_checkpoint_owns_nothing_of_the_run_it_left(tmp_p
     assert steps(tmp_path) == [5, 10, 15, 20, 30]
 
 
-def test_leftovers_of_a_kill_go_with_the_next_checkpoint(tmp_path: Path) -> None:
-    keeper = ModelCheckpoint(tmp_path)
-    StandIn(keeper).run(1)
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_leftovers_of_a_kill_go_with_the_next_checkpoint(monitor: str | None, tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor=monitor)
+    first = StandIn(keeper)
+    keeper.on_train_begin()
+    first.run_epoch(val_loss=0.5)
     mine = tmp_path / f".checkpoint-epoch=0002-step=00000007.pt.{keeper._checkpoints.run}.0123abcd.tmp"
     others = tmp_path / ".checkpoint-epoch=0002-step=00000007.pt.another.0123abcd.tmp"
     mine.touch()
     others.touch()
-    resumed(ModelCheckpoint(tmp_path)).run_epoch()
+    resumed(ModelCheckpoint(tmp_path, monitor=monitor)).run_epoch(val_loss=0.4)
     assert not mine.exists()
     assert others.exists()
+
+
+@pytest.mark.parametrize("where", ["another folder", "an older checkpoint"])
+def test_a_resume_that_leaves_the_best_checkpoint_behind_warns(where: str, tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, keep=None, monitor="val_loss")
+    first = StandIn(keeper)
+    keeper.on_train_begin()
+    for value in (0.1, 0.5, 0.4):
+        first.run_epoch(val_loss=value)
+    newest = where == "another folder"
+    path = keeper.last_path if newest else tmp_path / "checkpoint-epoch=0002-step=00000010.pt"
+    branch = ModelCheckpoint(tmp_path / "new" if newest else tmp_path, monitor="val_loss")
+    StandIn(branch)
+    branch.on_train_begin()
+    with pytest.warns(UserWarning, match=r"count only .* The best one before had val_loss = 0.1: .*epoch=0001"):
+        branch.load_state_dict(checkpoint.load(path)["callbacks"][0])
+    assert branch.best_path is None
 
 
 def test_a_finished_run_resumed_writes_nothing_new(tmp_path: Path) -> None:

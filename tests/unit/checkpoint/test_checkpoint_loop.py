@@ -695,6 +695,14 @@ def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
         make_loop(model=model).fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
 
 
+def test_keys_of_a_compiled_module_are_explained(tmp_path: Path) -> None:
+    compiled = Net()
+    compiled.layers = torch.compile(compiled.layers, backend="eager")
+    interrupted(tmp_path, 2, make_loop(model=compiled))
+    with pytest.raises(CheckpointError, match=r"layers._orig_mod.0.weight is .*module.compile\(\) keeps the names"):
+        make_loop().fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+
+
 def test_last_without_a_checkpoint_callback_is_told() -> None:
     with pytest.raises(ConfigurationError, match=r"resume_from='last' needs a ModelCheckpoint in callbacks"):
         make_loop().fit(num_epochs=1, resume_from="last")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ from kit.loader_kinds import (
     parts,
 )
 from kit.simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
+from trainloop.data.loader.loader_copies import end_workers
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -469,3 +471,49 @@ def test_a_stream_that_asks_for_its_rank_has_to_say_why(workers: int, monkeypatc
     monkeypatch.setattr(RankStream, "is_distributed", False)
     feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values, values])
     assert len([i for step in feed.steps(1) for batch in step.batches for i in indices(batch)]) == ROWS // 2 // 2
+
+
+class Continues:
+    """Two batches of an epoch are the next two of an iterator that all epochs share, or of a new one."""
+
+    def __init__(self, shared: bool) -> None:
+        self.shared, self.left = shared, iter(torch.arange(40.0).view(10, 4))
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.shared:
+            self.left = iter(torch.arange(40.0).view(10, 4))
+        yield from islice(self.left, 2)
+
+
+class ContinuingStream(Continues, IterableDataset[Any]):
+    pass
+
+
+class ContinuesWithState(Continues):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "loader, attribute",
+    [
+        (Continues(True), "train_loader.left"),
+        (DataLoader(ContinuingStream(True), 1), "train_loader.dataset.left"),
+        (Continues(False), ""),
+        (DataLoader(ContinuingStream(False), 1), ""),
+        (ContinuesWithState(True), ""),
+        (DataLoader(range(8), 2, num_workers=1, persistent_workers=True), ""),
+    ],
+)
+def test_an_iterator_that_epochs_share_is_noticed(loader: Any, attribute: str) -> None:
+    feed = TrainFeed(loader)
+    for epoch in range(3):
+        feed.set_epoch(epoch)
+        assert len(list(feed.steps(1))) in (2, 4)
+        feed.end_epoch()
+        assert feed.about_iterator[: len(attribute) + 1].strip() == (attribute if epoch else "")
+    if isinstance(loader, DataLoader):
+        end_workers(loader)

@@ -10,7 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from kit.changes import CHANGES, MOMENTS, Change, Net, loop_of, resumed_differs, resumes_alike, sgd, trained
+from kit.changes import (
+    CHANGES,
+    MOMENTS,
+    Change,
+    Growing,
+    Net,
+    growing_loop,
+    loop_of,
+    resumed_differs,
+    resumes_alike,
+    sgd,
+    trained,
+    trained_on_growing,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -262,6 +275,57 @@ def test_set_epoch_of_a_dataset_reaches_persistent_workers_and_a_resumed_run(tmp
     again, resumed = fit(4, "parts", "last")
     assert again == seen
     assert torch.equal(resumed, weight)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("part", ["dataset", "sampler"])
+def test_set_epoch_may_change_the_length_of_an_epoch(part: str, seed: int | None, tmp_path: Path) -> None:
+    def fit(**kwargs: Any) -> tuple[TrainLoop, Growing]:
+        loop, growing = growing_loop(part, seed=seed, accelerator="cpu")
+        loop.fit(num_epochs=4, **kwargs)
+        return loop, growing
+
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=99)
+    whole, growing = fit(callbacks=[keeper])
+    assert growing.told == [-1, 0, 1, 2, 3]
+    torch.testing.assert_close(whole.model.state_dict(), trained_on_growing(4), rtol=0, atol=1e-12)
+    for path in sorted(tmp_path.glob("*.pt")):
+        resumed, growing = fit(resume_from=path)
+        assert len(set(growing.told)) == len(growing.told)
+        torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+class Steps:
+    """An epoch is the next two batches of a loader that begins again when it has ended."""
+
+    def __init__(self) -> None:
+        x = torch.ones(10, 3, dtype=torch.float64)
+        self.loader = DataLoader(TensorDataset(x, x[:, :1]), 2)
+        self.left: Any = None
+
+    def __iter__(self) -> Any:
+        for _ in range(2):
+            batch = next(self.left, None) if self.left is not None else None
+            if batch is None:
+                self.left = iter(self.loader)
+                batch = next(self.left)
+            yield batch
+
+
+def test_a_loader_that_continues_in_each_epoch_is_named_if_the_run_writes_checkpoints(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def fit(**kwargs: Any) -> None:
+        model = Net()
+        loop = TrainLoop(model, Steps(), None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
+        loop.fit(num_epochs=6, **kwargs)
+
+    fit()
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"train_loader.left is the same iterator in each epoch.* in Steps") as caught:
+        fit(callbacks=[ModelCheckpoint(tmp_path)])
+    assert len(caught) == 1
 
 
 class FreshLoaders(AbstractCallback):

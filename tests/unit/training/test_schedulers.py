@@ -54,6 +54,20 @@ def rates_by_hand(make: Any, count: int, lr: float = 0.1) -> list[float]:
     return rates
 
 
+class WarmUp(lr_scheduler.LRScheduler):
+    """Holds the scheduler that follows it; torch's ``state_dict`` returns that object."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.after = lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch < 4:
+            return [rate * (self.last_epoch + 1) / 4 for rate in self.base_lrs]
+        self.after.step()
+        return self.after.get_last_lr()
+
+
 def sequential(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
     parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [2, 3])]
     return lr_scheduler.SequentialLR(optimizer, parts, [4])
@@ -66,6 +80,7 @@ SCHEDULES = [
     pytest.param(lr_scheduler.OneCycleLR, {"max_lr": 0.2, "total_steps": 40}, id="OneCycleLR"),
     pytest.param(lr_scheduler.LambdaLR, {"lr_lambda": lambda n: 0.9**n}, id="LambdaLR"),
     pytest.param(sequential, {}, id="a function: SequentialLR"),
+    pytest.param(WarmUp, {}, id="a scheduler that holds another"),
 ]
 
 
@@ -234,6 +249,14 @@ def test_another_optimizer_s_scheduler() -> None:
             lambda: LRScheduler(lr_scheduler.ReduceLROnPlateau, "step"),
             "metrics are known only once per epoch. Use interval",
         ),
+        (
+            lambda: LRScheduler(lr_scheduler.StepLR, optim.SGD(WEIGHT, lr=1), step_size=1),
+            "gets the loop's optimizer. Leave",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: LRScheduler(lr_scheduler.StepLR, optimizer=None, step_size=1),
+            "gets the loop's optimizer. Leave it out",
+        ),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be an int of 1 or more"),
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
         (
@@ -246,6 +269,29 @@ def test_arguments_that_cannot_work(make: Any, words: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         make()
     assert words in str(error.value)
+
+
+class TakesTheEpoch:
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, epoch: int) -> None:
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    "schedule, words",
+    [
+        (LRScheduler(TakesTheEpoch), r"TakesTheEpoch.step\(\) can't be called without arguments: .* 'epoch'. If"),
+        (LRScheduler(lr_scheduler.StepLR, size=1), r"StepLR can't be called with .* \(size\): .*It takes .*step_size"),
+        (LRScheduler(lambda optimizer: None), "scheduler made None: it must be a function"),
+    ],
+)
+def test_what_is_no_schedule_is_known_before_training(schedule: LRScheduler, words: str) -> None:
+    loop = make_loop()
+    with pytest.raises(ConfigurationError, match=words):
+        loop.fit(num_epochs=1, callbacks=[schedule])
+    assert loop.global_step == 0
 
 
 def test_a_function_may_make_a_plateau_scheduler() -> None:

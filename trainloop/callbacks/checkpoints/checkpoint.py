@@ -319,6 +319,7 @@ class ModelCheckpoint(Saver):
             "saved_step": self._saved_step,  # not always equal to "step": another callback may write this state
             "monitor": self.monitor,
             "metric": self._metric.state_dict() if self._metric is not None else {},
+            "best": list(self._best),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -327,6 +328,13 @@ class ModelCheckpoint(Saver):
         same = state["monitor"] == self.monitor
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.take_over(state["run"], None if self._restarted else state["step"], same_metric=same)
+            path, value = state.get("best", (None, None))  # older checkpoints lack this entry
+            if same and path is not None and self._checkpoints.run != state["run"]:
+                warn(
+                    f"ModelCheckpoint({self.dirpath!r}): this run resumes in another folder, or not from its newest "
+                    "checkpoint, so best_path, load_best() and keep count only the checkpoints that it writes from now "
+                    f"on. The best one before had {self.monitor} = {value:g}: {path}"
+                )
         if self._metric is not None and same:
             self._metric.load_state_dict(state["metric"])
 

@@ -35,6 +35,7 @@ class RunCheckpoints:
         self.run = f"{time.time_ns():x}-{uuid4().hex[:8]}"
         """Name of the run, which is stored in each checkpoint. A resumed run keeps it."""
         self._files: list[Checkpoint] | None = None  # oldest first; None before the folder is read
+        self._cleaned = False  # True after remove_unfinished
         self._stamp = 0
         self._same_metric = True
 
@@ -61,7 +62,8 @@ class RunCheckpoints:
 
     def remove_unfinished(self) -> None:
         """Remove unfinished files of this run before the first checkpoint, when no write can be in progress."""
-        if self._files is None:
+        if not self._cleaned:
+            self._cleaned = True
             self.folder.remove_unfinished(self.run)
 
     def write_as(
@@ -110,7 +112,7 @@ class RunCheckpoints:
         found = _of_runs([run], checkpoint.checkpoints(self.folder)) if step is not None else []
         if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
             self.run = run
-        self._files, self._same_metric = None, same_metric
+        self._files, self._same_metric, self._cleaned = None, same_metric, False
 
     def _run_files(self) -> list[Checkpoint]:
         if self._files is None:

@@ -19,6 +19,7 @@ from trainloop.callbacks.arguments import check_counts, check_flags, count_of, d
 from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
 from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
+from trainloop.optim import own_parameters
 from trainloop.parallel.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
 
@@ -133,7 +134,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         loop = self.train_loop_obj
         # The same weights are evaluated only once. At the end of training, the last epoch's metrics are usually reused.
         model = loop.model
-        state = (loop.global_step, bit_sums([local_shard(t) for t in (*model.parameters(), *model.buffers())]))
+        state = (loop.global_step, bit_sums([local_shard(t) for t in (*own_parameters(model), *model.buffers())]))
         latest, metrics = self._latest or (None, {})
         # Rank 0 decides for all ranks. An evaluation copies rank 0's buffers to the other ranks, whose state then
         # looks changed.

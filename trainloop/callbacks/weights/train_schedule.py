@@ -20,7 +20,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
-from trainloop.errors import ConfigurationError
+from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
 
 __all__ = [
@@ -62,12 +62,12 @@ class AbstractScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's own state."""
-        return {} if self.scheduler is None else dict(self.scheduler.state_dict())
+        return {} if self.scheduler is None else _state_of(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned. Learning rates are part of the optimizer's state."""
         if self.scheduler is not None and state_dict:
-            self.scheduler.load_state_dict(state_dict)
+            _load_into(self.scheduler, state_dict)
             _restore_counters(self.scheduler)
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -113,10 +113,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     Raises
     ------
     ConfigurationError
-        At construction: for an unknown ``interval``, a ``frequency`` below 1, or a plateau scheduler with
-        ``interval='step'`` and no ``monitor`` or ``frequency``. At ``fit``: if there is no optimizer, if
-        ``optimizer_idx`` is missing or out of range, if the scheduler belongs to another optimizer, or if the metric
-        does not exist.
+        At construction: for an unknown ``interval``, an optimizer among the arguments, a ``frequency`` below 1, or a
+        plateau scheduler with ``interval='step'`` and no ``monitor`` or ``frequency``. At ``fit``: if there is no
+        optimizer, if ``optimizer_idx`` is missing or out of range, if the scheduler belongs to another optimizer, if it
+        can't be created with the arguments, if its ``step`` needs arguments, or if the metric does not exist.
 
     Notes
     -----
@@ -142,8 +142,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ) -> None:
         # Runs after callbacks that compute metrics at an epoch's end, and before callbacks that write checkpoints.
         AbstractCallback.__init__(self, "LRScheduler", execution_order=90)
+        if isinstance(interval, Optimizer) or "optimizer" in kwargs:
+            raise ConfigurationError(
+                "LRScheduler: the scheduler gets the loop's optimizer. Leave it out, and pass the other arguments by "
+                "name: LRScheduler(MultiStepLR, milestones=[30, 60]). Choose one of several optimizers with "
+                "optimizer_idx."
+            )
         if interval not in ("step", "epoch"):
-            raise ConfigurationError(f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'.")
+            raise ConfigurationError(
+                f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'. Name the scheduler's arguments."
+            )
         made = _is_scheduler(scheduler)
         if not made and not callable(scheduler):
             raise ConfigurationError(
@@ -194,6 +202,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._count = self._groups = 0
             self.scheduler = self._made(self.factory, optimizer)  # the loop has another optimizer now
         self._groups = self._groups or len(optimizer.param_groups)
+        self._check_step()
         if _is_plateau(self.scheduler):
             self._check_plateau()
             # Torch's scheduler decides by its own mode, 'min' by default.
@@ -215,7 +224,28 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 "(the train_loader has no length). Pass a number, or fit(num_iterations=...)."
             )
         given = {name: steps if value is None else value(steps) for name, value in asked.items()}
-        return factory(optimizer, **{**self.factory_kwargs, **given})
+        arguments = {**self.factory_kwargs, **given}
+        if why := _why_not(factory, optimizer, **arguments):
+            name = getattr(factory, "__name__", type(factory).__name__)
+            raise ConfigurationError(
+                f"LRScheduler: {name} can't be called with the optimizer and the given arguments "
+                f"({', '.join(arguments) or 'none'}): {why}. It takes {inspect.signature(factory)}."
+            )
+        return factory(optimizer, **arguments)
+
+    def _check_step(self) -> None:
+        step = getattr(self.scheduler, "step", None)
+        if step is None:
+            raise ConfigurationError(
+                f"LRScheduler: scheduler made {self.scheduler!r}: it must be a function (optimizer) -> scheduler."
+            )
+        if why := _why_not(step, *([0.0] if _is_plateau(self.scheduler) else [])):
+            raise ConfigurationError(
+                f"LRScheduler: {type(self.scheduler).__name__}.step() can't be called without arguments: {why}. If "
+                "step() takes the number of the epoch or step, write a callback. It creates the scheduler in "
+                "on_train_begin, and calls scheduler.step(self.train_loop_obj.epoch) in on_epoch_begin, or "
+                "scheduler.step(self.train_loop_obj.global_step) in on_after_optimizer_step."
+            )
 
     def _planned_steps(self) -> int | None:
         """Return the number of scheduler steps by the end of ``fit``, including earlier steps; ``None`` if unknown."""
@@ -500,6 +530,45 @@ def _is_plateau(scheduler: Any) -> bool:
     return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
 
 
+def _why_not(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return why a function can't be called with these arguments; empty if it can, or if its signature is unknown."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
+
+
+_NESTED = "trainloop: nested schedulers"
+
+
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state with the states of schedulers in its attributes instead of these schedulers.
+
+    A warm-up scheduler often holds the scheduler that follows it, and torch's ``state_dict`` would return this object.
+    """
+    state = dict(scheduler.state_dict())
+    nested = [name for name, value in state.items() if _is_scheduler(value) and getattr(scheduler, name, None) is value]
+    return {**state, **{name: _state_of(state[name]) for name in nested}, **({_NESTED: nested} if nested else {})}
+
+
+def _load_into(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Load the result of :func:`_state_of` into a scheduler, and into those in its attributes."""
+    state = dict(state)
+    for name in state.pop(_NESTED, ()):
+        inner = getattr(scheduler, name, None)
+        if not _is_scheduler(inner):
+            raise CheckpointError(
+                f"the checkpoint has the state of a scheduler in {type(scheduler).__name__}.{name}, but this script's "
+                f"has {inner!r}. Pass the scheduler of the checkpoint's run."
+            )
+        _load_into(inner, state[name])
+        state[name] = inner
+    scheduler.load_state_dict(state)
+
+
 def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
     """Compare the arguments of a scheduler, and of the schedulers within it, with those in a state."""
     own = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
@@ -510,7 +579,9 @@ def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
     pairs = {name.lstrip("_"): (_plain(state[name]), _plain(own[name])) for name in names}
     kind = type(scheduler).__name__
     found = [(f"{kind}'s {name}", before, now) for name, (before, now) in pairs.items() if before != now]
-    parts, states = getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ())
+    parts, states = list(getattr(scheduler, "_schedulers", ())), list(state.get("_schedulers", ()))
+    parts += [own.get(name) for name in state.get(_NESTED, ())]
+    states += [state[name] for name in state.get(_NESTED, ())]
     return found + [one for part, its in zip(parts, states) for one in _other_settings(part, its)]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from io import IOBase
 from typing import Any
 
 from torch.utils.data import (
@@ -21,7 +24,7 @@ from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 
-__all__ = ["LoaderMarks"]
+__all__ = ["KeptIterators", "LoaderMarks"]
 
 # Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
 # attribute of the user's may change with every sample.
@@ -77,8 +80,11 @@ class LoaderMarks:
                 parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
                 parts += getattr(part, "datasets", ())
 
-    def changed(self) -> bool:
-        """Return True if the loader would be read in another way now. Values of data are not compared."""
+    def changed(self, *, by_epoch: bool = True) -> bool:
+        """Return True if the loader would be read in another way now. Values of data are not compared.
+
+        With ``by_epoch=False``, ignore lengths if a part has ``set_epoch``, which the loop calls.
+        """
         for attributes, count, kept in self._attributes:
             if len(attributes) != count:
                 return True
@@ -86,4 +92,54 @@ class LoaderMarks:
                 now = attributes.get(name)
                 if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
                     return True
+        if not by_epoch and any(callable(getattr(part, "set_epoch", None)) for part, _ in self._lengths):
+            return False
         return any(length_of(part) != length for part, length in self._lengths)
+
+
+class KeptIterators:
+    """Detect that a loader or its stream keeps an iterator, so that an epoch continues where the last one ended.
+
+    Parameters
+    ----------
+    loader
+        Any iterable of batches.
+    name : str
+        Name of the loader in messages.
+    """
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._parts = {name: loader}
+        if is_stream(loader):
+            self._parts[f"{name}.dataset"] = loader.dataset
+        self._before: dict[str, Callable[[], Any]] = {}
+
+    def after_epoch(self) -> str:
+        """Return a warning if an attribute has the iterator that it had at the last epoch's end; empty if none has."""
+        if any(hasattr(part, "load_state_dict") for part in self._parts.values()):
+            return ""
+        own = {
+            f"{name}.{attribute}": (part, value)
+            for name, part in self._parts.items()
+            for attribute, value in getattr(part, "__dict__", {}).items()
+            # torch's own attribute is the iterator of persistent workers, which begins again
+            if hasattr(type(value), "__next__") and not isinstance(value, IOBase) and attribute != "_iterator"
+        }
+        kept = [name for name, (_, value) in own.items() if name in self._before and self._before[name]() is value]
+        self._before = {name: _reference(value) for name, (_, value) in own.items()}
+        if not kept:
+            return ""
+        return (
+            f"{kept[0]} is the same iterator in each epoch, so an epoch continues where the last one ended. "
+            "Checkpoints do not contain this position, and it does not come back from ranks: a resumed run, and in ddp "
+            "and fsdp another fit, begin with the first batch. Define state_dict and load_state_dict in "
+            f"{type(own[kept[0]][0]).__name__} for the position, or create the iterator in __iter__."
+        )
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference if possible: a loader may have replaced an iterator that has workers."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.feed_position import FeedPosition
+from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
@@ -83,10 +84,13 @@ class TrainFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
+        self.about_iterator = ""
+        """Warning about an iterator that the last two epochs shared; empty if there is none."""
         self._epoch = 0
         self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
         self._seed = seed
         self._workers_dataset = WorkersDataset(name)
+        self._kept = KeptIterators(self._users_loader, name)
         self._position = FeedPosition(
             self._source, self._users_loader, name, rank=rank, world_size=world_size, draws_globally=seed is None
         )
@@ -119,11 +123,14 @@ class TrainFeed:
         found = self._source.next_indices()
         return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch."""
+    def set_epoch(self, epoch: int, *, told: bool = False) -> None:
+        """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch.
+
+        With ``told``, :func:`~trainloop.data.loader.loaders.tell_epoch` has set it in the parts of the loader.
+        """
         self._epoch = epoch
-        for holder in loaders.epoch_holders(self._users_loader):
-            holder.set_epoch(epoch)
+        if not told:
+            loaders.tell_epoch(self._users_loader, epoch)
         if loaders.tells_dataset(self._users_loader) and persistent_workers(self.loader) is not None:
             # Running workers have copies of the dataset that would stay at the epoch in which they started.
             end_workers(self.loader)
@@ -200,6 +207,7 @@ class TrainFeed:
     def end_epoch(self) -> None:
         """End the epoch, perhaps before its last step; the next epoch draws a new order."""
         self._position.end_epoch(complete=False)
+        self.about_iterator = self._kept.after_epoch()
 
     def state_dict(
         self, plain: Callable[[Any, str], Any] = lambda value, _: value, *, ended: bool = False

@@ -20,6 +20,7 @@ from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
 from trainloop.data.loader.libraries import cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
+from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of, parts_of_loader
 from trainloop.errors import ConfigurationError
 
@@ -102,6 +103,18 @@ def epoch_holders(loader: Any) -> Iterator[Any]:
     dataset = getattr(loader, "dataset", None)
     parts = (*parts_of_loader(loader).values(), dataset, getattr(dataset, "dataset", None))
     yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
+
+
+def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
+    """Call ``set_epoch`` of the loader's parts, except of those in ``told``; return all parts that now know the epoch.
+
+    A part may have another length in each epoch.
+    """
+    holders = list(epoch_holders(loader.loader if isinstance(loader, SplitBatches) else loader))
+    for holder in holders:
+        if not any(holder is other for other in told):
+            holder.set_epoch(epoch)
+    return holders
 
 
 def tells_dataset(loader: Any) -> bool:

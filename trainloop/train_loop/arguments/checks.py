@@ -21,7 +21,14 @@ from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_names, check_signatures, yields_losses
-from trainloop.optim import MultiOptimizer, named_trained_parameters, needs_closure, optimizers_of, parameters_of
+from trainloop.optim import (
+    MultiOptimizer,
+    named_trained_parameters,
+    needs_closure,
+    optimizers_of,
+    own_parameters,
+    parameters_of,
+)
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
 
@@ -133,7 +140,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, criterion: Any = None) -> 
     if not isinstance(optimizer, (torch.optim.Optimizer, MultiOptimizer)):
         raise ConfigurationError(f"optimizer={short(optimizer)}: must be a torch optimizer or a MultiOptimizer.")
     # The most common mistake: a new model is created (a fold, a notebook cell run twice), but no new optimizer.
-    own = {id(parameter) for parameter in model.parameters()}
+    own = {id(parameter) for parameter in own_parameters(model)}
     singles = optimizers_of(optimizer)
     if len(singles) > 1:
         own |= {id(parameter) for _, parameter in named_trained_parameters(model, criterion)}

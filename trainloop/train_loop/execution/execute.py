@@ -27,7 +27,7 @@ from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
-from trainloop.optim import criterion_modules, explain_no_graph, needs_closure, optimizers_of
+from trainloop.optim import criterion_modules, explain_no_graph, needs_closure, optimizers_of, own_parameters
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -308,7 +308,7 @@ def _initialize_lazy_parameters(loop: LoopState) -> None:
     The weights are those that ``single`` draws in its first forward, unless that forward draws other numbers first
     (dropout).
     """
-    lazy = [p for p in loop.model.parameters() if torch.nn.parameter.is_lazy(p)]
+    lazy = [p for p in own_parameters(loop.model) if torch.nn.parameter.is_lazy(p)]
     loader = next((loader for loader in loaders_of(loop) if loader is not None), None)
     if not lazy or loader is None:
         return

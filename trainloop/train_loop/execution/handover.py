@@ -19,7 +19,7 @@ from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerp
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
-from trainloop.optim import optimizers_of, trained_modules
+from trainloop.optim import optimizers_of, own_parameters, trained_modules
 from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.train_loop.progress.loop_state import LoopState
 
@@ -61,7 +61,7 @@ def known_objects(loop: LoopState) -> list[object]:
     add([loop, loop.history])
     for module in _root_modules(loop):
         add(module.modules())
-        add(module.parameters())
+        add(own_parameters(module))
         add(module.buffers())
     add([loop.optimizer, *optimizers_of(loop.optimizer), loop.criterion])
     for loader in (loop.train_loader, loop.validation_loader, loop.test_loader):
@@ -269,7 +269,7 @@ class RankSide:
                     f"tl.{name} was assigned in the ranks, and loaders do not come back: your process has the one that "
                     "you passed. To use another one after fit, assign it there."
                 )
-            elif marks.changed():
+            elif marks.changed(by_epoch=False):
                 found.append(
                     f"tl.{name} or its dataset or sampler was changed in the ranks, and data do not come back: in your "
                     "process, they are unchanged. To use the change after fit, make it there, too."

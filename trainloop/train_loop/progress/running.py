@@ -66,5 +66,5 @@ class TrainingRun(Protocol):
     def seeing_functions(self, *, idle: bool = False) -> AbstractContextManager[None]:
         """Attach divisors to the results of functions; ``idle``: the batch is another rank's."""
 
-    def take_data(self) -> None:
-        """Read the loop's loaders from now on. Collective if ranks exchange sizes."""
+    def take_data(self, epoch: int | None = None) -> None:
+        """Read the loop's loaders from now on, as they are in ``epoch``. Collective if ranks exchange sizes."""

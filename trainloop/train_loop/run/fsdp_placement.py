@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
-from trainloop.optim import inner_optimizers, parameters_of
+from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
+from trainloop.parallel.misuse import RefusesLostChanges, is_of_shards
 from trainloop.parallel.shards import (
     free,
     full_tensor,
@@ -63,8 +63,8 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-class _RefusesIgnored(TorchFunctionMode):
-    """Raise an error for changes of sharded parameters that FSDP ignores; it keeps its own references to the shards."""
+class _RefusesIgnored(RefusesLostChanges):
+    """Raise an error also for changes of sharded parameters that FSDP ignores; it keeps its own references to them."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _IGNORED and args and is_sharded(args[0]):
@@ -72,7 +72,7 @@ class _RefusesIgnored(TorchFunctionMode):
                 f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
                 "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
             )
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
         with _RefusesIgnored():
             yield
     except RuntimeError as error:
-        if "DTensor" not in str(error) and "Sharding propagation" not in str(error):
+        if not is_of_shards(error):
             raise
         raise ConfigurationError(
             f"{what} uses a parameter of which this rank has a shard only, a DTensor, outside of get_loss, "
@@ -255,7 +255,7 @@ def sharded(
             names.update((id(p), name) for _, name, p in _found_again(model, shards))
             file = result_file() if values_to == "host" else None
             _write_back(
-                [*{id(p): p for p in (*model.parameters(), *first.values())}.values()],
+                [*{id(p): p for p in (*own_parameters(model), *first.values())}.values()],
                 names,
                 originals,
                 kept,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import all_optimizers, criterion_modules
+from trainloop.optim import all_optimizers, criterion_modules, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import expect_samples, refuse_changes_in_get_loss
@@ -257,7 +257,7 @@ def _wrapped(
         wrapper = TTDataParallel(model, **{**which, **(wrapper_args or {})})
         refuse_changes_in_get_loss(wrapper)
         return wrapper
-    if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in model.parameters()):
+    if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in own_parameters(model)):
         # Gradients are views of the reduced buckets, so they are copied neither into the buckets nor out of them.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}
         if devices[0].type == "cuda":

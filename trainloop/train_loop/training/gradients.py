@@ -25,7 +25,15 @@ from trainloop import distributed
 from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, explain_sparse, needs_closure, optimizers_of, parameters_of, trained_parameters
+from trainloop.optim import (
+    MultiLoss,
+    explain_sparse,
+    needs_closure,
+    optimizers_of,
+    own_parameters,
+    parameters_of,
+    trained_parameters,
+)
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
@@ -107,7 +115,7 @@ class Gradients:
 
     def _take_parameters(self) -> None:
         loop = self._run.loop
-        self.parameters: list[Tensor] = list(loop.model.parameters())
+        self.parameters: list[Tensor] = [*own_parameters(loop.model)]
         # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
         self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion)
         self._beside: set[int] = set()
@@ -226,7 +234,7 @@ class Gradients:
         found = [p.grad for p in self.learned]
         if self._place.collective:  # gathered parameters, whose gradients are not reduced yet
             known = set(map(id, self.learned))
-            own = [p.grad for p in self._run.loop.model.parameters() if id(p) not in known]
+            own = [p.grad for p in own_parameters(self._run.loop.model) if id(p) not in known]
             found += [gradient for gradient in own if gradient is not None]
         return found
 

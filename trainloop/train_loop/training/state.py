@@ -453,10 +453,13 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     compared = {name: None if name in buffers else value for name, value in own.items()}
     wrong = described_differences(compared, saved, "checkpoint", left_out)
     if wrong:
+        compiled = any("_orig_mod." in name for name in {*own} ^ {*saved})
         raise CheckpointError(
             f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
             "without resume_from. If a callback changed the model in that run, it must do so again in on_train_begin, "
             "where tl.resumed is True and tl.epoch is the epoch to resume in."
+            + " Names with _orig_mod come from torch.compile(module); module.compile() keeps the names."
+            * compiled
         )
     _check_left_out(own, left_out)
     optimizers = optimizers_of(loop.optimizer)
@@ -575,6 +578,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     place, ranks = state["place"], state["ranks"]
     _check_own_states(run, ranks)
     if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
+        run.take_data(place["epoch"])
         _steps_here(run, place)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
@@ -594,7 +598,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     _load_rank_states(loop, ranks, same_ranks=same_ranks)
     for hook in run.hooks.on_resume:
         hook()
-    run.take_data()
+    run.take_data(place["epoch"])
     run.skip_steps = _steps_here(run, place)
     if place.get("cut"):
         _skip_cut(run, place)

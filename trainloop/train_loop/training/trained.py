@@ -18,7 +18,7 @@ from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
-from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, parameters_of
+from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, own_parameters, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.shards import bit_sums
@@ -100,7 +100,7 @@ class TrainedParameters:
         beside, buffers = _own_tensors(criterion, self._model)
         if criterion is not self._known_criterion and (beside or buffers):
             return False
-        now = [*self._model.parameters(), *beside]
+        now = [*own_parameters(self._model), *beside]
         before = [*self._parameters, *self._beside]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -205,7 +205,7 @@ class TrainedParameters:
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
         buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
         settings = _settings_of(optimizers)
-        of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*self._model.parameters(), *self._beside)})
+        of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*own_parameters(self._model), *self._beside)})
         if not named and not buffers and not settings and not of_callbacks:
             return
         of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
@@ -318,7 +318,7 @@ def _own_tensors(criterion: Any, model: nn.Module) -> tuple[list[Tensor], list[T
     modules = criterion_modules(criterion)
     if not modules:
         return [], []
-    of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    of_model = {id(tensor) for tensor in (*own_parameters(model), *model.buffers())}
     parameters = [p for _, p in named_trained_parameters(model, criterion) if id(p) not in of_model]
     return parameters, [b for module in modules for b in module.buffers() if id(b) not in of_model]
 

@@ -40,6 +40,7 @@ from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
+from trainloop.data.loader.loaders import tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
@@ -131,6 +132,8 @@ class Training(Run):
         self._job = job
         self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
         self._marks: LoaderMarks | None = None
+        self._told_of_iterator = False
+        self._told: tuple[int, list[Any]] = (-1, [])  # the epoch that parts of the loader know
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
         self._skipped = _Skipped()
@@ -314,9 +317,16 @@ class Training(Run):
         self.watch = observer
         self.feed.note_indices()
 
-    def take_data(self) -> None:
-        """Read the loop's training loader from now on, if it or a part of it has changed since the last call."""
+    def take_data(self, epoch: int | None = None) -> None:
+        """Read the loop's training loader from now on, if it or a part of it has changed since the last call.
+
+        With ``epoch``, the parts are told the epoch first: their lengths may depend on it.
+        """
         loader = self.loop.train_loader
+        if epoch is not None:
+            check_loader(loader, "train_loader", optional=False)
+            told = self._told[1] if self._told[0] == epoch else []
+            self._told = epoch, tell_epoch(loader, epoch, told)
         if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
             return
         check_loader(loader, "train_loader", optional=False)
@@ -451,7 +461,7 @@ class Training(Run):
                 self._told_of_eval = True
                 warn_or_print(EVAL_UNDONE)
         # This is after the hook, in which callbacks may change everything, and before the first forward.
-        self.take_data()
+        self.take_data(loop.epoch)
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
@@ -475,7 +485,7 @@ class Training(Run):
         self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
             self.display.write(about_eval_mode(loop.model, self._kept_in_eval))
-        self.feed.set_epoch(loop.epoch)
+        self.feed.set_epoch(loop.epoch, told=True)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
@@ -550,6 +560,10 @@ class Training(Run):
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
+        if self.feed.about_iterator and not self._told_of_iterator and (self.savers or self.parallel):
+            self._told_of_iterator = True
+            if loop.is_global_zero:
+                warn_or_print(self.feed.about_iterator)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
