@@ -109,14 +109,14 @@ class KeptIterators:
     """
 
     def __init__(self, loader: Any, name: str) -> None:
-        self._parts = {name: loader}
+        self._parts: dict[str, Any] = {} if type(loader) is DataLoader else {name: loader}
         if is_stream(loader):
             self._parts[f"{name}.dataset"] = loader.dataset
         self._before: dict[str, Callable[[], Any]] = {}
 
     def after_epoch(self) -> str:
         """Return a warning if an attribute has the iterator that it had at the last epoch's end; empty if none has."""
-        if any(hasattr(part, "load_state_dict") for part in self._parts.values()):
+        if not self._parts or any(hasattr(part, "load_state_dict") for part in self._parts.values()):
             return ""
         own = {
             f"{name}.{attribute}": (part, value)

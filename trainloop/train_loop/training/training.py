@@ -324,7 +324,8 @@ class Training(Run):
         """
         loader = self.loop.train_loader
         if epoch is not None:
-            check_loader(loader, "train_loader", optional=False)
+            if self._marks is None or self._marks.loader is not loader:
+                check_loader(loader, "train_loader", optional=False)
             told = self._told[1] if self._told[0] == epoch else []
             self._told = epoch, tell_epoch(loader, epoch, told)
         if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
