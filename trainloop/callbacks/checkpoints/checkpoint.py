@@ -329,7 +329,9 @@ class ModelCheckpoint(Saver):
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.take_over(state["run"], None if self._restarted else state["step"], same_metric=same)
             path, value = state.get("best", (None, None))  # older checkpoints lack this entry
-            if same and path is not None and self._checkpoints.run != state["run"]:
+            # Each rank of a launcher takes up a finished run by itself, without a rank of the loop's.
+            first = distributed.is_global_zero()
+            if first and same and path is not None and self._checkpoints.run != state["run"]:
                 warn(
                     f"ModelCheckpoint({self.dirpath!r}): this run resumes in another folder, or not from its newest "
                     "checkpoint, so best_path, load_best() and keep count only the checkpoints that it writes from now "
