@@ -197,22 +197,22 @@ _ATTRIBUTE = table_of(ATTRIBUTES)
 _OF_MODELS, _OF_CALLBACKS = table_of(MODEL_ATTRIBUTES), table_of(CALLBACK_ATTRIBUTES)
 
 
-def attribute_hint(name: str) -> str:
+def attribute_hint(name: str, table: Mapping[str, str] = _ATTRIBUTE) -> str:
     """Return a sentence that names the replacement of another library's attribute; an empty string if unknown."""
-    here = _ATTRIBUTE.get(name)
+    here = table.get(name)
     return "" if here is None else f". The equivalent here is {here}"
 
 
 def explain_attribute(error: AttributeError, model: Any, callbacks: Sequence[Any]) -> None:
     """If a model or a callback lacks an attribute of another library's, add the equivalent to the error's text."""
-    table: Mapping[str, str] = {}
-    if error.obj is model:
-        table = _OF_MODELS
-    elif any(error.obj is callback for callback in callbacks):
-        table = _OF_CALLBACKS
-    here = table.get(error.name or "")
-    if here is not None:
-        error.args = (f"{error}. The equivalent here is {here}.",)
+    # In dp, an error of a replica's thread is raised again, with its text only.
+    found = re.search(r"'(\w+)' object has no attribute '(\w+)'\s*$", str(error))
+    if found is None:
+        return
+    tables = {**{type(callback).__name__: _OF_CALLBACKS for callback in callbacks}, type(model).__name__: _OF_MODELS}
+    hint = attribute_hint(found[2], tables.get(found[1], {}))
+    if hint:
+        error.args = (f"{str(error).rstrip()}{hint}.",)
 
 
 def explain_log(error: TypeError) -> None:

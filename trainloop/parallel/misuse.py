@@ -30,6 +30,7 @@ __all__ = [
     "explain_outside",
     "explain_replica",
     "explain_sharded",
+    "is_compiled",
     "is_of_shards",
     "refuse_exchanges",
     "refuse_gradients_of_shards",
@@ -251,8 +252,9 @@ def _changes(name: str) -> bool:
     return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_")
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+def is_compiled(module: nn.Module) -> bool:
+    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
@@ -554,12 +556,12 @@ class WatchedForwards:
         self._warned = False
         units = list(units)
         # With a mode of torch's functions in these forwards only, compiled code would be compiled again.
-        compiled = any(_is_compiled(module) for module in units[-1][1].modules()) if units else False
+        compiled = any(is_compiled(module) for module in units[-1][1].modules()) if units else False
         self._sees_functions = not compiled
         self._seen: dict[str, list[_Seen]] = {}
         self._hooks: list[Any] = []
         for name, unit in units:
-            if _is_compiled(unit):
+            if is_compiled(unit):
                 continue  # hooks would become part of the compiled graph
             is_root = unit is units[-1][1]
             # FSDP's own hooks gather parameters before these hooks, and free parameters after them.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainloop.errors import ConfigurationError
+from trainloop.optim import own_parameters
 
 __all__ = ["check_dtypes", "units_of"]
 
@@ -43,7 +44,7 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     units = []
     for name, unit in chosen:
         inside = {id(part) for part in unit.modules()}
-        if all(users[id(p)] <= inside for p in unit.parameters()):
+        if all(users[id(p)] <= inside for p in own_parameters(unit)):
             units.append((name, unit))
     return sorted(units, key=lambda item: -item[0].count("."))
 
@@ -137,16 +138,12 @@ def _users(module: nn.Module) -> dict[int, set[int]]:
 
 
 def _can_be_unit(part: nn.Module) -> bool:
-    return _has_forward(part) and _any(part.parameters())
+    return _has_forward(part) and bool(own_parameters(part))
 
 
 def _has_forward(part: nn.Module) -> bool:
     # A plain container's forward is never called, so FSDP's hooks would not run.
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
-
-
-def _any(items: Iterator[object]) -> bool:
-    return next(items, None) is not None
 
 
 def _shown(shard: Any) -> str:

@@ -19,7 +19,7 @@ from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.samplers import length_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim import optimizers_of, own_parameters
 from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args_of
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
@@ -176,7 +176,7 @@ class _Clock(AbstractCallback):
 @contextlib.contextmanager
 def _off_the_gpu(loop: TrainLoop[Any]) -> Iterator[None]:
     """Move the loop's own model and optimizer to host memory in the block, since a real training has only one copy."""
-    tensors = [*loop.model.parameters(), *loop.model.buffers()]
+    tensors = [*own_parameters(loop.model), *loop.model.buffers()]
     for optimizer in optimizers_of(loop.optimizer):
         states = [state for state in optimizer.state.values() if isinstance(state, dict)]
         tensors += [value for state in states for value in state.values() if torch.is_tensor(value)]

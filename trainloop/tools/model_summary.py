@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainloop._support.nested import parts_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of
+from trainloop.optim import MultiLoss, optimizers_of, own_parameters
 from trainloop.parallel.shards import dense_parts
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch
@@ -172,7 +172,7 @@ def _counted(
     precision = nullcontext() if amp.dtype is None else torch.autocast(device.type, amp.dtype)
     counter = FlopCounterMode(display=False)
     is_input = isinstance(batch, Tensor)
-    if any(map(is_lazy, model.parameters())):
+    if any(map(is_lazy, own_parameters(model))):
         with torch.no_grad(), evaluating(model), precision:
             model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), 1)
     with _shapes_of(model) as shapes, counter, _saved_bytes(model) as activations:
@@ -189,7 +189,7 @@ def _counted(
                 total.backward()
                 step = counter.get_total_flops()
     # All parameters need gradients, so that a step creates the optimizer's state for all of them.
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in own_parameters(model) if p.requires_grad]
     for p in trained:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -198,7 +198,7 @@ def _counted(
         samples=samples,
         forward_flops=forward,
         step_flops=step,
-        weight_bytes=_bytes([*model.parameters(), *model.buffers()]),
+        weight_bytes=_bytes([*own_parameters(model), *model.buffers()]),
         gradient_bytes=_bytes(trained),
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
@@ -226,7 +226,7 @@ def _layers(
     for name, module in modules:
         if name.count(".") + bool(name) > depth:
             continue
-        parameters = list(module.parameters())
+        parameters = own_parameters(module)
         # get_loss may call submodules outside of the model's forward, so the model's count is the total.
         count = flops_of(name) if name else forward
         yield Layer(
@@ -267,7 +267,7 @@ def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
     Its value is a function that returns the bytes that autograd keeps for backward, without weights.
     """
-    own = [part for t in (*model.parameters(), *model.buffers()) for part in dense_parts(t)]
+    own = [part for t in (*own_parameters(model), *model.buffers()) for part in dense_parts(t)]
     weights = {part.untyped_storage().data_ptr() for part in own}
     kept: dict[int, int] = {}
 
@@ -301,7 +301,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in parts_of(value) or () for tensor in _tensors(part)]
 
 
-def _bytes(tensors: list[Tensor]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     parts = [part for tensor in tensors for part in dense_parts(tensor)]
     storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in parts}
     return sum(storages.values())

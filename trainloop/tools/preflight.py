@@ -29,7 +29,7 @@ from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
 from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
-from trainloop.optim import MultiLoss, optimizers_of, trained_modules
+from trainloop.optim import MultiLoss, optimizers_of, own_parameters, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.scatter import NotDivisibleError, chunk_sizes, scatter
 from trainloop.parallel.units import units_of
@@ -176,14 +176,14 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     """Describe the sharded units, the bytes of one rank's shards, and the bytes that are gathered at the same time."""
     ranks = loop.run_config.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
-    units = {name: sum(map(_bytes, unit.parameters())) for name, unit in units_of(loop.model, sharding.get("shard"))}
-    total = sum(map(_bytes, loop.model.parameters()))
+    units = {name: sum(map(_bytes, own_parameters(unit))) for name, unit in units_of(loop.model, sharding.get("shard"))}
+    total = sum(map(_bytes, own_parameters(loop.model)))
     if not units and ranks > 1:
         raise _Found(
             f"no repeated blocks: the whole model ({format_bytes(total)}) is gathered on each rank for each step. Pass "
             "the class of its blocks: fit(fsdp_model_args={'shard': [Block]})."
         )
-    gradients = sum(_bytes(p) for p in loop.model.parameters() if p.requires_grad)
+    gradients = sum(_bytes(p) for p in own_parameters(loop.model) if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
     return (
         f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // parts)} "
@@ -403,7 +403,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     # Another check reports parameters without a gradient; this check compares the others.
     exchanges: list[str] = []
     with noting_exchanges(exchanges):
-        unused = any(p.grad is None for p in _after_backward(loop)[0].parameters() if p.requires_grad)
+        unused = any(p.grad is None for p in own_parameters(_after_backward(loop)[0]) if p.requires_grad)
     if exchanges:
         return (
             f"not compared: get_loss calls {exchanges[0]}, so its loss over the rows of all ranks is not the mean of "
@@ -421,7 +421,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
         arguments["ddp_model_args"] = {"find_unused_parameters": True}
     many = _trained(loop, mode, ranks, steps, 1, **arguments)
     worst, where = 0.0, ""
-    for (name, a), b in zip(single.named_parameters(), many.parameters(), strict=True):
+    for (name, a), b in zip(single.named_parameters(), own_parameters(many), strict=True):
         # The difference is relative to the tensor's largest value, since single entries may be arbitrarily close to
         # zero.
         scale = max(float(a.detach().abs().max()) if a.numel() else 0.0, 1e-6)

@@ -148,16 +148,21 @@ class PortedCallback(AbstractCallback):
         self.trainer.should_stop = True  # type: ignore[attr-defined]
 
 
-def ported_loop(**keywords: Any) -> TrainLoop[Any]:
+def ported_loop(mode: str = "single", **keywords: Any) -> TrainLoop[Any]:
     model = Ported(**keywords)
     rows = TensorDataset(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainLoop(model, DataLoader(rows), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), progress_bar=False)
+    return TrainLoop(
+        model, DataLoader(rows, 2), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), progress_bar=False,
+        gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2,
+    )  # fmt: skip
 
 
 def test_an_attribute_of_other_libraries_models_and_callbacks_says_the_one_here() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'current_epoch'.*self\.train_loop_obj in a callback"):
         ported_loop().fit(num_epochs=1)
+    with pytest.raises(AttributeError, match=r"no attribute 'current_epoch'\. The equivalent here is"):
+        ported_loop("dp").fit(num_epochs=1)  # raised again by the thread of a replica
     with pytest.raises(AttributeError, match=r"no attribute 'trainer'\. The equivalent here is self\.train_loop_obj"):
         ported_loop().fit(num_epochs=1, callbacks=[PortedCallback()])
     model, callback = TTModel, AbstractCallback

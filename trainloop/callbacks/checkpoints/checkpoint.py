@@ -24,7 +24,7 @@ from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import criterion_module
+from trainloop.optim import criterion_module, own_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -246,7 +246,7 @@ class ModelCheckpoint(Saver):
             criterion = criterion_module(loop.criterion) if state.get("criterion") else None
             if criterion is not None:  # without the tensors of the model
                 criterion.load_state_dict({**criterion.state_dict(), **state["criterion"]})
-            loop.note(left_behind=loop.left_behind and any(p.is_meta for p in loop.model.parameters()))
+            loop.note(left_behind=loop.left_behind and any(p.is_meta for p in own_parameters(loop.model)))
         return state
 
     # -- for the loop --------------------------------------------------------------------------------------------------

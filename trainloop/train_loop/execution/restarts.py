@@ -23,7 +23,7 @@ from trainloop._launch.failures import Failure, describe_failure, with_note
 from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
-from trainloop.optim import optimizers_of, trained_modules
+from trainloop.optim import optimizers_of, own_parameters, trained_modules
 from trainloop.parallel.shards import bytes_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.arguments.options import Restart, RestartOptions
@@ -161,7 +161,7 @@ class Supervisor:
 def _room_in_memory(loop: LoopState) -> int:
     """Return how many bytes of memory the private folder needs; 0 if the run is not allowed that much memory."""
     modules = trained_modules(loop.model, loop.criterion)
-    weights = sum(bytes_of(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    weights = sum(bytes_of(tensor) for module in modules for tensor in (*own_parameters(module), *module.buffers()))
     states = [state for optimizer in optimizers_of(loop.optimizer) for state in optimizer.state.values()]
     held = sum(
         bytes_of(t) for state in states if isinstance(state, dict) for t in state.values() if isinstance(t, Tensor)

@@ -21,6 +21,7 @@ from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
+from trainloop.optim import own_parameters
 from trainloop.train_loop.arguments import checks as check
 from trainloop.train_loop.arguments.options import End, Options, Restart
 from trainloop.train_loop.arguments.run_config import RunConfig
@@ -425,7 +426,7 @@ class LoopState:
         return set() if self.running is None else self.running.rank_zero_only_names
 
     def __repr__(self) -> str:
-        number = sum(p.numel() for p in self.model.parameters() if not torch.nn.parameter.is_lazy(p))
+        number = sum(p.numel() for p in own_parameters(self.model) if not torch.nn.parameter.is_lazy(p))
         devices, quota = self.run_config.devices, self.options.quota
         where = devices[0].type if len(devices) == 1 else f"{len(devices)} x {devices[0].type}"
         precision = self.options.amp.described(devices[0])

@@ -252,8 +252,7 @@ class TrainedParameters:
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
         """Warn, on rank 0, about buffers that differ between ranks. Collective."""
-        everyone = distributed.exchange_ints(sums)
-        odd = [name for i, name in enumerate(names) if len({theirs[i] for theirs in everyone}) > 1]
+        odd = _different(names, sums)
         if distributed.is_global_zero():
             warn_or_print(
                 f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
@@ -284,10 +283,15 @@ def _of_callbacks(callbacks: Sequence[AbstractCallback], others: set[int]) -> di
     }
 
 
+def _different(names: list[str], sums: list[int]) -> list[str]:
+    """Return the names, of rank 0, whose sums differ between ranks. Collective."""
+    everyone = distributed.gather_object(dict(zip(names, sums, strict=True)))
+    return [name for name, value in everyone[0].items() if any(one.get(name) != value for one in everyone)]
+
+
 def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:
     """Warn, on rank 0, about parameters of callbacks that differ between ranks. Collective."""
-    everyone = distributed.gather_object(list(zip(names, sums, strict=True)))
-    odd = [name for name, value in dict(everyone[0]).items() if any(dict(one).get(name) != value for one in everyone)]
+    odd = _different(names, sums)
     if odd and distributed.is_global_zero():
         warn_or_print(
             f"the callbacks' parameters {described_names(odd)} differ between ranks, as each rank trains them with its "

@@ -44,7 +44,7 @@ from trainloop.data.loader.loaders import tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
-from trainloop.parallel.misuse import explain_outside, refuse_exchanges
+from trainloop.parallel.misuse import explain_outside, is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
@@ -309,6 +309,7 @@ class Training(Run):
         super().assigned(name)
         if name in ("optimizer", "criterion"):
             self.gradients.assigned(name)
+            self._looks_again = self.loop.global_step
         elif name == "num_iterations":
             self._last_iteration = self._end_in_iterations()
 
@@ -469,7 +470,7 @@ class Training(Run):
         self._checks_backward = self.gradients.combines
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         trained = trained_modules(loop.model, loop.criterion)
-        self._sees_functions = any(_is_compiled(part) for module in trained for part in module.modules())
+        self._sees_functions = any(is_compiled(part) for module in trained for part in module.modules())
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
             self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
         if self._kept_in_eval is None and loop.is_global_zero:
@@ -722,8 +723,8 @@ class Training(Run):
     def watching_counters(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
         """Warn once per fit of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
 
-        In modes in which that rank does nothing, exchanges of ``get_loss`` with it are errors. The numbers would then
-        differ between ranks, which is right for a sum over samples, but not for a count of steps.
+        These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
+        steps. In modes in which that rank does nothing, exchanges of ``get_loss`` with it are errors.
         """
         loop, counts = self.loop, step.counts or [0]
         ranks = [rank for rank, n in enumerate(counts) if n > i]
@@ -861,11 +862,6 @@ class _Skipped:
             self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
             self._since, self._least = 0, None
         return self._before
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
