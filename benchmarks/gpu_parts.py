@@ -7,6 +7,7 @@ JSON to a file descriptor.
 import argparse
 import copy
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -41,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 CRITERION = nn.CrossEntropyLoss()
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+_adamw = partial(torch.optim.AdamW, lr=1e-4, fused=CUDA or None)
 
 
 def wait() -> None:
@@ -174,7 +176,7 @@ class Bench:
         return {
             **{name: partial(self.check, check) for name, check in CHECKS.items()},
             "tests/gpu: data and training": lambda: self.tests("data", "training"),
-            "tests/gpu: the others": lambda: self.tests("devices", "launch", "parallel", "restarts", "fsdp"),
+            "tests/gpu: the others": lambda: self.tests("devices", "launch", "parallel", "restarts", "fsdp", at_once=4),
             "MLP": lambda: self.ratio(MLP, self.small),
             "MLP, compile='step'": self.as_one_graph,
             "synchronisations in ten steps": self.waits,
@@ -192,7 +194,7 @@ class Bench:
         self, make_model: Callable[[], Any], batches: Any, dtype: torch.dtype | None = None, **options: Any
     ) -> dict[str, Any]:
         """Both loops in turn, over the same batches; medians."""
-        options.setdefault("optimizer_of", partial(torch.optim.AdamW, lr=1e-4, fused=CUDA or None))
+        options.setdefault("optimizer_of", _adamw)
         warm_up = max(1, len(batches) // 5)
         model, seconds = make_model(), {"PyTorch": [], "trainloop": []}  # type: dict[str, list[float]]
         for _ in range(self.rounds):
@@ -204,9 +206,12 @@ class Bench:
     def check(self, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return check() if CUDA else {"left_out": "needs a GPU"}
 
-    def tests(self, *names: str) -> dict[str, Any]:
+    def tests(self, *names: str, at_once: int = 1) -> dict[str, Any]:
+        """``at_once``: files that may run beside each other, if pytest-xdist is installed."""
         files = [f"tests/gpu/test_{name}_gpu.py" for name in names]
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files, "-p", "no:cacheprovider"]
+        if at_once > 1 and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(at_once), "--dist", "loadfile", "-p", "no:benchmark"]  # which warns beside xdist
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         lines: deque[str] = deque([""], maxlen=1)
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as pytest:
@@ -252,11 +257,14 @@ class Bench:
         return self.ratio(partial(ResNet18, width, 10), DataLoader(data, batch, pin_memory=CUDA), torch.bfloat16)
 
     def ddp(self) -> dict[str, Any]:
+        """Both loops in one rank each, over the same loader."""
         x, y = (torch.cat([batch[i].cpu() for batch in self.small]) for i in (0, 1))
-        clock = Clock(max(1, len(self.small) // 5))
-        loop = make_loop(MLP().cpu(), DataLoader(TensorDataset(x, y), 32), torch.optim.AdamW, None, gpu_mode="ddp")
-        loop.fit(num_epochs=1, callbacks=[clock])
-        return {"trainloop_us": clock.seconds * 1e6, "backend": "nccl" if CUDA else "gloo"}
+        data, warm_up = TensorDataset(x, y), max(1, len(self.small) // 5)
+        by_hand = launch(partial(_trains, data, warm_up), ranks_per_node=1, devices=[DEVICE])
+        clock = Clock(warm_up)
+        make_loop(MLP().cpu(), DataLoader(data, 32), _adamw, None, gpu_mode="ddp").fit(num_epochs=1, callbacks=[clock])
+        own = clock.seconds * 1e6
+        return {**by_hand, "trainloop_us": own, "ratio": own / by_hand["by_hand_us"]}
 
     def two_ranks(self) -> dict[str, Any]:
         return launch(partial(_reduces, 3 if self.tiny else 200), ranks_per_node=2, devices=[DEVICE] * 2)
@@ -283,6 +291,23 @@ class Bench:
             found[f"{mode}_s"] = clock.first - began  # clocks of processes are the machine's
             found[f"{mode}_whole_s"] = time.perf_counter() - began
         return found
+
+
+def _trains(data: TensorDataset, warm_up: int, stop: Any) -> dict[str, Any]:
+    """In the only rank: a hand-written loop with torch's DistributedDataParallel."""
+    model = nn.parallel.DistributedDataParallel(MLP().to(DEVICE), [DEVICE] if CUDA else None)
+    optimizer, began = _adamw(model.parameters()), 0.0
+    for step, (x, y) in enumerate(DataLoader(data, 32)):
+        if step == warm_up:
+            wait()
+            began = time.perf_counter()
+        loss = CRITERION(model(x.to(DEVICE)), y.to(DEVICE))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wait()
+    seconds = (time.perf_counter() - began) / (len(data) / 32 - warm_up)
+    return {"by_hand_us": seconds * 1e6, "backend": dist.get_backend()}
 
 
 def _reduces(steps: int, stop: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from trainloop.data import EvalFeed, TrainFeed
 
@@ -48,6 +48,34 @@ def test_batches_arrive_on_the_gpu_in_order(seed: int | None, kwargs: dict[str, 
             for got, want in zip(given, expected, strict=True)
             for a, b in zip(got, want, strict=True)
         )
+
+
+@pytest.mark.parametrize("sampler", [None, [5, 3, -1] * 30], ids=["own", "a list"])
+@pytest.mark.parametrize("subset", [False, True], ids=["all rows", "a subset"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_of_a_loader_that_pins_are_torch_s_and_pinned(shuffle: bool, subset: bool, sampler: Any) -> None:
+    data = TensorDataset(torch.arange(4096.0).reshape(1024, 4), torch.arange(1024))
+    dataset: Any = Subset(data, range(1000, 100, -1)) if subset else data
+    order = {"shuffle": shuffle} if sampler is None else {"sampler": sampler}
+    loader = DataLoader(dataset, 64, pin_memory=True, **order)
+    torch.manual_seed(0)
+    expected = list(loader)
+    torch.manual_seed(0)
+    found = [step.batches[0] for step in TrainFeed(loader, seed=None).steps(1)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert all(part.is_pinned() for batch in found for part in batch)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["on the GPU", "partly on the GPU"])
+def test_batches_that_are_on_the_gpu_are_used_as_they_are(mixed: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.arange(4096.0, device=device).reshape(64, 16, 4)
+    batches = [(rows, torch.arange(16) if mixed else rows[:, 0]) for rows in x]
+    with no_synchronisation():
+        found = [step.batches[0] for step in TrainFeed(batches, seed=None, device=device).steps(1)]
+    assert [rows.data_ptr() for rows, _ in found] == [rows.data_ptr() for rows in x]
+    assert all(y.device == device for _, y in found)
+    torch.testing.assert_close([y.cpu() for _, y in found], [y.cpu() for _, y in batches], rtol=0, atol=0)
 
 
 class Pair:

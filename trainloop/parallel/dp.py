@@ -154,6 +154,8 @@ class TTDataParallel(Transparent, DataParallel):
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
+        if len(devices) == 1:
+            return self._alone(method, args, kwargs)
         # Parameters may have been moved since construction; an error from the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
@@ -190,6 +192,16 @@ class TTDataParallel(Transparent, DataParallel):
             if isinstance(outputs[0], Generator):
                 return self._passes(outputs, replicas, devices, sizes, criterion, watched)
             return self._loss_of_all(outputs, sizes, criterion)
+
+    def _alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the results of the module itself, on the only device."""
+        self.__dict__["_tt_samples"] = None
+        args, kwargs = _on_devices([(args, kwargs)], self._tt_devices)[0]
+        try:
+            return _bound(self.module, method)(*args, **kwargs)
+        except RuntimeError:
+            self._check_on(self._tt_devices[0])  # an error from a kernel does not name the tensor
+            raise
 
     def _chunks(self, given: dict[Any, Any], number: int) -> tuple[list[dict[Any, Any]], list[int]]:
         """Return the arguments of each replica, and its number of samples."""

@@ -415,24 +415,31 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
     device : torch.device
         A CUDA device.
     """
-    copies = _copy_stream(torch.cuda.current_device() if device.index is None else device.index)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    copies = _copy_stream(device.index)
 
-    def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event]:
+    def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event | None]:
         size, batch = item
-        # The loader's own code may have put the batch on the GPU, by work on the current stream.
-        copies.wait_stream(torch.cuda.current_stream(device))
+        where = _places(batch)
+        if where <= {device}:  # the loader's own code has put it there: in order with the steps, as in a loop by hand
+            return size, batch, None
+        if where != _ON_HOST:
+            # The loader's own code may have put a part on the GPU, by work on the current stream.
+            copies.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copies):
             moved = move_to(pin(batch), device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(copies)
         return size, moved, copied
 
-    def finish(started: tuple[Any, Any, torch.cuda.Event]) -> tuple[Any, Any]:
+    def finish(started: tuple[Any, Any, torch.cuda.Event | None]) -> tuple[Any, Any]:
         size, batch, copied = started
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(copied)
-        # Otherwise the allocator reuses the memory when Python frees it, although this stream still reads it.
-        record_use(batch, stream)
+        if copied is not None:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(copied)
+            # Otherwise the allocator reuses the memory when Python frees it, although this stream still reads it.
+            record_use(batch, stream)
         return size, batch
 
     ahead = None
@@ -444,3 +451,18 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
         ahead = following
     if ahead is not None:
         yield finish(ahead)
+
+
+_ON_HOST = {torch.device("cpu")}
+
+
+def _places(batch: Any) -> set[torch.device | None]:
+    """Return the devices of a batch's plain tensors, and None for all that is moved in another way."""
+    found: set[torch.device | None] = set()
+
+    def look(part: Any) -> Any:
+        found.add(part.device if isinstance(part, Tensor) and _is_plain(part) else None)
+        return part
+
+    _map(look, "to", batch)
+    return found

@@ -24,16 +24,20 @@ class TensorRows:
         Tensors of the dataset: contiguous, on the CPU, without gradients.
     rows : Tensor or None
         For a subset, the row of each of its indices; None for the full dataset.
+    pinned : bool
+        Return batches in pinned memory, from which a GPU can copy while the host goes on.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None, pinned: bool = False) -> None:
         self._tensors = tensors
         self._rows = rows
+        self._pinned = pinned
 
     @classmethod
     def of(cls, loader: Any) -> TensorRows | None:
         """Return the rows of a loader's dataset; None if the loader does not just index these rows."""
-        if not loads_batches_here(loader) or loader.collate_fn is not default_collate:
+        pinned = _pins(loader)
+        if not loads_batches_here(loader, pinned=pinned) or loader.collate_fn is not default_collate:
             return None
         dataset, rows = loader.dataset, None
         while type(dataset) is Subset:
@@ -55,23 +59,25 @@ class TensorRows:
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
             return None
-        return cls(dataset.tensors, rows)
+        return cls(dataset.tensors, rows, pinned)
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
         """Return a copy of the rows ``start`` to ``stop`` as a batch."""
         if self._rows is not None:
-            return [tensor.index_select(0, self._rows[start:stop]) for tensor in self._tensors]
+            return self._rows_at(self._rows[start:stop])
+        if self._pinned:
+            return [tensor[start:stop].pin_memory() for tensor in self._tensors]
         return [tensor[start:stop].clone() for tensor in self._tensors]
 
     def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
         """Yield the indexed rows (int64 indices, not negative) in batches; the last batch may be shorter."""
-        tensors, rows = self._tensors, self._rows
+        rows = self._rows
         at_once = batch_size * _BATCHES_AT_ONCE
         # In blocks: split() of a whole epoch would create a view for each batch at once.
         for start in range(0, len(indices), at_once):
             chunk = indices[start : start + at_once]
             for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
-                yield [tensor.index_select(0, index) for tensor in tensors]
+                yield self._rows_at(index)
 
     def take_list(self, indices: list[Any]) -> list[Tensor]:
         """Return the batch for a list of indices, as yielded by a sampler."""
@@ -79,7 +85,17 @@ class TensorRows:
         if self._rows is not None:
             index = self._rows[index]
         # Not index_select: negative indices count from the end, like in the dataset.
-        return [tensor[index] for tensor in self._tensors]
+        batch = [tensor[index] for tensor in self._tensors]
+        return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
+
+    def _rows_at(self, index: Tensor) -> list[Tensor]:
+        if not self._pinned:
+            return [tensor.index_select(0, index) for tensor in self._tensors]
+        batch = []
+        for tensor in self._tensors:
+            rows = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
+            batch.append(torch.index_select(tensor, 0, index, out=rows))
+        return batch
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -96,12 +112,24 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def loads_batches_here(loader: Any) -> bool:
-    """Return True if this process itself collates each batch from the indices that ``batch_sampler`` yields."""
+def _pins(loader: Any) -> bool:
+    """Return True if a loader copies its batches into the memory from which CUDA copies fastest."""
+    return (
+        getattr(loader, "pin_memory", None) is True
+        and not getattr(loader, "pin_memory_device", "")
+        and torch.cuda.is_available()
+    )
+
+
+def loads_batches_here(loader: Any, *, pinned: bool = False) -> bool:
+    """Return True if this process itself collates each batch from the indices that ``batch_sampler`` yields.
+
+    ``pinned``: the caller copies batches into pinned memory where the loader would.
+    """
     return (
         type(loader) is DataLoader
         and not loader.num_workers
-        and not loader.pin_memory
+        and (pinned or not loader.pin_memory)
         and not loader.timeout
         and loader.batch_sampler is not None
     )
