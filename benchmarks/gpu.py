@@ -126,7 +126,7 @@ class Runner:
 def text_of(report: dict[str, Any]) -> str:
     """The report as reStructuredText."""
     lines = ["On a GPU", "========", "", f"Written by ``make gpu`` in {report['minutes']:.1f} minutes.", ""]
-    lines += [report["machine"], "", f"{report['failures']} failures.", ""]
+    lines += [report["machine"], "", f"failures: {report['failures']}", ""]
     for name, values in report["results"].items():
         lines += [name, "-" * len(name), ""]
         item = PLAN[name]
