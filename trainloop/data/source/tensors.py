@@ -63,21 +63,21 @@ class TensorRows:
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
         """Return a copy of the rows ``start`` to ``stop`` as a batch."""
-        if self._rows is not None:
-            return self._rows_at(self._rows[start:stop])
-        if self._pinned:
-            return [tensor[start:stop].pin_memory() for tensor in self._tensors]
-        return [tensor[start:stop].clone() for tensor in self._tensors]
+        if self._rows is None:
+            parts = [tensor[start:stop] for tensor in self._tensors]
+            return [part.pin_memory() if self._pinned else part.clone() for part in parts]
+        index = self._rows[start:stop]
+        return self._pinned_rows(index) if self._pinned else [part.index_select(0, index) for part in self._tensors]
 
     def take(self, indices: Tensor, batch_size: int) -> Iterator[list[Tensor]]:
         """Yield the indexed rows (int64 indices, not negative) in batches; the last batch may be shorter."""
-        rows = self._rows
+        tensors, rows, pinned = self._tensors, self._rows, self._pinned
         at_once = batch_size * _BATCHES_AT_ONCE
         # In blocks: split() of a whole epoch would create a view for each batch at once.
         for start in range(0, len(indices), at_once):
             chunk = indices[start : start + at_once]
             for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
-                yield self._rows_at(index)
+                yield self._pinned_rows(index) if pinned else [tensor.index_select(0, index) for tensor in tensors]
 
     def take_list(self, indices: list[Any]) -> list[Tensor]:
         """Return the batch for a list of indices, as yielded by a sampler."""
@@ -88,9 +88,7 @@ class TensorRows:
         batch = [tensor[index] for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
 
-    def _rows_at(self, index: Tensor) -> list[Tensor]:
-        if not self._pinned:
-            return [tensor.index_select(0, index) for tensor in self._tensors]
+    def _pinned_rows(self, index: Tensor) -> list[Tensor]:
         batch = []
         for tensor in self._tensors:
             rows = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu", pin_memory=True)
