@@ -168,12 +168,13 @@ def plan(
     if isinstance(total, Resources) and "memory" not in bag | model:
         del whole["memory"]  # Memory is divided only on request.
 
-    # Folds have priority over trials, because the searcher learns from a trial only once it is done.
+    # Folds have priority over trials, because the searcher learns from a trial only once it is done: trials run at once
+    # if each has as many folds at once as it would have alone.
     need = {"num_cpus": Fraction(1), **model}
-    folds = _fitting(wanted, whole | bag, need)
+    alone = folds = _fitting(wanted, _share_of_bag(whole, 1, model, wanted) | bag, need)
     trials = _fitting(num_trials, whole, _times(need, folds) | bag)
     while True:
-        bag_quota = _least(_divided(whole, trials), _times(model, wanted)) | bag
+        bag_quota = _share_of_bag(whole, trials, model, wanted) | bag
         folds = _fitting(wanted, bag_quota, need)
         # All models of a bag get the same number of GPUs. A bag may span devices (2 GPUs for 3 trials), a model may
         # not.
@@ -181,7 +182,7 @@ def plan(
         model_quota = _divided(bag_quota, folds) | {"num_gpus": gpus} | model
         # Bags may fit although their models don't. For example, a bag of 1.6 GPUs has room for two models of 0.6 GPUs,
         # and 5 GPUs have room for three such bags, but not for six such models.
-        if trials * folds <= hold(whole["num_gpus"], model_quota["num_gpus"]):
+        if folds == alone and trials * folds <= hold(whole["num_gpus"], model_quota["num_gpus"]):
             break
         trials -= 1
     on_devices = place([model_quota["num_gpus"]] * (trials * folds), math.ceil(whole["num_gpus"]))
@@ -254,6 +255,11 @@ def _check_nesting(total: Figures, bag: Figures, model: Figures) -> None:
                     f"{parent}{none}. Lower it to at most {as_text(above)}, or raise {parent}."
                 )
             above, parent = figure, level
+
+
+def _share_of_bag(total: Figures, trials: int, model: Figures, models: int) -> Figures:
+    """Return what a bag of so many models may use if so many trials run at once."""
+    return _least(_divided(total, trials), _times(model, models))
 
 
 def _fitting(wanted: int, parent: Figures, need: Figures) -> int:

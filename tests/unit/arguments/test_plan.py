@@ -310,6 +310,13 @@ def test_more_is_never_refused_where_less_fits(
     assert planned(total, {**request_, "num_bag_folds": request_["num_bag_folds"] + folds}) is not None  # type: ignore[operator]
 
 
+def test_a_trial_has_as_many_folds_at_once_as_it_would_have_alone() -> None:
+    """Folds come first. Two trials of one fold each took the place of one trial of two folds, depending on the GPUs."""
+    for gpus, trials in ((2.4, 1), (3.4, 1), (4.4, 2)):
+        p = plan(Q(4, gpus), num_trials=2, num_bag_folds=3, per_model=Q(num_gpus=0.6))
+        assert (p.trials_in_parallel, p.folds_in_parallel) == (trials, 2), gpus
+
+
 @pytest.mark.parametrize("n", range(1, 65))
 def test_n_models_of_one_nth_fit_one_gpu_exactly_and_no_more(n: int) -> None:
     for share in (1 / n, Fraction(1, n), 1 - (n - 1) / n):
