@@ -21,6 +21,8 @@ LIBRARIES = ("torch", "numpy", "lightning", "accelerate", "pytorch-ignite")
 
 QUIET = 0.7
 """Load at the start, up to which figures count."""
+PATIENCE_S = 180.0
+"""How long a benchmark waits for a quiet machine. The load of the last minute fades slowly."""
 PRELIMINARY = "**Preliminary:** the machine was not quiet, or there were fewer than three rounds. Measure again."
 """What a page says whose figures README does not show."""
 
@@ -57,6 +59,9 @@ def size_of(arguments: argparse.Namespace) -> Size:
     if arguments.tiny and arguments.out == HERE:
         raise SystemExit("--tiny: its figures mean nothing. Pass --out FOLDER, to keep the pages.")
     arguments.out.mkdir(parents=True, exist_ok=True)  # now: it is written at the end
+    began = time.monotonic()
+    while not arguments.tiny and os.getloadavg()[0] > QUIET and time.monotonic() - began < PATIENCE_S:
+        time.sleep(1.0)
     return Size(1 if arguments.tiny else arguments.rounds, arguments.tiny)
 
 
