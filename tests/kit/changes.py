@@ -78,6 +78,17 @@ def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 1.5
 
 
+class Scaled(nn.Module):
+    """A criterion with a tensor of its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale, dtype=D))
+
+    def forward(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        return (self.scale * (y_pred - y).abs()).mean()
+
+
 class Halved(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 0.5
@@ -151,6 +162,10 @@ def criterion(loop: Any) -> None:
 
 def criterion_of_sums(loop: Any) -> None:
     loop.criterion = nn.MSELoss(reduction="sum")
+
+
+def criterion_with_tensors(loop: Any) -> None:
+    loop.criterion = Scaled(0.5)
 
 
 def reduction(loop: Any) -> None:
@@ -232,6 +247,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     for function in (
         *(new_loader, new_validation, longer, attribute_of_dataset, tensors, in_place, indices, indices_in_place),
         *(batch_size, collate, weights, num_samples, optimizer, rate, criterion, criterion_of_sums, reduction),
+        criterion_with_tensors,
         *(data_of_parameter, from_vector, copied, frozen, added_parameter, removed_parameter, enlarged),
         *(replaced_module, pruned, parametrized, hooked, attribute_of_model, clipped, accumulated),
     )
@@ -456,7 +472,7 @@ STRUCTURE = {
 LOST = {
     *("new_loader", "new_validation", "longer", "attribute_of_dataset", "tensors", "in_place", "indices"),
     *("indices_in_place", "batch_size", "collate", "weights", "num_samples", "criterion", "criterion_of_sums"),
-    *("reduction", "hooked", "attribute_of_model", "clipped", "accumulated"),
+    *("criterion_with_tensors", "reduction", "hooked", "attribute_of_model", "clipped", "accumulated"),
 }
 
 

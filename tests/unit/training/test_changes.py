@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import weakref
@@ -16,6 +17,7 @@ from kit.changes import (
     Change,
     Growing,
     Net,
+    Scaled,
     growing_loop,
     loop_of,
     resumed_differs,
@@ -405,6 +407,54 @@ def test_on_resume_comes_after_the_states_and_on_train_begin_knows_where(tmp_pat
             num_epochs=epochs, callbacks=[Looks("looks"), ModelCheckpoint(tmp_path)], resume_from=resume
         )
     assert found == [("begin", False, 0, 0, 0), ("begin", True, 2, 8, 0), ("resume", True, 2, 8, 12)]
+
+
+class Assigns(AbstractCallback):
+    """Assign the attributes of a loop in the third epoch, and where a run resumes in or after it."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__("assigns")
+        self.values = values
+
+    def on_epoch_begin(self) -> None:
+        if self.train_loop_obj.epoch >= 2:
+            for name, value in self.values.items():
+                setattr(self.train_loop_obj, name, value)
+
+    on_resume = on_epoch_begin
+
+
+def test_an_epoch_that_is_resumed_is_finished_whatever_on_resume_assigns(tmp_path: Path) -> None:
+    losses = []
+    for resume in (None, tmp_path / "checkpoint-epoch=0003-step=00000010.pt"):
+        loop = loop_of("rate", "single")
+        keeper = ModelCheckpoint(tmp_path, every_n_steps=1, keep=None)
+        loop.fit(num_epochs=5, callbacks=[Assigns(num_epochs=2), keeper], resume_from=resume)
+        losses.append(list(loop.history["val_loss"]))
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+
+
+def test_a_checkpoint_of_a_criterion_with_other_tensors_is_refused_unless_on_resume_assigns_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half, twice, keeper = Scaled(0.5), Scaled(2.0), functools.partial(ModelCheckpoint, tmp_path)
+    loop_of("rate", "single").fit(num_epochs=3, callbacks=[Assigns(criterion=half), keeper()])
+    for callbacks in ([], [Assigns()]):
+        with pytest.raises(CheckpointError, match=r"scale is not in tl\.criterion\. If a callback assigned"):
+            loop_of("rate", "single").fit(num_epochs=4, callbacks=[*callbacks, keeper()], resume_from=tmp_path)
+    loop = loop_of("rate", "single")
+    with pytest.warns(UserWarning, match="with which the training ended: the checkpoint belongs to another criterion"):
+        loop.fit(num_epochs=3, callbacks=[keeper()], resume_from=tmp_path)
+    assert loop.global_step == 12
+    loop.fit(num_epochs=4, callbacks=[Assigns(criterion=twice), keeper()], resume_from=tmp_path)
+    assert "a criterion with other values than in the checkpoint: scale. If the training" in capsys.readouterr().err
+    assert loop.criterion.scale == 2
+
+
+def test_a_loader_without_batches_that_a_hook_assigns_is_refused() -> None:
+    empty = DataLoader(TensorDataset(torch.ones(3, 3), torch.ones(3, 1)), batch_size=4, drop_last=True)
+    with pytest.raises(ConfigurationError, match="so no batch would be left"):
+        loop_of("rate", "single").fit(num_epochs=4, callbacks=[Assigns(train_loader=empty)])
 
 
 class Shrinks(nn.Module):

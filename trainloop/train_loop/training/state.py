@@ -580,6 +580,9 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
         run.take_data(place["epoch"])
         _steps_here(run, place)
+    criterion, wrong = loop.criterion, _about_criterion(loop, state)
+    if wrong and not run.hooks.on_resume:
+        raise CheckpointError(wrong)
     # All checks have passed: from here on the loop changes.
     if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
         loop.report(text, logging.WARNING)
@@ -598,6 +601,10 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     _load_rank_states(loop, ranks, same_ranks=same_ranks)
     for hook in run.hooks.on_resume:
         hook()
+    if loop.criterion is not criterion:
+        _report_other_criterion(loop, state)
+    elif wrong:
+        raise CheckpointError(wrong)
     run.take_data(place["epoch"])
     run.skip_steps = _steps_here(run, place)
     if place.get("cut"):
@@ -727,6 +734,8 @@ def _skip_cut(run: TrainingRun, place: dict[str, Any]) -> bool:
 def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
     again = loop.global_step == state["place"]["global_step"] > 0
+    if wrong := _about_criterion(loop, state):
+        warn(f"tl.criterion is not the one with which the training ended: {wrong}")
     _load_parts(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
@@ -756,7 +765,7 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
     criterion = criterion_module(loop.criterion)
-    if criterion is not None and state["criterion"]:
+    if criterion is not None and state["criterion"] and not _about_criterion(loop, state):
         criterion.load_state_dict({**_criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))
@@ -789,6 +798,34 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
             f"the checkpoint was written in the middle of an epoch of {before} training samples, but the loader has "
             f"{now} now, so the rest of that epoch can't be read. Pass the same dataset, assign it in a callback's "
             "on_resume, or resume from a checkpoint at an epoch's end, where the dataset may have another length."
+        )
+
+
+def _about_criterion(loop: LoopState, state: dict[str, Any]) -> str:
+    """Return an error's text if a checkpoint has other tensors of a criterion than the loop's, else ''."""
+    criterion = criterion_module(loop.criterion)
+    if criterion is None or not state["criterion"]:
+        return ""
+    wrong = described_differences(
+        criterion.state_dict(), {**_criterion_state(loop, of_model=True), **state["criterion"]}, "checkpoint"
+    )
+    return wrong and (
+        f"the checkpoint belongs to another criterion: {wrong.replace('the model', 'tl.criterion')}. If a callback "
+        "assigned tl.criterion in the checkpoint's run, it must do so again: in on_resume, or in on_train_begin if the "
+        "training changes its tensors. Otherwise, pass the criterion of the checkpoint's run. To go on with another "
+        "criterion, load the model's weights (trainloop.checkpoint.load_weights), and start without resume_from."
+    )
+
+
+def _report_other_criterion(loop: LoopState, state: dict[str, Any]) -> None:
+    """Report that ``on_resume`` has assigned a criterion with other values than the checkpoint's."""
+    own = _criterion_state(loop, of_model=False)
+    other = [name for name, value in state["criterion"].items() if name in own and not torch.equal(own[name], value)]
+    if other and loop.is_global_zero:
+        loop.report(
+            f"on_resume has assigned a criterion with other values than in the checkpoint: {described_names(other)}. "
+            "If the training changes these values, assign the criterion in on_train_begin.",
+            logging.WARNING,
         )
 
 

@@ -332,11 +332,12 @@ class Training(Run):
         if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
             return
         check_loader(loader, "train_loader", optional=False)
+        feed = self.feed_of(TrainFeed, loader, "train_loader")  # an error leaves the run with the feed that it has
         if self._marks is not None:
             self.close_feed(self.feed)
             if self._marks.loader is loader:
                 end_workers(loader)  # they have copies of what has changed
-        self.feed = self.feed_of(TrainFeed, loader, "train_loader")
+        self.feed = feed
         if self.watch is not None:
             self.feed.note_indices()
         self._marks = LoaderMarks(loader)
@@ -363,10 +364,11 @@ class Training(Run):
 
     def is_done(self) -> bool:
         """Return True if neither a step nor the end of a resumed epoch is left."""
+        if self.skip_steps:  # the epoch in which this run resumes needs its end, whatever on_resume has assigned
+            return False
         if self.loop.num_epochs:
             return self.loop.epoch >= self.start_epoch + self.loop.num_epochs
-        # A state after the last iteration may still need the end of its epoch.
-        return self.loop.total_iteration_idx >= self._last_iteration and not self.skip_steps
+        return self.loop.total_iteration_idx >= self._last_iteration
 
     def _finish(self, ended_by: int) -> None:
         """End the training: test, and call the last hooks. After a signal, write a checkpoint instead if one is due."""
