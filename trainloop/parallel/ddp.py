@@ -390,7 +390,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         self.__dict__["_tt_numbers"] = numbers.to(self._tt_carrier)
 
     def averaged_numbers(self) -> Tensor | None:
-        """Return the numbers' averages over the ranks, after a step's last backward, and reset the numbers to zero."""
+        """Return the numbers' averages over the ranks, after a step's last backward. Each backward carries its own."""
         averages, self._tt_carrier.grad = self._tt_carrier.grad, None
         return averages
 

@@ -431,7 +431,8 @@ def test_an_epoch_that_is_resumed_is_finished_whatever_on_resume_assigns(tmp_pat
         keeper = ModelCheckpoint(tmp_path, every_n_steps=1, keep=None)
         loop.fit(num_epochs=5, callbacks=[Assigns(num_epochs=2), keeper], resume_from=resume)
         losses.append(list(loop.history["val_loss"]))
-    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
 
 
 def test_a_checkpoint_of_a_criterion_with_other_tensors_is_refused_unless_on_resume_assigns_it(

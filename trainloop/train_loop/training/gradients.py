@@ -274,7 +274,10 @@ class Gradients:
         step.given.append(read.explicit)
         step.weighted = step.weighted or weight is not None
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
-            return loss if self.ranks == 1 else loss * self.ranks
+            if self.ranks == 1:
+                return loss
+            step.add(0.0, 0.0)  # the weight that DDP carries is otherwise the last one of a mean
+            return loss * self.ranks
         if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
             return loss
         share = 1 / count if scale is None else scale
