@@ -64,7 +64,8 @@ def is_mark_of_sharding(name: str) -> bool:
 def local_shard(tensor: Any) -> Tensor:
     """Return this rank's shard of a tensor, which shares its memory; return a plain tensor unchanged."""
     if not is_sharded(tensor):
-        return cast(Tensor, tensor.detach())
+        # A gradient itself: what changes a detached sparse tensor in place can replace its entries, and misses these.
+        return cast(Tensor, tensor.detach() if tensor.requires_grad else tensor)
     with torch.no_grad():  # to_local() then returns the shard itself
         return cast(Tensor, tensor.to_local().detach())
 

@@ -108,3 +108,28 @@ def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int)
     with InPlace() as found:
         loop.fit(num_epochs=1, grad_accumulation=3)
     assert found.count == multiplications * len(list(model.parameters()))
+
+
+class Bag(Tagger):
+    """The same mean over tokens, with sparse gradients."""
+
+    def __init__(self, sparse: bool) -> None:
+        nn.Module.__init__(self)
+        torch.manual_seed(0)
+        self.embed, self.decode = nn.Embedding(30, 12, sparse=sparse), nn.Linear(12, 30)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decode(self.embed(tokens).tanh())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sparse_gradients_are_divided_by_the_weight_of_a_step(accumulation: int) -> None:
+    found = []
+    for sparse in (False, True):
+        model = Bag(sparse)
+        loader = DataLoader(sentences(), batch_size=4)
+        criterion = nn.CrossEntropyLoss(ignore_index=0)
+        loop = TrainLoop(model, loader, None, None, optim.SGD(model.parameters(), lr=1.0), criterion, accelerator="cpu")
+        loop.fit(num_epochs=1, grad_accumulation=accumulation)
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
