@@ -543,6 +543,7 @@ HINTS = {
     "ConnectionResetError: in data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
     "RuntimeError: Expected sparse gradient to be defined.": "sparse=False",
+    "RuntimeError: Expected variable to have sparse gradient.": "a penalty on its weights",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
     "RuntimeError: torch/distributed/distributed_c10d.py: pair.cc: Connection reset by peer": "concat=True",
 }

@@ -258,6 +258,14 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls
 
 
+@pytest.mark.long
+def test_two_callbacks_of_one_name_keep_what_each_shares(tmp_path: Path) -> None:
+    boards = [TensorBoard(tmp_path / name) for name in ("a", "b")]
+    make_loop(gpu_mode="ddp", devices=2).fit(num_epochs=1, callbacks=boards)
+    assert [Path(board.log_dir).name for board in boards] == ["a", "b"]
+    assert all(list((tmp_path / name).iterdir()) for name in ("a", "b"))
+
+
 def test_needs_no_more_than_the_loop(tmp_path: Path) -> None:
     """All of them at once in one process too, so that a failure above can be told from one of the ranks."""
     loop = make_loop()

@@ -279,6 +279,11 @@ _HINTS = [
         "find_unused_parameters. Add `table(some_rows).sum() * 0` to the loss, or use sparse=False.",
     ),
     (
+        r"Expected variable to have sparse gradient",
+        "DDP needs sparse gradients only for a sparse embedding. If the loss has a penalty on its weights, or a layer "
+        "shares them, use sparse=False.",
+    ),
+    (
         r"DataLoader worker .* (exited unexpectedly|is killed)|(?s:dataloader\.py.*(ConnectionResetError|EOFError))",
         "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank raises its error.",
     ),

@@ -25,6 +25,7 @@ __all__ = [
     "HookTable",
     "Saver",
     "logs_nothing",
+    "matched_entries",
     "overrides_of_user",
     "require_loader",
     "warn_of_misnamed_hooks",
@@ -431,6 +432,29 @@ def overrides_of_user(callback: AbstractCallback, name: str) -> bool:
     """Return True if a hook is overridden outside of this package."""
     owner = next((cls for cls in type(callback).__mro__ if name in vars(cls)), AbstractCallback)
     return name in callback.__dict__ or owner.__module__.partition(".")[0] != "trainloop"
+
+
+def matched_entries(
+    callbacks: list[Any], saved: list[dict[str, Any]]
+) -> tuple[list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the callbacks with their saved entries, found by type and name, and the entries that are left.
+
+    Positions change when a callback is added to the list, so those with equal names are matched by ``state_key``, and
+    only equal ones are matched in order.
+    """
+    left, found = list(saved), {}
+    for by_key in (True, False):  # the key may have changed, and older checkpoints have none
+        for number, callback in enumerate(callbacks):
+            same = (
+                entry
+                for entry in left
+                if (entry["type"], entry["name"]) == (type(callback).__name__, callback.callback_name)
+                and (not by_key or entry.get("key", "") == callback.state_key)
+            )
+            if number not in found and (entry := next(same, None)) is not None:
+                left = [other for other in left if other is not entry]
+                found[number] = entry
+    return [(callbacks[number], found[number]) for number in sorted(found)], left
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:

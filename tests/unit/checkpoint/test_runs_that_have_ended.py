@@ -156,6 +156,22 @@ def test_a_run_that_a_callback_ended_stays_so(folder: Path, capsys: pytest.Captu
     assert longer.epoch > first.epoch
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_end_holds_if_another_callback_of_its_class_would_not_end_the_run(folder: Path, which: int) -> None:
+    """Each monitors a metric of its own, under one name."""
+
+    def fit() -> TrainLoop:
+        ends = [EarlyStopping("score", patience=1), EarlyStopping("loss", patience=9)]
+        callbacks = [Scores([3.0, 2.0, 1.0, 1.0, 1.0]), *(ends[::-1] if which else ends), ModelCheckpoint("kept")]
+        tl = make_loop(seed=3)
+        tl.fit(num_epochs=5, callbacks=callbacks, resume_from="last")
+        return tl
+
+    first = fit()
+    assert first.epoch == 2
+    assert state_of(fit()) == state_of(first)
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_is_in_a_checkpoint_that_is_written_after_the_epoch(folder: Path, name: str) -> None:
     """No checkpoint is due at the end of an epoch, and no callback has work at the end of training."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainloop.callbacks.base import Saver
+from trainloop.callbacks.base import Saver, matched_entries
 from trainloop.train_loop.arguments.options import End
 from trainloop.train_loop.progress.loop_state import LoopState
 
@@ -38,15 +38,14 @@ def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
         return []
-    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked.
-    states = {(saved["type"], saved["name"]): saved["state"] for saved in state["callbacks"]}
-    present = {(type(callback).__name__, callback.callback_name): callback for callback in loop.callbacks}
-    ends = [End(*saved) for saved in place.get("ends", ())]
-    return [
-        end
-        for end in ends
-        if not end.kind or ((key := (end.kind, end.name)) in present and present[key].ends_again(states.get(key, {})))
-    ]
+    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked. Several may
+    # have one name.
+    again = {
+        (type(callback).__name__, callback.callback_name)
+        for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]
+        if callback.ends_again(entry["state"])
+    }
+    return [end for end in (End(*saved) for saved in place.get("ends", ())) if not end.kind or end[:2] in again]
 
 
 def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import warn
-from trainloop.callbacks.base import overrides_of_user
+from trainloop.callbacks.base import matched_entries, overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
@@ -844,7 +844,7 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
                 # A scheduler changes the rate itself, and records the initial one.
                 now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
                 note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
-    for callback, entry in _matched(loop.callbacks, state["callbacks"])[0]:
+    for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]:
         if hasattr(callback, "other_settings"):
             for what, before, now in callback.other_settings(entry["state"]):
                 note(what, before, now, of_script=False)
@@ -888,7 +888,7 @@ def _steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
 
 def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: str) -> None:
     """Load each callback's state by a method of it."""
-    pairs, left = _matched(callbacks, saved)
+    pairs, left = matched_entries(callbacks, saved)
     for callback, entry in pairs:
         getattr(callback, method)(entry["state"])
     numbers = Counter((type(callback).__name__, callback.callback_name) for callback in callbacks)
@@ -904,26 +904,3 @@ def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: s
     unused = [entry["name"] for entry in left if entry["state"]]
     if unused:
         warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")
-
-
-def _matched(
-    callbacks: list[Any], saved: list[dict[str, Any]]
-) -> tuple[list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the callbacks with their saved entries, found by type and name, and the entries that are left.
-
-    Positions change when a callback is added to the list, so those with equal names are matched by ``state_key``, and
-    only equal ones are matched in order.
-    """
-    left, found = list(saved), {}
-    for by_key in (True, False):  # the key may have changed, and older checkpoints have none
-        for number, callback in enumerate(callbacks):
-            same = (
-                entry
-                for entry in left
-                if (entry["type"], entry["name"]) == (type(callback).__name__, callback.callback_name)
-                and (not by_key or entry.get("key", "") == callback.state_key)
-            )
-            if number not in found and (entry := next(same, None)) is not None:
-                left = [other for other in left if other is not entry]
-                found[number] = entry
-    return [(callbacks[number], found[number]) for number in sorted(found)], left

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -268,9 +269,10 @@ def _of_callbacks(callbacks: Sequence[AbstractCallback], others: set[int]) -> di
 
     A callback that runs on one rank only, or that has a state for each rank, may have parameters of its own.
     """
+    names = Counter(callback.callback_name for callback in callbacks)
     return {
-        f"{callback.callback_name}.{name}": parameter
-        for callback in callbacks
+        f"{callback.callback_name}.{name}" + f" (callback {i})" * (names[callback.callback_name] > 1): parameter
+        for i, callback in enumerate(callbacks)
         if callback.device_idx_execution is None and not callback.uses_hook("rank_state_dict")
         for attribute, value in vars(callback).items()
         if isinstance(value, (nn.Module, nn.Parameter))
