@@ -186,7 +186,8 @@ def _without_arrays(state: Any) -> Any:
     return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-def _as_generator(value: Any) -> Generator | None:
+def as_generator(value: Any) -> Generator | None:
+    """Return a random generator of Python, numpy or torch, with its state; ``None`` for any other object."""
     if isinstance(value, torch.Generator):
         return value
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -218,7 +219,7 @@ def generators_of(loader: Any) -> dict[str, Generator]:
 def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) -> None:
     """Add the generators among attributes that have not been found yet."""
     for key, value in attributes.items():
-        generator = _as_generator(value)
+        generator = as_generator(value)
         if generator is not None and all(generator != other for other in found.values()):
             found[key] = generator
 

@@ -322,7 +322,7 @@ def _load_rank_states(loop: LoopState, ranks: list[dict[str, Any]], *, same_rank
     """Load this rank's states of callbacks; warn if they were saved by another number of ranks."""
     saved = [one.get("callbacks", []) for one in ranks]
     if same_ranks:
-        _load_callbacks(loop.callbacks, saved[loop.rank], "load_rank_state_dict")
+        _load_callbacks(loop, saved[loop.rank], "load_rank_state_dict")
         return
     names = ", ".join(dict.fromkeys(entry["name"] for entry in saved[0] if entry["state"]))
     if names and loop.is_global_zero:
@@ -778,7 +778,7 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
         for one in (optimizer, *inner_optimizers(optimizer).values()):
             _fit_state(one)
     loop.history.load_state_dict(state["history"])
-    _load_callbacks(loop.callbacks, whole_of(state["callbacks"]), "load_state_dict")
+    _load_callbacks(loop, whole_of(state["callbacks"]), "load_state_dict")
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
 
@@ -886,12 +886,14 @@ def _steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
     return before * steps // now
 
 
-def _load_callbacks(callbacks: list[Any], saved: list[dict[str, Any]], method: str) -> None:
+def _load_callbacks(loop: LoopState, saved: list[dict[str, Any]], method: str) -> None:
     """Load each callback's state by a method of it."""
-    pairs, left = matched_entries(callbacks, saved)
+    pairs, left = matched_entries(loop.callbacks, saved)
     for callback, entry in pairs:
         getattr(callback, method)(entry["state"])
-    numbers = Counter((type(callback).__name__, callback.callback_name) for callback in callbacks)
+    if not loop.is_global_zero:  # one rank's warnings are enough
+        return
+    numbers = Counter((type(callback).__name__, callback.callback_name) for callback in loop.callbacks)
     saved_numbers = Counter((entry["type"], entry["name"]) for entry in saved if entry["state"])
     for (kind, name), number in saved_numbers.items():
         here = numbers[kind, name]

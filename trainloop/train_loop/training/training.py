@@ -132,7 +132,7 @@ class Training(Run):
         self._job = job
         self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
         self._marks: LoaderMarks | None = None
-        self._told_of_iterator = False
+        self._told_of_state = False
         self._told: tuple[int, list[Any]] = (-1, [])  # the epoch that parts of the loader know
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._nan_warned = False
@@ -572,10 +572,10 @@ class Training(Run):
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        if self.feed.about_iterator and not self._told_of_iterator and (self.savers or self.parallel):
-            self._told_of_iterator = True
+        if self.feed.about_state and not self._told_of_state and (self.savers or self.parallel):
+            self._told_of_state = True
             if loop.is_global_zero:
-                warn_or_print(self.feed.about_iterator)
+                warn_or_print(self.feed.about_state)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
