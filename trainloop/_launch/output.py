@@ -76,11 +76,12 @@ def targets_here() -> Targets:
 
 
 def _is_descriptor(stream: Any, name: str, number: int) -> bool:
-    stream = getattr(stream, "_guarded", stream)
+    # By type: an object that passes unknown attributes on, such as a Tee, may pass __class__ and _guarded on, too.
+    stream = stream._guarded if type(stream) is GuardedStream else stream
     if stream is getattr(sys, f"__{name}__"):
         return True
-    try:  # not an object that passes unknown attributes on, such as a Tee
-        return isinstance(stream, io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), number)
+    try:
+        return issubclass(type(stream), io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), number)
     except (OSError, ValueError):
         return False
 
