@@ -12,6 +12,7 @@ import enum
 import functools
 import hashlib
 import importlib.machinery
+import inspect
 import io
 import mmap
 import operator
@@ -251,6 +252,11 @@ def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, 
     return type(mapping), (), None, None, iter(list(mapping.items()))
 
 
+def _reduce_generator(pickler: Pickler, generator: types.GeneratorType[Any, Any, Any]) -> Any:
+    """Send a generator that has ended, such as parameters that an optimizer's constructor has read, as an empty one."""
+    return (iter, ((),)) if inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED else NotImplemented
+
+
 def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
@@ -319,6 +325,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
     (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
+    (types.GeneratorType, _reduce_generator),
 ]
 
 
