@@ -38,9 +38,12 @@ def copy_attributes(source: nn.Module, copy: nn.Module) -> None:
                     vars(other).update(attributes_of(tensor))
 
 
+_OF_TORCH = ("_is_param", "_fsdp", "_dynamo")  # what names of attributes begin with that torch itself sets
+
+
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that code has set on a tensor, without the marks that torch sets."""
-    return {name: v for name, v in vars(tensor).items() if name != "_is_param" and not name.startswith("_fsdp")}
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_OF_TORCH)}
 
 
 class SharedName:
