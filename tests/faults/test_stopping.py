@@ -24,6 +24,7 @@ from trainloop._support.stopping import (
     EARLY_STOP,
     HANGUP,
     INTERRUPT,
+    NOTICE,
     TERMINATE,
     GroupStop,
     LocalStop,
@@ -221,6 +222,25 @@ def test_what_the_users_handler_raises_waits_for_the_end() -> None:
         signal.signal(signal.SIGUSR1, before)
     assert done
     assert stop.reached() == CHECKPOINT
+
+
+@pytest.mark.parametrize("job", [None, "SUBMITIT_EXECUTOR", "LSB_JOBID", "SGE_TASK_ID"])
+def test_sigusr2_is_a_request_only_in_jobs_that_announce_their_end_by_it(
+    job: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SUBMITIT_EXECUTOR", "LSB_JOBID", "SGE_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    if job is not None:
+        monkeypatch.setenv(job, "1")
+    stop, seen = LocalStop(), []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    try:
+        with signals(stop) as received:
+            send(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert seen == [signal.SIGUSR2]  # the user's own handler runs in any case
+    assert (stop.reached(), received.reasons) == ((0, 0) if job is None else (NOTICE, NOTICE))
 
 
 def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:

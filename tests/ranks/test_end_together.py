@@ -141,10 +141,12 @@ class Signalled(AbstractCallback):
 
 
 @pytest.mark.parametrize("gpu_mode", ["single", "ddp"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
 def test_a_line_says_which_signal_ends_the_run(
-    name: str, gpu_mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, gpu_mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "SIGUSR2":  # LSF sends it at the end of a job's time; without LSF it is the user's signal
+        monkeypatch.setenv("LSB_JOBID", "7")
     loop = make_loop(validation=False, gpu_mode=gpu_mode, devices=2 if gpu_mode == "ddp" else 1, progress_bar=True)
     keepers = [ModelCheckpoint(tmp_path)] if name != "SIGHUP" else []
     with pytest.raises(BaseException):  # noqa: B017

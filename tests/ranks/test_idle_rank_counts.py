@@ -119,6 +119,24 @@ def test_an_order_that_ranks_compare_is_compared_after_the_last_batch_of_all_ran
     torch.testing.assert_close(rows, expected_rows)
 
 
+class SaysZero:
+    """Packs samples, and estimates its length badly."""
+
+    def __iter__(self) -> Any:
+        yield [0, 1, 2]
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_batch_sampler_that_says_it_has_no_batches_is_named() -> None:
+    rows = TensorDataset(torch.zeros(3, 4), torch.zeros(3).long())
+    loader = DataLoader(rows, batch_sampler=SaysZero())  # type: ignore[arg-type]
+    loop = TrainLoop(Counted(), None, loader, criterion=nn.CrossEntropyLoss(), progress_bar=False)
+    with pytest.raises(ConfigurationError, match=r"the length of its SaysZero is 0, although the dataset has data"):
+        loop.evaluate_loss_on_validation_set()
+
+
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_a_loader_without_batches_is_an_error_before_ranks_start(mode: str) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(3, 4), torch.zeros(3).long()), BATCH, drop_last=True)

@@ -85,6 +85,14 @@ class Tee:
         return getattr(self.stream, name)
 
 
+class Proxy(Tee):
+    """Claims to be the stream, as the proxies of wrapt do, with which Sacred captures output."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        return io.TextIOWrapper
+
+
 class Broken(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -147,6 +155,15 @@ def test_records_and_prints_reach_the_callers_objects(handlers: dict[str, Keeps]
     assert "an error\n" in errors.getvalue()
     assert "[rank 1] an error\n" in errors.getvalue()
     assert "TrainLoop(ddp" in second.getvalue()  # the streams of this call, in the same ranks
+
+
+@pytest.mark.parametrize("tee", [Tee, Proxy])
+def test_an_object_with_the_descriptor_of_stdout_gets_what_ranks_print(tee: type[Tee]) -> None:
+    script = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else sys.__stdout__
+    own = tee(script)
+    with contextlib.redirect_stdout(own):  # type: ignore[type-var]
+        loop_of(gpu_mode="ddp", devices=2).fit(num_epochs=1, callbacks=[Speaks()])
+    assert own.text.count("printed by") == 1
 
 
 @pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}, {"max_restarts": 1}], ids=str)

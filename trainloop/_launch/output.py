@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from trainloop._launch.settings import loggers, standard_stream_of
-from trainloop._support.output import GuardedStream
+from trainloop._support.output import GuardedStream, unguarded
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank
 
@@ -76,11 +76,11 @@ def targets_here() -> Targets:
 
 
 def _is_descriptor(stream: Any, name: str, number: int) -> bool:
-    stream = getattr(stream, "_guarded", stream)
+    stream = unguarded(stream)
     if stream is getattr(sys, f"__{name}__"):
         return True
-    try:  # not an object that passes unknown attributes on, such as a Tee
-        return isinstance(stream, io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), number)
+    try:  # by type: an object that passes unknown attributes on, such as a Tee, may pass __class__ on, too
+        return issubclass(type(stream), io.TextIOWrapper) and os.path.sameopenfile(stream.fileno(), number)
     except (OSError, ValueError):
         return False
 

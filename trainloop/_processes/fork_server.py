@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import signal
 import sys
 import threading
 import time
@@ -39,7 +38,7 @@ from trainloop._support.platform import (
     signals_blocked,
 )
 from trainloop._support.scratch import PREFIX, Scratch, remove, temporary_folder
-from trainloop._support.signals import REASON_OF_SIGNAL
+from trainloop._support.signals import signal_numbers
 from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import THREAD_VARIABLES, set_variable, threads_in
 
@@ -189,7 +188,7 @@ def from_server(
 ) -> list[BaseProcess]:
     """Start a process for each call, forked from the server, with ``environment`` added to the caller's.
 
-    The new processes begin with the signals of :data:`~trainloop._support.signals.REASON_OF_SIGNAL` blocked.
+    The new processes begin with the signals of :func:`~trainloop._support.signals.signal_numbers` blocked.
 
     Raises
     ------
@@ -250,7 +249,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     _check_not_refused(fixed)
     _wait_for_server()
     context = multiprocessing.get_context("forkserver")
-    held = {*blocked_signals(), *map(int, _group_signals())}
+    held = {*blocked_signals(), *map(int, signal_numbers())}
     processes: list[BaseProcess] = []
     with contextlib.ExitStack() as undo:
         # If Python started without one of these streams, its descriptor may be a file of the user.
@@ -349,14 +348,10 @@ def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
             set_variable(name, value)
 
 
-def _group_signals() -> list[int]:
-    return [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
-
-
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block signals for processes that are started in the context. A process unblocks them once it handles them."""
-    with signals_blocked(_group_signals()):
+    with signals_blocked(signal_numbers()):
         yield
 
 

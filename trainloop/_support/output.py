@@ -11,7 +11,7 @@ from typing import Any
 
 from trainloop._support.user_line import warn
 
-__all__ = ["GuardedStream", "bar_size", "guarded_output", "has_screen", "in_notebook"]
+__all__ = ["GuardedStream", "bar_size", "guarded_output", "has_screen", "in_notebook", "unguarded"]
 
 
 _NAMES = ("stdout", "stderr")
@@ -79,6 +79,12 @@ class GuardedStream:
 _lock = threading.Lock()
 _users = 0
 _guards: dict[str, GuardedStream] = {}
+
+
+def unguarded(stream: Any) -> Any:
+    """Return the stream within a :class:`GuardedStream`, and any other object unchanged."""
+    # By type: an object that passes unknown attributes on, such as a Tee, may pass __class__ on, too.
+    return stream._guarded if type(stream) is GuardedStream else stream
 
 
 @contextlib.contextmanager

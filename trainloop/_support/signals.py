@@ -28,7 +28,7 @@ from typing import Any
 from weakref import WeakSet
 
 from trainloop._support.platform import process_config, signals_blocked, unblock_signals
-from trainloop._support.stopping import CHECKPOINT, HANGUP, INTERRUPT, TERMINATE, StopAgreement
+from trainloop._support.stopping import CHECKPOINT, HANGUP, INTERRUPT, NOTICE, TERMINATE, StopAgreement
 
 __all__ = [
     "REASON_OF_SIGNAL",
@@ -37,14 +37,25 @@ __all__ = [
     "ends_by_sigterm",
     "names_of",
     "rank_signals",
+    "signal_numbers",
     "signals",
     "started",
     "status_of",
     "uninterrupted",
 ]
 
-REASON_OF_SIGNAL = {"SIGINT": INTERRUPT, "SIGTERM": TERMINATE, "SIGHUP": HANGUP, "SIGUSR1": CHECKPOINT}
-"""Request of each signal."""
+REASON_OF_SIGNAL = {
+    "SIGINT": INTERRUPT,
+    "SIGTERM": TERMINATE,
+    "SIGHUP": HANGUP,
+    "SIGUSR1": CHECKPOINT,
+    "SIGUSR2": NOTICE,
+}
+"""Request of each signal. SIGUSR2 is a request only in the jobs of :func:`signal_numbers`."""
+
+# Set in jobs of submitit, LSF and Grid Engine, which send SIGUSR2 some time before they end a job. Elsewhere, programs
+# use this signal for other purposes.
+_ANNOUNCING = ("SUBMITIT_EXECUTOR", "LSB_JOBID", "SGE_TASK_ID")
 
 _SAME_SIGNAL_S = 30.0  # longest time until the last process of a group handles a signal that all of them received
 _CHECK_S = 0.1
@@ -52,7 +63,19 @@ _CHECK_S = 0.1
 
 def status_of(reasons: int) -> int:
     """Return the exit status of a process that a signal ends: 128 + the signal's number, as in shells."""
-    return 143 if reasons & (TERMINATE | HANGUP) else 138
+    if reasons & (TERMINATE | HANGUP):
+        return 143
+    return 138 if reasons & CHECKPOINT else 140
+
+
+def signal_numbers() -> list[int]:
+    """Return the numbers of the signals that are requests in this process, of those that this system has.
+
+    SIGUSR2 is among them only if an environment variable tells that this is a job of a scheduler or launcher that sends
+    it before it ends the job.
+    """
+    names = [name for name in REASON_OF_SIGNAL if name != "SIGUSR2" or any(map(os.environ.get, _ANNOUNCING))]
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
 def names_of(reasons: int) -> list[str]:
@@ -76,10 +99,10 @@ class ReceivedSignals:
 
     def note(self, reasons: int) -> None:
         """Add signals that another process, such as a rank, received. Reasons that are not signals are ignored."""
-        self.reasons |= reasons & (INTERRUPT | TERMINATE | HANGUP | CHECKPOINT)
+        self.reasons |= reasons & (INTERRUPT | TERMINATE | HANGUP | CHECKPOINT | NOTICE)
 
     def raise_if_any(self) -> None:
-        """If a signal has arrived, raise ``KeyboardInterrupt``, or ``SystemExit`` with status 143 or 138."""
+        """If a signal has arrived, raise ``KeyboardInterrupt``, or ``SystemExit`` with status 143, 138 or 140."""
         if self.reasons & INTERRUPT:
             raise KeyboardInterrupt
         if self.reasons:
@@ -104,17 +127,14 @@ class _Handlers:
         self._raised: list[BaseException] = []
 
     def install(self) -> None:
-        for name in REASON_OF_SIGNAL:
-            number = getattr(signal, name, None)
-            if number is None:  # no SIGUSR1 on this system
-                continue
+        for number in signal_numbers():
             current = signal.getsignal(number)
             # None: a handler that was not installed from Python and could not be restored.
             # SIG_IGN: the program that started this process (nohup, a shell) wants it to ignore this signal.
             if current is None or current is signal.SIG_IGN:
                 continue
             self._users[number] = current
-            signal.signal(number, self.on_interrupt if name == "SIGINT" else self.on_request)
+            signal.signal(number, self.on_interrupt if number == signal.SIGINT else self.on_request)
 
     def handles(self, number: int) -> bool:
         return number in self._users
@@ -215,7 +235,7 @@ def signals(
     ended: Callable[[], bool] | None = None,
     end: type[BaseException] = SystemExit,
 ) -> Iterator[ReceivedSignals]:
-    """Turn Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 into requests during the context.
+    """Turn Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and, in some jobs, SIGUSR2 into requests during the context.
 
     The first Ctrl-C requests a stop at the next boundary and prints a line; the second raises ``KeyboardInterrupt``
     immediately. The other signals request a stop, and then the user's own handler runs; an exception that it raises
@@ -315,23 +335,19 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
 
     on_signal.__dict__["stop"] = stop
     # nohup makes the launching process ignore SIGHUP, too. That process ends its ranks by SIGTERM.
-    ignored = [n for n in _numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
-    for number in set(_numbers()).difference(ignored):
+    ignored = [n for n in signal_numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
+    for number in set(signal_numbers()).difference(ignored):
         signal.signal(number, on_signal)
     # Signals have been blocked since the start of this process: a Ctrl-C in an import would have caused a traceback.
-    unblock_signals(_numbers())
+    unblock_signals(signal_numbers())
     try:
         yield
     finally:
         # The work is done or has failed: a signal to the group must not change its outcome or cause a traceback.
-        for number in set(_numbers()).difference(ignored):
+        for number in set(signal_numbers()).difference(ignored):
             signal.signal(number, _nothing)
         mark.set_over()
         _mark = None
-
-
-def _numbers() -> list[int]:
-    return [getattr(signal, name) for name in REASON_OF_SIGNAL if hasattr(signal, name)]
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
@@ -428,9 +444,9 @@ class WorkerInit:
         global _mark
         _mark = self._mark
         if _mark is not None:
-            for number in _numbers():
+            for number in signal_numbers():
                 signal.signal(number, _in_worker)
-        unblock_signals(_numbers())  # see started()
+        unblock_signals(signal_numbers())  # see started()
         if self._temporary is not None:
             process_config()["tempdir"] = self._temporary
         if self.users is not None:
@@ -448,7 +464,7 @@ def started(loader: Any) -> Iterator[Any]:
         init = init.worker_init_fn  # the loader of a stream has a function around it
     if not getattr(loader, "num_workers", 0) or not isinstance(init, WorkerInit):
         return iter(loader)
-    with signals_blocked(_numbers()):  # workers inherit that
+    with signals_blocked(signal_numbers()):  # workers inherit that
         iterator = iter(loader)
     if init.iterators is not None:
         with contextlib.suppress(TypeError):  # a class of the user's may have no weak references

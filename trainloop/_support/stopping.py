@@ -32,6 +32,7 @@ __all__ = [
     "END_EPOCH",
     "HANGUP",
     "INTERRUPT",
+    "NOTICE",
     "TERMINATE",
     "GroupStop",
     "LocalStop",
@@ -51,8 +52,10 @@ END_EPOCH = 16
 """A callback requested the end of the epoch; training continues with the next epoch."""
 HANGUP = 32
 """SIGHUP: the terminal was closed, or the connection lost; the same as TERMINATE for the loop."""
+NOTICE = 64
+"""SIGUSR2 in a job whose scheduler announces the job's end by this signal; the same as CHECKPOINT for the loop."""
 
-_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT, END_EPOCH, HANGUP)
+_REASONS = (EARLY_STOP, INTERRUPT, TERMINATE, CHECKPOINT, END_EPOCH, HANGUP, NOTICE)
 _BITS = 8  # lower bits of a vote, with the reasons seen; the upper bits are the boundary's number
 
 

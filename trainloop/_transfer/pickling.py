@@ -12,6 +12,7 @@ import enum
 import functools
 import hashlib
 import importlib.machinery
+import inspect
 import io
 import mmap
 import operator
@@ -225,6 +226,8 @@ class Pickler(cloudpickle.Pickler):
 
 def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     """Return the function that pickles objects of a class; ``None`` for the default."""
+    if kind is object:
+        return _reduce_sentinel
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
@@ -249,6 +252,28 @@ def _reduce_cached_property(pickler: Pickler, found: functools.cached_property[A
 
 def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, Any]) -> Any:
     return type(mapping), (), None, None, iter(list(mapping.items()))
+
+
+_sentinels: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
+
+
+def _reduce_sentinel(pickler: Pickler, obj: object) -> Any:
+    """Send a bare ``object()`` by the name that a module gives it: a library compares it by ``is`` (``_MISSING``)."""
+    if id(obj) not in _sentinels:
+        modules = [one for one in tuple(sys.modules.values()) if isinstance(one, types.ModuleType)]
+        found = ((one, name) for one in modules for name, value in tuple(vars(one).items()) if value is obj)
+        for module, name in found:
+            if module.__name__ not in ("__main__", "__mp_main__") and pickler.is_importable(module):
+                _sentinels[id(obj)] = obj, module.__name__, name
+                break
+        else:
+            return NotImplemented
+    return _attribute_of_module, _sentinels[id(obj)][1:]
+
+
+def _reduce_generator(pickler: Pickler, generator: types.GeneratorType[Any, Any, Any]) -> Any:
+    """Send a generator that has ended, such as parameters that an optimizer's constructor has read, as an empty one."""
+    return (iter, ((),)) if inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED else NotImplemented
 
 
 def _reduce_typed_storage(pickler: Pickler, storage: torch.storage.TypedStorage) -> Any:
@@ -319,10 +344,15 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
     (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
+    (types.GeneratorType, _reduce_generator),
 ]
 
 
 # -- in the reading process --------------------------------------------------------------------------------------------
+
+
+def _attribute_of_module(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:

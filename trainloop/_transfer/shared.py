@@ -173,10 +173,15 @@ def changed_parts(
         elif mark is None and isinstance(now, dict):  # it can't be pickled as a whole: check its entries one by one
             can = {key for key, value in now.items() if fingerprint((key, value), known) is not None}
             if before.get(path) is not None:
-                others = ", ".join(str(key) for key in now if key not in can)
+                others = ", ".join(_named(key) for key in now if key not in can)
                 warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
                 changed[path] = {key: value if key in can else KEPT for key, value in now.items()}
     return changed
+
+
+def _named(key: object) -> str:
+    """Return a key as a warning shows it; an optimizer's state has parameters as keys."""
+    return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else str(key)
 
 
 def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:

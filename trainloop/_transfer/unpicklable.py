@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainloop._transfer.pickling import Pickler
+from trainloop._transfer.torch_objects import optimizer_state
 
 __all__ = ["Unpicklable", "explain", "find_unpicklable"]
 
@@ -154,6 +156,10 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", value) for i, value in enumerate(obj))
     elif isinstance(obj, types.MappingProxyType) or type(obj) is dict:
         yield from _items(obj.items())
+    elif isinstance(obj, Tensor):
+        yield from _attributes(obj, vars(obj))
+    elif isinstance(obj, Optimizer):  # its own __reduce__ leaves out most attributes, which are sent
+        yield from _attributes(obj, optimizer_state(obj))
     else:
         yield from _reduced_parts(obj)
 

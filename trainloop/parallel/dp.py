@@ -24,7 +24,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, own_parameters
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_replica
-from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy
+from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 __all__ = ["TTDataParallel"]
 
@@ -421,13 +421,18 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
         with torch.enable_grad():
             replicas = replicate(module, devices)
     for replica, size in zip(replicas, sizes, strict=True):
+        scripted = False
         for part in replica.modules():
             part.__dict__["_log_batch_size"] = size  # weight of the values in TTModel.log
             # torch leaves parameters() of a replica empty, so a penalty on the weights in get_loss would be lost.
-            if not isinstance(part, torch.jit.ScriptModule):
+            if isinstance(part, torch.jit.ScriptModule):
+                scripted = True
+            else:
                 _register(part)
             # This attribute would run the compiled module instead of the replica.
             part.__dict__.pop("_compiled_call_impl", None)
+        if not scripted:
+            copy_attributes(module, replica)
     return replicas
 
 

@@ -28,6 +28,7 @@ from trainloop.parallel.misuse import (
 from trainloop.parallel.shards import is_sharded, stays_whole
 from trainloop.parallel.transparent import (
     Transparent,
+    attributes_of,
     check_not_lazy,
     check_sendable,
     with_dicts_of,
@@ -48,6 +49,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["TTFullyShardedDataParallel"]
+
+
+class _Marks:
+    """Attributes that code has set on a unit's parameters: torch gathers them into parameters without these.
+
+    Parameters
+    ----------
+    unit : nn.Module
+        A unit whose parameters are sharded, and have the attributes.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        found = [(part, name, p) for part in unit.modules() for name, p in part._parameters.items()]
+        self._marked = [(part, name, p) for part, name, p in found if p is not None and attributes_of(p)]
+
+    def copy(self, *_: Any) -> None:
+        """Give the parameters that the unit's forward uses the attributes that the shards have now."""
+        for part, name, shard in self._marked:
+            if (gathered := part._parameters.get(name)) is not None and gathered is not shard:
+                vars(gathered).update(attributes_of(shard))
 
 
 class _Call:
@@ -200,6 +221,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         seed = _common_seed(mesh) if any(t.is_meta for t in _tensors(module)) else None
         sends = init_sync and seed is None  # values that are created here are already equal on all ranks
         done: set[int] = {id(p) for p in self._tt_whole}
+        marks = {name: attributes_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
             check_dtypes(name or type(module).__name__, own)
@@ -225,6 +247,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_until_begun = [unit.register_forward_pre_hook(self._begin, prepend=True) for _, unit in units[:-1]]
+        if any(marks.values()):
+            for name, p in module.named_parameters(remove_duplicate=False):
+                vars(p).update(marks.get(name, {}))
+            self._tt_hooks += [unit.register_forward_pre_hook(_Marks(unit).copy) for _, unit in units]
         self._tt_flags = _Flags(self)
         self._tt_names = {id(p): name for name, p in module.named_parameters() if is_sharded(p)}
         for buffer in module.buffers() if sends else ():
@@ -382,6 +408,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) in new:
                     part._parameters[name] = new[id(parameter)]
+                    vars(new[id(parameter)]).update(attributes_of(parameter))
         return self.module
 
 

@@ -26,6 +26,26 @@ _READY = "_tt_ready"
 _OF_DDP = vars(torch_ddp)
 
 
+def copy_attributes(source: nn.Module, copy: nn.Module) -> None:
+    """Give the parameters and buffers of a copy of a module the attributes that code has set on the module's own.
+
+    Libraries mark parameters in this way (``weight._no_weight_decay = True``), and torch's copies lose the marks.
+    """
+    for part, copied in zip(source.modules(), copy.modules(), strict=True):
+        for own, others in ((part._parameters, copied._parameters), (part._buffers, copied._buffers)):
+            for name, tensor in own.items():
+                if tensor is not None and tensor.__dict__ and (other := others.get(name)) is not None:
+                    vars(other).update(attributes_of(tensor))
+
+
+_OF_TORCH = ("_is_param", "_fsdp", "_dynamo")  # what names of attributes begin with that torch itself sets
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that code has set on a tensor, without the marks that torch sets."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_OF_TORCH)}
+
+
 class SharedName:
     """A name that torch's wrapper uses and a model may use, too.
 

@@ -17,6 +17,7 @@ from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.orders import length_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, optimizers_of
+from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop
 
@@ -56,6 +57,9 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
     for single, source in zip(optimizers_of(optimizer), optimizers_of(loop.optimizer), strict=True):
         missing = optimizer_state(source, hooks=False).keys() - vars(single)  # torch copies only three attributes
         vars(single).update({name: copy.deepcopy(vars(source)[name], copied) for name in missing})
+    for tensor in (*loop.model.parameters(), *loop.model.buffers()):
+        if marks := attributes_of(tensor):  # torch copies a tensor without the attributes that code has set on it
+            vars(copied[id(tensor)]).update(copy.deepcopy(marks, copied))
     model.train()
     if device is not None:
         model.to(device)

@@ -331,8 +331,9 @@ class TrainLoop(LoopState, Generic[ModelT]):
         CheckpointError
             If there is no checkpoint to resume from, or if it doesn't fit the loop.
         KeyboardInterrupt, SystemExit
-            After Ctrl-C, or after a SIGTERM or SIGHUP (exit code 143) or SIGUSR1 (138). The model then has the weights
-            of the last finished step. Rank 0 prints a line with the signal, the step and the checkpoint's folder.
+            After Ctrl-C, or after a SIGTERM or SIGHUP (exit code 143), SIGUSR1 (138) or a job's SIGUSR2 (140). The
+            model then has the weights of the last finished step. Rank 0 prints a line with the signal, the step and
+            the checkpoint's folder.
         """
         with signals() as received:  # from the first line to the last
             if self.running is not None:

@@ -560,11 +560,22 @@ class Signalled(AbstractCallback):
         return {}
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "signum, code",
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
+    ids=["SIGTERM", "SIGUSR1", "SIGUSR2 in a job of submitit"],
+)
 @pytest.mark.parametrize("place", ["between batches", "evaluation", "epoch end", "saving"])
 def test_a_signal_at_any_place_saves_once_and_ends(
-    tmp_path: Path, place: str, signum: int, code: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    place: str,
+    signum: int,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if signum == signal.SIGUSR2:
+        monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     held_out = DataLoader(make_data(), 10)
     options: dict[str, Any] = {"validation_loader": held_out, "end_auto_eval": True}
     whole = make_loop(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop.data.loader.libraries import is_split
+from trainloop.data.source.sources import Opaque
 from trainloop.errors import ConfigurationError
 
 
@@ -65,6 +67,49 @@ def test_a_plain_tensor_as_a_dataset_is_shared_out(world_size: int) -> None:
 def test_an_iterator_that_begins_anew_is_read_once(stream: Any, world_size: int) -> None:
     rows = seen(lambda: DataLoader(stream(), 4), world_size)
     assert Counter(i for of_rank in rows for i in of_rank) == Counter(range(ROWS))
+
+
+class OwnIter(DataLoader[Any]):
+    """A loader with an ``__iter__`` of its own, as litdata's: the stream that it holds is an iterator, too."""
+
+    def __iter__(self) -> Any:
+        self.begun = True
+        yield from super().__iter__()
+
+
+class StreamingLoader(OwnIter):
+    """As litdata's ``StreamingDataLoader``: it keeps iterators over its workers' numbers, and asks for the ranks."""
+
+    __module__ = "litdata.streaming.dataloader"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._worker_idx = itertools.cycle([0])
+        self._worker_idx_iter = iter(self._worker_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of all ranks together": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("its state does not describe what one rank has read")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [OwnIter, StreamingLoader])
+def test_a_loader_with_its_own_iter_over_such_a_stream_is_shared_out(kind: Any, world_size: int) -> None:
+    stream = OneByOne if kind is OwnIter else lambda: Streaming(1)
+    rows = seen(lambda: kind(stream(), 4), world_size)
+    assert Counter(i for of_rank in rows for i in of_rank) == Counter(range(ROWS))
+
+
+def test_the_position_of_a_loader_that_counts_the_ranks_itself_is_used_only_in_one_process() -> None:
+    def position(world_size: int) -> Any:
+        return Opaque(
+            StreamingLoader(Streaming(1), 4), 0, world_size, 7, "train_loader", presharded=False, with_position=True
+        ).position
+
+    assert position(1) is not None
+    assert position(2) is None
 
 
 def test_a_stream_that_was_made_in_a_rank_is_its_ranks_own() -> None:

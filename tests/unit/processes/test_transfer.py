@@ -523,6 +523,26 @@ def test_a_loader_with_living_workers_travels_without_them() -> None:
     loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
+def test_a_sentinel_of_a_module_is_the_modules_own_there_and_others_stay_the_same_among_themselves() -> None:
+    sentinel, own = vars(functools)["_initial_missing"], object()
+    there = there_and_back({"lr": sentinel, "again": [sentinel], "own": own, "same": own})
+    assert there["lr"] is sentinel
+    assert there["again"][0] is sentinel
+    assert there["own"] is there["same"]
+    assert there["own"] is not own
+
+
+def test_an_optimizer_that_has_kept_the_parameters_it_was_given_is_sent() -> None:
+    class Keeps(torch.optim.SGD):  # as Adam-mini: named_parameters() is a generator, which the constructor reads
+        def __init__(self, named: Any) -> None:
+            self.named = named
+            super().__init__([p for _, p in named], lr=0.1)
+
+    there = there_and_back(Keeps(torch.nn.Linear(2, 1).named_parameters()))
+    assert list(there.named) == []
+    assert [p.shape for p in there.param_groups[0]["params"]] == [(1, 2), (1,)]
+
+
 def test_a_generator_of_random_numbers_keeps_its_place() -> None:
     generator = torch.Generator().manual_seed(3)
     torch.rand(5, generator=generator)

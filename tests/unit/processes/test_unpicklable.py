@@ -163,6 +163,8 @@ PATHS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "keyword default": (lambda x: lambda *, b=x: b, "root.<default b>"),
     "module": (lambda x: with_attribute(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), x), "root[1].thing"),
     "named module": (lambda x: with_attribute(nn.ModuleDict({"a": nn.ReLU()}), x), "root.a.thing"),
+    "optimizer": (lambda x: with_attribute_of_its_own(torch.optim.SGD([torch.ones(1)], 1.0), x), "root.thing"),
+    "parameter": (lambda x: with_attribute_of_its_own(nn.Parameter(torch.ones(1)), x), "root.thing"),
     "hook": (lambda x: hooked(x), "root._forward_hooks[...].<closure x>"),
     "deque": (lambda x: collections.deque([1, x]), "root[1]"),
     "default dict": (lambda x: collections.defaultdict(list, {"k": [x]}), "root['k'][0]"),
@@ -178,6 +180,11 @@ PATHS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def with_attribute(module: nn.Module, x: Any) -> nn.Module:
     list(module.children())[-1].thing = x
     return module
+
+
+def with_attribute_of_its_own(obj: Any, x: Any) -> Any:
+    obj.thing = x
+    return obj
 
 
 def hooked(x: Any) -> nn.Module:

@@ -68,6 +68,26 @@ class WarmUp(lr_scheduler.LRScheduler):
         return self.after.get_last_lr()
 
 
+class Stateless:
+    """A class of one's own, which is not torch's and has no ``state_dict``; it holds another scheduler of its kind."""
+
+    def __init__(self, optimizer: optim.Optimizer, held: bool = False) -> None:
+        self.optimizer, self.count = optimizer, 0
+        self.decay = lambda count: 0.9**count
+        self.after = None if held else Stateless(optimizer, held=True)
+
+    def step(self) -> None:
+        self.count += 1
+        if self.after is not None and self.count > 3:
+            self.after.step()
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 * self.decay(self.count)
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
 def sequential(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
     parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [2, 3])]
     return lr_scheduler.SequentialLR(optimizer, parts, [4])
@@ -81,6 +101,7 @@ SCHEDULES = [
     pytest.param(lr_scheduler.LambdaLR, {"lr_lambda": lambda n: 0.9**n}, id="LambdaLR"),
     pytest.param(sequential, {}, id="a function: SequentialLR"),
     pytest.param(WarmUp, {}, id="a scheduler that holds another"),
+    pytest.param(Stateless, {}, id="a class without state_dict"),
 ]
 
 

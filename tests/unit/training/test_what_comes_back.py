@@ -334,10 +334,12 @@ def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
     loop = loop_of(OPTIMIZERS["AdamW"])
     config = Config()
     config.old = 1  # type: ignore[attr-defined]
+    config.of = {next(loop.model.parameters()): 1}  # type: ignore[attr-defined]
     loop.model.config = config  # type: ignore[assignment]
 
     def work(loop: TrainLoop) -> None:
         loop.model.config.old = threading.Lock()  # type: ignore[union-attr]
+        loop.model.config.of[next(loop.model.parameters())] = threading.Lock()  # type: ignore[union-attr]
         loop.model.config.sizes = (1, 2)  # type: ignore[union-attr]
         loop.model.config.lock = threading.Lock()  # type: ignore[union-attr]
         loop.callbacks[0].open = threading.Lock()  # type: ignore[attr-defined]
@@ -351,6 +353,7 @@ def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
     texts = " ".join(str(w.message) for w in told)
     assert "old, lock can no longer" in texts
     assert "open can no longer" in texts
+    assert "a parameter of shape (" in texts  # not its values
 
 
 class TwoArguments(Exception):

@@ -39,7 +39,8 @@ class ModelCheckpoint(Saver):
     """Write checkpoints by epoch, by optimizer step, by time, or when a metric improves. Keep the newest and the best.
 
     ``fit(resume_from='last')`` resumes from the newest complete checkpoint. At the end of training, and at SIGTERM,
-    SIGHUP or SIGUSR1, another checkpoint is written if the state has changed since the last one.
+    SIGHUP, SIGUSR1 or, in a job of submitit, LSF or Grid Engine, SIGUSR2, another checkpoint is written if the state
+    has changed since the last one.
 
     Parameters
     ----------

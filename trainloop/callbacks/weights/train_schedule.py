@@ -549,7 +549,7 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
 
     A warm-up scheduler often holds the scheduler that follows it, and torch's ``state_dict`` would return this object.
     """
-    state = dict(scheduler.state_dict())
+    state = _own_state(scheduler)
     nested = [name for name, value in state.items() if _is_scheduler(value) and getattr(scheduler, name, None) is value]
     return {**state, **{name: _state_of(state[name]) for name in nested}, **({_NESTED: nested} if nested else {})}
 
@@ -566,12 +566,23 @@ def _load_into(scheduler: Any, state: Mapping[str, Any]) -> None:
             )
         _load_into(inner, state[name])
         state[name] = inner
-    scheduler.load_state_dict(state)
+    if hasattr(scheduler, "load_state_dict"):
+        scheduler.load_state_dict(state)
+    else:
+        vars(scheduler).update(state)
+
+
+def _own_state(scheduler: Any) -> dict[str, Any]:
+    """Return what ``state_dict`` returns; of a user's class without it, the attributes, as torch's base class does."""
+    if hasattr(scheduler, "state_dict"):
+        return dict(scheduler.state_dict())
+    attributes = getattr(scheduler, "__dict__", {})
+    return {k: v for k, v in attributes.items() if _is_scheduler(v) or not (isinstance(v, Optimizer) or callable(v))}
 
 
 def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
     """Compare the arguments of a scheduler, and of the schedulers within it, with those in a state."""
-    own = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    own = {} if scheduler is None else _own_state(scheduler)
     if not isinstance(state, Mapping) or not isinstance(own, Mapping):
         return []
     arguments = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch", "optimizer", "schedulers"}

@@ -40,6 +40,22 @@ def is_split(dataset: Any) -> bool | None:
     return None
 
 
+def counters_of(loader: Any) -> tuple[str, ...]:
+    """Return the names of a loader's attributes that are iterators of its own, but yield no batches.
+
+    A litdata ``StreamingDataLoader`` keeps iterators over the numbers of its workers.
+    """
+    return ("_worker_idx", "_worker_idx_iter") if _is_of(loader, "litdata") else ()
+
+
+def positions_count_ranks(loader: Any) -> bool:
+    """Return True if a loader's state assumes that its stream is split over the ranks, and asks for their number.
+
+    A litdata ``StreamingDataLoader`` does so. A stream that was made in the calling process is read whole by each rank.
+    """
+    return _is_of(loader, "litdata")
+
+
 def loads(dataset: Any) -> bool:
     """Return True if an iterable dataset is really a loader that yields batches: webdataset's ``WebLoader``."""
     return any(isinstance(stage, DataLoader) or loads(stage) for stage in pipeline_of(dataset))

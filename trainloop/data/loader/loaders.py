@@ -18,7 +18,7 @@ from trainloop._support.platform import process_config
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
-from trainloop.data.loader.libraries import cuts_batches, is_split
+from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of, parts_of_loader
@@ -62,7 +62,9 @@ def is_indexed(loader: Any, presharded: bool) -> bool:
 
 def keeps_iterator(loader: Any) -> bool:
     """Return True if a loader's class has stored an iterator, which its ``__iter__`` continues, to keep its workers."""
-    return any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
+    # A stream may be its own iterator.
+    others = ("_iterator", "dataset", "sampler", "batch_sampler", *counters_of(loader))
+    return any(isinstance(value, Iterator) for name, value in vars(loader).items() if name not in others)
 
 
 def distributed_sampler(loader: Any) -> Any | None:

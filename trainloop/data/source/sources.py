@@ -413,6 +413,7 @@ class Opaque(Source):
         self.num_batches = None if length is None else shard_size(length, 0, self._step)
         if self._step > 1 and isinstance(loader, DataLoader) and loaders.keeps_iterator(loader):
             loaders.check_requested((), loader, name)  # this rank's iterator has an order of its own
+        with_position = with_position and not (self._step > 1 and libraries.positions_count_ranks(loader))
         self.position = self._place = InProcess.of(self.loader, name) if with_position else None
         unknown = libraries.is_split(loader) is None and libraries.is_split(getattr(loader, "dataset", None)) is None
         self._digest = 0 if self._step > 1 and unknown else None

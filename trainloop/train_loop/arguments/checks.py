@@ -365,11 +365,17 @@ def check_fit_parts(
 
 def check_not_empty(loader: Any, name: str) -> None:
     """Raise an error for a loader that is known to have no batches."""
-    if loader is not None and loader_length(loader) == 0:
+    if loader is None or loader_length(loader) != 0:
+        return
+    if isinstance(loader, DataLoader) and not loader.drop_last and length_of(loader.dataset):
+        sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
         raise ConfigurationError(
-            f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. "
-            "Give it data."
+            f"{name} has no batches: the length of its {type(sampler).__name__} is 0, although the dataset has data. "
+            "If it yields batches, let its __len__ return their number, or an estimate of at least 1."
         )
+    raise ConfigurationError(
+        f"{name} has no batches: its dataset is empty, or smaller than batch_size with drop_last=True. Give it data."
+    )
 
 
 def check_step(model: Any, optimizer: Any, amp: AmpOptions, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.optim import optimizers_of, own_parameters, trained_modules
 from trainloop.parallel.shards import is_mark_of_sharding
+from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState
 
 __all__ = ["CallerSide", "RankSide", "loaders_of"]
@@ -149,6 +150,8 @@ class RankSide:
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
         }
+        attributes = _tensor_attributes(loop)
+        self._of_tensors = {key: fingerprint(own, self.known, fixed=True) for key, own in attributes.items()}
         self._arrived = fingerprints(self.parts, self.known)
 
     def end_state(self, result: Any) -> PackedState | None:
@@ -189,6 +192,12 @@ class RankSide:
             "warnings": self._about_loaders(),
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
+            "attributes of tensors": {
+                key: own
+                for key, own in _tensor_attributes(loop).items()
+                if fingerprint(own, self.known) != self._of_tensors.get(key)
+                and self._can_send(own, f"an attribute of {key[1]}, set in training, can't be pickled")
+            },
             "parts": changed_parts(self.parts, self._arrived, self.known),
             "generators": generator_states(self._loaders),
             "history": loop.history.state_dict(),
@@ -226,6 +235,7 @@ class RankSide:
             "structures": "module {0[1]!r}, changed in training,",
             "settings": "tl.{0}, assigned in training,",
             "attributes": "model attribute {0[2]!r}",
+            "attributes of tensors": "an attribute of {0[1]}, set in training,",
         }
         for kind, what in described.items():
             state[kind] = {key: v for key, v in state[kind].items() if self._rebuilds(v, what.format(key))}
@@ -314,6 +324,11 @@ def _plain_attributes(loop: LoopState) -> dict[tuple[int, str, str], Any]:
     }
 
 
+def _tensor_attributes(loop: LoopState) -> dict[tuple[int, str], dict[str, Any]]:
+    """Return the attributes that code has set on parameters and buffers, of those that have any."""
+    return {key: own for key, tensor in _tensors(loop) if (own := attributes_of(tensor))}
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
@@ -323,6 +338,8 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     _put_structures(loop, state["structures"])
     _put_tensors(loop, state["tensors"])
     _put_plain_attributes(loop, state["attributes"])
+    for key, tensor in _tensors(loop):
+        vars(tensor).update(state["attributes of tensors"].get(key, {}))
     set_generator_states(loaders_of(loop), state["generators"])
     loop.history.load_state_dict(state["history"])
     loop.scaler_state = state["scaler"]

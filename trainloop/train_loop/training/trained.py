@@ -234,8 +234,10 @@ class TrainedParameters:
         raise ConfigurationError(
             f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
             f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
-            "weights. Compute losses in get_loss, change parameters on every rank in the same way, and use no "
-            "optimizer that draws random numbers."
+            "weights. Compute losses in get_loss, and change parameters on every rank in the same way. An optimizer "
+            "that draws random numbers must draw the same on all ranks: keep a torch.Generator or random.Random with a "
+            "fixed seed in it, and pass it to each draw; or, in a subclass, call super().step() within "
+            "torch.random.fork_rng(), after torch.manual_seed(number of the step)."
         )
 
     def _buffers_beside(self) -> dict[str, Tensor]:
