@@ -59,8 +59,10 @@ from trainloop.train_loop.training.consistency import check_same_on_all_ranks, r
 from trainloop.train_loop.training.gradients import Gradients
 from trainloop.train_loop.training.trained import (
     EVAL_UNDONE,
+    UnsavedState,
     about_eval_mode,
     begin_training,
+    described_names,
     warn_of_untrained,
 )
 
@@ -139,6 +141,7 @@ class Training(Run):
         self._skipped = _Skipped()
         self._warned_of_averages = False
         self._warned_of_counters = False
+        self._watched_step: int | None = None
         self._monitors_checked = False
         self._told_of_eval = False
         self._checks_backward = False  # True if get_loss must not change gradients
@@ -769,10 +772,27 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions):
+        with self._watching_state(), functional_losses(self._functions):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
+
+    @contextmanager
+    def _watching_state(self) -> Iterator[None]:
+        """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
+        loop, step = self.loop, self.loop.progress.global_step
+        if self._watched_step not in (None, step) or not (self.savers and loop.is_global_zero):
+            yield
+            return
+        before, self._watched_step = UnsavedState(loop.model, loop.criterion), step
+        yield
+        if names := UnsavedState(loop.model, loop.criterion).changed_since(before):
+            self._watched_step = -1
+            warn_or_print(
+                f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
+                "begins with the value of the script. If the training depends on it, make it a buffer, or return it "
+                "from get_extra_state. Set a count of steps in a callback's on_batch_begin, from tl.global_step."
+            )
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
