@@ -51,7 +51,7 @@ from trainloop.train_loop.progress.ending import described_ends, described_signa
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
-from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss, refuse_constant
+from trainloop.train_loop.run.losses import BatchLoss, explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.training import state as run_state
@@ -720,6 +720,7 @@ class Training(Run):
                         gradients.backward(scaled)
                     except RuntimeError as error:
                         explain_backward(read.loss, error)
+                        explain_freed_graph(error)
                         raise
                     if watch is not None:
                         watch.backward_ended(read.loss)
