@@ -109,6 +109,8 @@ class Keeps(Net):
         self.losses: list[float] = []
         self.features = torch.zeros(3)
         self.mean = torch.zeros(3)
+        self.register_buffer("bank", torch.zeros(3), persistent=False)
+        self.register_buffer("saved_bank", torch.zeros(3))
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
         y_pred = self(batch_data[0])
@@ -118,6 +120,9 @@ class Keeps(Net):
             self.pool.images.append(y_pred.detach())
         if "mean" in self.kinds:
             self.mean.mul_(0.9).add_(y_pred.detach().mean(0))
+        if "bank" in self.kinds:
+            self.bank += 1
+        self.saved_bank += 1
         if "caches" in self.kinds:
             self.features = y_pred.detach()
             self.losses.append(1.0)
@@ -138,9 +143,10 @@ class KeepsWithState(Keeps):
     [
         (lambda: Keeps("count"), "num_iter"),
         (lambda: Keeps("pool"), "pool.images"),
+        (lambda: Keeps("bank"), "bank"),
         (lambda: Keeps("mean", "count"), "num_iter, mean"),
     ],
-    ids=["count", "pool", "two"],
+    ids=["count", "pool", "not persistent", "two"],
 )
 def test_state_that_get_loss_keeps_beside_checkpoints_is_warned_of_once(tmp_path: Path, model: Any, name: str) -> None:
     with pytest.warns(UserWarning, match=f"get_loss changes {name}, which checkpoints do not contain") as caught:

@@ -426,14 +426,19 @@ def described_names(names: Sequence[str]) -> str:
 class UnsavedState:
     """Public attributes that ``get_loss`` may change, of the modules that a loop trains, as they are now.
 
-    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes. Parameters,
-    buffers, and the attributes of modules with ``get_extra_state`` or ``carried_state`` are in checkpoints.
+    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
+    are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
+    ``carried_state`` are in checkpoints.
     """
 
     def __init__(self, model: nn.Module, criterion: Any) -> None:
         self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
         tensors: dict[str, Tensor] = {}
         for prefix, whole in (("", model), *(("criterion.", module) for module in criterion_modules(criterion))):
+            saved = whole.state_dict()
+            tensors.update(
+                {prefix + name: b for name, b in whole.named_buffers() if name not in saved and not b.is_sparse}
+            )
             for path, part in whole.named_modules():
                 if type(part).get_extra_state is nn.Module.get_extra_state:
                     self._add(f"{prefix}{path}{'.' * bool(path)}", part, tensors)
