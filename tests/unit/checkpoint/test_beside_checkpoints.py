@@ -109,6 +109,8 @@ class Keeps(Net):
         self.losses: list[float] = []
         self.features = torch.zeros(3)
         self.mean = torch.zeros(3)
+        self.sparse = torch.eye(2).to_sparse()
+        self.kept = torch.zeros(2, device="meta")
         self.register_buffer("bank", torch.zeros(3), persistent=False)
         self.register_buffer("saved_bank", torch.zeros(3))
 
@@ -126,6 +128,8 @@ class Keeps(Net):
         if "caches" in self.kinds:
             self.features = y_pred.detach()
             self.losses.append(1.0)
+            self.sparse.mul_(2)
+            self.kept = torch.zeros(3, device="meta")
             self.last = y_pred
         return criterion(y_pred, batch_data[1])
 

@@ -435,13 +435,13 @@ class UnsavedState:
         self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
         tensors: dict[str, Tensor] = {}
         for prefix, whole in (("", model), *(("criterion.", module) for module in criterion_modules(criterion))):
-            saved = whole.state_dict()
-            tensors.update(
-                {prefix + name: b for name, b in whole.named_buffers() if name not in saved and not b.is_sparse}
-            )
             for path, part in whole.named_modules():
+                within = f"{prefix}{path}{'.' * bool(path)}"
+                # Not state_dict(): in fsdp it shards parameters that are gathered, on this rank alone.
+                of_part = {name: part._buffers[name] for name in part._non_persistent_buffers_set}
+                tensors.update({within + name: b for name, b in of_part.items() if _is_plain_tensor(b)})
                 if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add(f"{prefix}{path}{'.' * bool(path)}", part, tensors)
+                    self._add(within, part, tensors)
         for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
             self._values[path] = (tensor, bits)
 
@@ -455,7 +455,7 @@ class UnsavedState:
                 continue
             if type(value) is int:
                 self._values[path + name] = (None, value)
-            elif type(value) is Tensor and not (value.requires_grad or value.is_sparse or value.is_quantized):
+            elif _is_plain_tensor(value):
                 tensors[path + name] = value
             elif isinstance(value, (list, deque)):
                 self._values[path + name] = (value, [len(value), *(id(item) for item in islice(value, 10_000))])
@@ -472,6 +472,13 @@ class UnsavedState:
             and before._values[path][1] != shown
             and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
         ]
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor with bits that can be compared, and outside of a graph."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_nested or value.is_quantized or value.is_meta)
 
 
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------
