@@ -447,7 +447,7 @@ class UnsavedState:
 
     def _add(self, path: str, part: Any, tensors: dict[str, Tensor], *, within: bool = True) -> None:
         kind = type(part)
-        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+        if kind.__module__.partition(".")[0] in ("torch", "torchmetrics", "builtins"):  # metrics train nothing
             return
         of_class = {name: value for cls in kind.__mro__ for name, value in vars(cls).items() if type(value) is int}
         for name, value in {**of_class, **vars(part)}.items():
