@@ -38,6 +38,7 @@ __all__ = [
     "hooked_parameters",
     "not_optimized",
     "plain_group_names",
+    "saved_names",
     "set_flags",
     "training_flags",
     "warn_of_untrained",
@@ -429,19 +430,25 @@ class UnsavedState:
     These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
     are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
     ``carried_state`` are in checkpoints.
+
+    Parameters
+    ----------
+    model : nn.Module
+    criterion : callable
+    saved : set of str
+        :func:`saved_names` of both.
     """
 
-    def __init__(self, model: nn.Module, criterion: Any) -> None:
+    def __init__(self, model: nn.Module, criterion: Any, saved: set[str]) -> None:
         self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
         tensors: dict[str, Tensor] = {}
-        for prefix, whole in (("", model), *(("criterion.", module) for module in criterion_modules(criterion))):
-            for path, part in whole.named_modules():
-                within = f"{prefix}{path}{'.' * bool(path)}"
-                # Not state_dict(): in fsdp it shards parameters that are gathered, on this rank alone.
-                of_part = {name: part._buffers[name] for name in part._non_persistent_buffers_set}
-                tensors.update({within + name: b for name, b in of_part.items() if _is_plain_tensor(b)})
+        for prefix, whole in _with_prefixes(model, criterion):
+            for name, buffer in whole.named_buffers(prefix):
+                if name not in saved and _is_plain_tensor(buffer):
+                    tensors[name] = buffer
+            for path, part in whole.named_modules(prefix=prefix):
                 if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add(within, part, tensors)
+                    self._add(f"{path}{'.' * bool(path)}", part, tensors)
         for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
             self._values[path] = (tensor, bits)
 
@@ -472,6 +479,16 @@ class UnsavedState:
             and before._values[path][1] != shown
             and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
         ]
+
+
+def saved_names(model: nn.Module, criterion: Any) -> set[str]:
+    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
+    prefixed = _with_prefixes(model, criterion)
+    return {f"{prefix}{'.' * bool(prefix)}{name}" for prefix, whole in prefixed for name in whole.state_dict()}
+
+
+def _with_prefixes(model: nn.Module, criterion: Any) -> list[tuple[str, nn.Module]]:
+    return [("", model), *(("criterion", module) for module in criterion_modules(criterion))]
 
 
 def _is_plain_tensor(value: Any) -> bool:

@@ -63,6 +63,7 @@ from trainloop.train_loop.training.trained import (
     about_eval_mode,
     begin_training,
     described_names,
+    saved_names,
     warn_of_untrained,
 )
 
@@ -142,6 +143,7 @@ class Training(Run):
         self._warned_of_averages = False
         self._warned_of_counters = False
         self._watched_step: int | None = None
+        self._saved: set[str] | None = None  # the names of tensors in checkpoints, in a fit that writes them
         self._monitors_checked = False
         self._told_of_eval = False
         self._checks_backward = False  # True if get_loss must not change gradients
@@ -477,6 +479,8 @@ class Training(Run):
                 warn_or_print(EVAL_UNDONE)
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
+        if self.savers and self._saved is None:
+            self._saved = saved_names(loop.model, loop.criterion)
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
@@ -782,12 +786,12 @@ class Training(Run):
     def _watching_state(self) -> Iterator[None]:
         """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
         loop, step = self.loop, self.loop.progress.global_step
-        if self._watched_step not in (None, step) or not (self.savers and loop.is_global_zero):
+        if self._watched_step not in (None, step) or self._saved is None or not loop.is_global_zero:
             yield
             return
-        before, self._watched_step = UnsavedState(loop.model, loop.criterion), step
+        before, self._watched_step = UnsavedState(loop.model, loop.criterion, self._saved), step
         yield
-        if names := UnsavedState(loop.model, loop.criterion).changed_since(before):
+        if names := UnsavedState(loop.model, loop.criterion, self._saved).changed_since(before):
             self._watched_step = -1
             warn_or_print(
                 f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
