@@ -479,7 +479,7 @@ class Training(Run):
                 warn_or_print(EVAL_UNDONE)
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
-        if self.savers and self._saved is None:
+        if (self.savers or self.restarts is not None) and self._saved is None:
             self._saved = saved_names(loop.model, loop.criterion)
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
