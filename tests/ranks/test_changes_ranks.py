@@ -268,3 +268,26 @@ def test_hooks_change_columns_of_shards_and_rows_by_a_mask_as_in_one_process() -
     for loop in (one, two):
         loop.fit(num_epochs=1, callbacks=[Calls(change)])
     torch.testing.assert_close(two.model.state_dict(), one.model.state_dict(), rtol=0, atol=1e-12)
+
+
+class Doubles(AbstractCallback):
+    """Replaces a parameter, and not the one in the optimizer, as in some recipes for a new head."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("doubles")
+        setattr(self, hook, self.double)
+
+    def double(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 2:
+            loop.model.body.weight = nn.Parameter(loop.model.body.weight.detach() * 2)
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.long
+def test_a_shard_that_a_hook_replaces_by_another_is_refused() -> None:
+    """FSDP would put its own parameter back at the next forward."""
+    with loop_of("rate", "fsdp").ranks():
+        for hook in ("on_batch_begin", "on_after_optimizer_step"):
+            with pytest.raises(TrainLoopError, match=r"body\.weight was replaced by a callback"):
+                loop_of("rate", "fsdp").fit(num_epochs=2, callbacks=[Doubles(hook)])

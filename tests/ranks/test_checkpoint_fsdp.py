@@ -17,8 +17,10 @@ from kit.sharded_models import Tower, needs_fsdp_on_cpu
 from test_parity_fsdp import adam, data, distance, float64
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
 
-from trainloop import AbstractCallback, TrainLoop
+from conftest import make_data
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.__main__ import main
 from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
 from trainloop.checkpoint import checkpoints, load
@@ -351,3 +353,51 @@ def test_a_model_on_the_meta_device_is_trained_into_its_checkpoint(tmp_path: Pat
     assert torch.equal(trained["head.weight"], trained["words.weight"])  # tied, and made by the embedding's own values
     assert 0.1 < float(trained["blocks.0.up.weight"].std()) < 0.5
     Untied().load_state_dict(trained)
+
+
+class Normalized(TTBasicModel):
+    """Its normalizer replaces its parameters when they are loaded."""
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.normalizer = Normalizer(mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.normalizer(x))
+
+
+class Normalizer(nn.Module):
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.values = nn.ParameterDict({"mean": nn.Parameter(torch.full((8,), mean), requires_grad=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.values["mean"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.values["mean"] = nn.Parameter(state_dict[f"{prefix}values.mean"].clone(), requires_grad=False)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks")
+def test_a_parameter_that_its_module_replaces_when_it_loads_comes_back_to_the_caller(tmp_path: Path) -> None:
+    def loop(value: float) -> TrainLoop[Any]:
+        torch.manual_seed(0)
+        model = Normalized(value)
+        return TrainLoop(
+            model,
+            DataLoader(make_data(24), batch_size=6),
+            optimizer=torch.optim.SGD(model.layers.parameters(), 0.1),
+            criterion=nn.CrossEntropyLoss(),
+            gpu_mode="fsdp",
+            accelerator="cpu",
+            devices=2,
+            progress_bar=False,
+        )
+
+    whole, resumed = loop(2.0), loop(0.5)
+    whole.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)])
+    first = next(c.path for c in checkpoints(tmp_path) if c.info is not None and c.info.step == 2)
+    resumed.fit(num_epochs=2, resume_from=first)
+    assert distance(dict(resumed.model.state_dict()), dict(whole.model.state_dict())) == 0

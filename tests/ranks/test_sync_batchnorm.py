@@ -110,6 +110,7 @@ def synchronised() -> dict[str, Any]:
     with participating(layer, [0]):
         if rank == 0:
             facts["alone"] = run(layer, *part_of(0, COUNTS, *whole_batch("2d", 0, COUNTS)))
+    facts["statistics"] = [buffer.tolist() for buffer in layer.buffers()]
     with participating(layer, [1, 0]):
         facts["again"] = run(layer, *part_of(rank, COUNTS, *whole_batch("2d", 1, COUNTS)))["output"]
     facts["group restored"] = layer.process_group is None
@@ -198,6 +199,14 @@ def test_only_ranks_that_participate_are_waited_for(two_ranks: list[dict[Any, An
     for rank, facts in enumerate(two_ranks):
         assert_close(facts["again"], part_of(rank, COUNTS, wide(together))[0].tolist(), 1e-10)
         assert facts["group restored"]
+
+
+def test_a_rank_without_samples_has_the_statistics_of_the_others(two_ranks: list[dict[Any, Any]]) -> None:
+    layer = layer_of("2d")
+    run(layer, *part_of(0, COUNTS, *whole_batch("2d", 0, COUNTS)))
+    for facts in two_ranks:
+        for got, expected in zip(facts["statistics"], layer.buffers(), strict=True):
+            assert_close(got, expected.tolist(), 1e-10)
 
 
 # -- converting, in one process ----------------------------------------------------------------------------------------

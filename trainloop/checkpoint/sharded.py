@@ -171,6 +171,7 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     current, saved = model.state_dict(), state["model"]
     left_out = {name: current[name] for name in state.get("left_out", {}) if name in current}
     loaded = {name: fitted(value, current.get(name)) for name, value in saved.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     try:
         model.load_state_dict(with_items(saved, {**left_out, **loaded}))
     except RuntimeError as error:  # for shapes of buffers, which a module may change while it loads
@@ -179,6 +180,23 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
             "only a part of the weights, read them with trainloop.checkpoint.load(path)['model'], remove those that do "
             "not fit, and call model.load_state_dict(weights, strict=False)."
         ) from error
+    _keep_objects(model, parameters)
+
+
+def _keep_objects(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Undo the replacement of parameters by a module's own loading: the old objects get the new values.
+
+    Optimizers and wrappers hold the objects that the model had before.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, now in model.named_parameters(remove_duplicate=False):
+        before = parameters.get(name)
+        if before is None or now is before or now.shape != before.shape:
+            continue
+        with torch.no_grad():
+            before.copy_(now)
+        module, _, leaf = name.rpartition(".")
+        setattr(modules[module], leaf, before)
 
 
 def size_and_checksum(path: str) -> tuple[int, int]:

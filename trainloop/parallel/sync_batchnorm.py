@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainloop.distributed.peers import only_trusted_peers
+from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 
 __all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "participating", "revert"]
@@ -115,6 +116,9 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     finally:
         for layer, former in zip(layers, before, strict=True):
             layer.__dict__["process_group"] = former
+    if 0 in ranks and len(ranks) < dist.get_world_size():
+        # Callbacks of ranks without samples read the statistics of this step, too.
+        copy_from_first(buffer for layer in layers for buffer in layer.buffers(recurse=False))
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -36,6 +36,14 @@ class Detached(Net):
         return super().get_loss(batch_data, criterion, device).detach()
 
 
+class CarriesOver(Net):
+    """Adds a part of an earlier batch's graph."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.total = super().get_loss(batch_data, criterion, device) + getattr(self, "total", 0.0)
+        return self.total
+
+
 class MadePairs(Net):
     """Returns two where three belong."""
 
@@ -139,6 +147,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a loss of each sample": (
         lambda: fit({"criterion": nn.CrossEntropyLoss(reduction="none")}),
         ["get_loss", "(16,)", ".mean()"],
+    ),
+    "a graph of an earlier batch": (
+        lambda: fit({"model": CarriesOver()}),
+        ["graph of an earlier batch", "detach() it"],
     ),
     "a loss without a graph": (lambda: fit({"model": Detached()}), ["get_loss", ".detach()"]),
     "fewer predictions than targets": (

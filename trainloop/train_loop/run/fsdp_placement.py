@@ -123,19 +123,20 @@ class ShardedPlacement(Placement):
         """Raise an error if a sharded parameter was removed from its module, or replaced by another one."""
         if self._owned is None:
             self._owned = [
-                (module, name, path)
+                (module, name, path, p)
                 for path, module in self.model.named_modules()
                 for name, p in module._parameters.items()
                 if p is not None and is_sharded(p)
             ]
-        for module, name, path in self._owned:
+        for module, name, path, before in self._owned:
             now = module._parameters.get(name)
-            # A parameter that is not sharded may be one that FSDP has gathered, as after a penalty on gradients.
-            if now is None or ((module, name) in self.registered and not is_sharded(now)):
+            # Another parameter that was not registered is one that FSDP has gathered, as after a penalty on gradients.
+            if now is None or ((module, name) in self.registered and now is not before):
                 raise ConfigurationError(
                     f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback. "
-                    "In fsdp, units of parameters are sharded when the run begins, and can't change later. Make the "
-                    "change before fit, replace the whole module, or use gpu_mode='ddp'."
+                    "In fsdp, units of parameters are sharded when the run begins, and can't change later. Write "
+                    "values in place (`with torch.no_grad(): p.copy_(...)`), make the change before fit, replace the "
+                    "whole module, or use gpu_mode='ddp'."
                 )
 
     def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +156,7 @@ class ShardedPlacement(Placement):
             return nullcontext()
         return _explaining_shards(f"{kind.__qualname__}.step")
 
-    _owned: list[tuple[nn.Module, str, str]] | None = None
+    _owned: list[tuple[nn.Module, str, str, nn.Parameter]] | None = None
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Do nothing: gradients are reduced in each micro-batch, since full gradients are as large as the model."""

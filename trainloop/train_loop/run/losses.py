@@ -26,6 +26,7 @@ __all__ = [
     "Yielded",
     "explain_batch_of_one",
     "explain_backward",
+    "explain_freed_graph",
     "explain_no_criterion",
     "explained_evaluation",
     "joined_losses",
@@ -184,6 +185,17 @@ def explain_backward(loss: Any, error: RuntimeError) -> None:
             "get_loss returned a loss without a graph, so it can't be differentiated. Compute it from the model's "
             "output, without .detach(), .item() or torch.no_grad(), with parameters that require gradients."
         )
+
+
+def explain_freed_graph(error: RuntimeError) -> None:
+    """Called after an error of backward: raise an error about ``get_loss`` if its graph contains an earlier batch's."""
+    if "a second time" in str(error):
+        raise ConfigurationError(
+            "the loss depends on the graph of an earlier batch, which has been freed: each batch has its own backward "
+            "pass, also with grad_accumulation. If an attribute keeps a tensor from batch to batch, such as a hidden "
+            "state, detach() it at the end of get_loss. To differentiate through several batches, let the loader yield "
+            f"them as one. torch says: {error}"
+        ) from error
 
 
 def explain_no_criterion(error: TypeError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import math
@@ -19,7 +20,7 @@ from trainloop._launch import join, rank_from_launcher
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.scratch import remove_dead
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import matched_entries, overrides_of_user
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.file import bits_of, changed
@@ -84,6 +85,7 @@ __all__ = [
 ]
 
 
+_OWN_STATE = ("load_state_dict", "load_rank_state_dict")
 COUNTERS = ("epoch", "global_step", "total_iteration_idx")
 """Attributes of a loop's progress that checkpoints contain, under the same names."""
 
@@ -452,7 +454,7 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     buffers = {name for name, _ in loop.model.named_buffers()}
     compared = {name: None if name in buffers else value for name, value in own.items()}
     wrong = described_differences(compared, saved, "checkpoint", left_out)
-    if wrong:
+    if wrong and not _loads(loop.model, saved):
         compiled = any("_orig_mod." in name for name in {*own} ^ {*saved})
         raise CheckpointError(
             f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
@@ -482,6 +484,20 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
                 f"but {sizes} in the loop. Create the optimizer with the same groups."
             )
     _in_own_order(loop, state)  # raises an error for other parameters
+
+
+def _loads(model: nn.Module, saved: Mapping[str, Any]) -> bool:
+    """Return True if a copy of the model loads the values, because its modules create what they load."""
+    if any(map(is_sharded, (*model.parameters(), *saved.values()))) or any(
+        isinstance(value, StoredTensor) for value in saved.values()
+    ):
+        return False
+    try:
+        loaded = copy.deepcopy(model)
+        loaded.load_state_dict(saved)
+    except Exception:  # of any module's own code; the error about the differences says more
+        return False
+    return not described_differences(loaded.state_dict(), saved, "checkpoint")
 
 
 def _in_own_order(loop: LoopState, state: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -622,6 +638,26 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     if "generators" in state:  # missing in older checkpoints
         set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
     run.feed.load_state_dict(mine["feed"])
+    whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
+    if run.skip_steps and not whole and loop.is_global_zero:
+        _warn_of_begun_epoch(loop)
+
+
+def _warn_of_begun_epoch(loop: LoopState) -> None:
+    """Warn of the user's ``on_epoch_begin``, which is not called for an epoch that is resumed in the middle."""
+    skipped = {
+        type(callback).__name__: None
+        for callback in loop.callbacks
+        if overrides_of_user(callback, "on_epoch_begin")
+        and not any(overrides_of_user(callback, name) for name in ("on_resume", *_OWN_STATE))
+    }
+    if skipped:
+        warn_or_print(
+            f"epoch {loop.epoch + 1} is resumed in the middle, so that on_epoch_begin of "
+            f"{described_names(list(skipped))} is not called for it. If the hook sets something for the epoch (a rate, "
+            "a flag, a loader, a criterion), the rest of the epoch is trained without it: write on_resume = "
+            "on_epoch_begin in the class. If it sets nothing, an on_resume that does nothing ends this warning."
+        )
 
 
 def _load_metrics(run: TrainingRun, ranks: list[dict[str, Any]]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop import distributed
+from trainloop._support.carried import names_of
 from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
@@ -27,6 +29,7 @@ from trainloop.parallel.shards import bit_sums
 __all__ = [
     "EVAL_UNDONE",
     "TrainedParameters",
+    "UnsavedState",
     "about_eval_mode",
     "add_missing_groups",
     "begin_training",
@@ -35,6 +38,7 @@ __all__ = [
     "hooked_parameters",
     "not_optimized",
     "plain_group_names",
+    "saved_names",
     "set_flags",
     "training_flags",
     "warn_of_untrained",
@@ -417,6 +421,83 @@ def warn_of_untrained(model: nn.Module, criterion: Any, optimizers: Sequence[Any
 def described_names(names: Sequence[str]) -> str:
     """Return a string with the first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- state that no checkpoint contains ---------------------------------------------------------------------------------
+
+
+class UnsavedState:
+    """Public attributes that ``get_loss`` may change, of the modules that a loop trains, as they are now.
+
+    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
+    are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
+    ``carried_state`` are in checkpoints.
+
+    Parameters
+    ----------
+    model : nn.Module
+    criterion : callable
+    saved : set of str
+        :func:`saved_names` of both.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any, saved: set[str]) -> None:
+        self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
+        tensors: dict[str, Tensor] = {}
+        for prefix, whole in _with_prefixes(model, criterion):
+            for name, buffer in whole.named_buffers(prefix):
+                if name not in saved and _is_plain_tensor(buffer):
+                    tensors[name] = buffer
+            for path, part in whole.named_modules(prefix=prefix):
+                if type(part).get_extra_state is nn.Module.get_extra_state:
+                    self._add(f"{path}{'.' * bool(path)}", part, tensors)
+        for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
+            self._values[path] = (tensor, bits)
+
+    def _add(self, path: str, part: Any, tensors: dict[str, Tensor], *, within: bool = True) -> None:
+        kind = type(part)
+        if kind.__module__.partition(".")[0] in ("torch", "torchmetrics", "builtins"):  # metrics train nothing
+            return
+        of_class = {name: value for cls in kind.__mro__ for name, value in vars(cls).items() if type(value) is int}
+        for name, value in {**of_class, **vars(part)}.items():
+            if name.startswith("_") or (isinstance(part, nn.Module) and name in names_of(part)):
+                continue
+            if type(value) is int:
+                self._values[path + name] = (None, value)
+            elif _is_plain_tensor(value):
+                tensors[path + name] = value
+            elif isinstance(value, (list, deque)):
+                self._values[path + name] = (value, [len(value), *(id(item) for item in islice(value, 10_000))])
+            elif within and hasattr(value, "__dict__") and not callable(value):
+                self._add(f"{path}{name}.", value, tensors, within=False)
+
+    def changed_since(self, before: UnsavedState) -> list[str]:
+        """Return the paths of values that have changed in place, and of numbers that have changed."""
+        return [
+            path
+            for path, (value, shown) in self._values.items()
+            if path in before._values
+            and before._values[path][0] is value
+            and before._values[path][1] != shown
+            and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
+        ]
+
+
+def saved_names(model: nn.Module, criterion: Any) -> set[str]:
+    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
+    prefixed = _with_prefixes(model, criterion)
+    return {f"{prefix}{'.' * bool(prefix)}{name}" for prefix, whole in prefixed for name in whole.state_dict()}
+
+
+def _with_prefixes(model: nn.Module, criterion: Any) -> list[tuple[str, nn.Module]]:
+    return [("", model), *(("criterion", module) for module in criterion_modules(criterion))]
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor with bits that can be compared, and outside of a graph."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_nested or value.is_quantized or value.is_meta)
 
 
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------

@@ -51,7 +51,7 @@ from trainloop.train_loop.progress.ending import described_ends, described_signa
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
-from trainloop.train_loop.run.losses import BatchLoss, explain_backward, read_loss, refuse_constant
+from trainloop.train_loop.run.losses import BatchLoss, explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.training import state as run_state
@@ -59,8 +59,11 @@ from trainloop.train_loop.training.consistency import check_same_on_all_ranks, r
 from trainloop.train_loop.training.gradients import Gradients
 from trainloop.train_loop.training.trained import (
     EVAL_UNDONE,
+    UnsavedState,
     about_eval_mode,
     begin_training,
+    described_names,
+    saved_names,
     warn_of_untrained,
 )
 
@@ -139,6 +142,8 @@ class Training(Run):
         self._skipped = _Skipped()
         self._warned_of_averages = False
         self._warned_of_counters = False
+        self._watched_step: int | None = None
+        self._saved: set[str] | None = None  # the names of tensors in checkpoints, in a fit that writes them
         self._monitors_checked = False
         self._told_of_eval = False
         self._checks_backward = False  # True if get_loss must not change gradients
@@ -474,6 +479,8 @@ class Training(Run):
                 warn_or_print(EVAL_UNDONE)
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
+        if (self.savers or self.restarts is not None) and self._saved is None:
+            self._saved = saved_names(loop.model, loop.criterion)
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
@@ -717,6 +724,7 @@ class Training(Run):
                         gradients.backward(scaled)
                     except RuntimeError as error:
                         explain_backward(read.loss, error)
+                        explain_freed_graph(error)
                         raise
                     if watch is not None:
                         watch.backward_ended(read.loss)
@@ -769,10 +777,27 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions):
+        with self._watching_state(), functional_losses(self._functions):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
+
+    @contextmanager
+    def _watching_state(self) -> Iterator[None]:
+        """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
+        loop, step = self.loop, self.loop.progress.global_step
+        if self._watched_step not in (None, step) or self._saved is None or not loop.is_global_zero:
+            yield
+            return
+        before, self._watched_step = UnsavedState(loop.model, loop.criterion, self._saved), step
+        yield
+        if names := UnsavedState(loop.model, loop.criterion, self._saved).changed_since(before):
+            self._watched_step = -1
+            warn_or_print(
+                f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
+                "begins with the value of the script. If the training depends on it, make it a buffer, or return it "
+                "from get_extra_state. Set a count of steps in a callback's on_batch_begin, from tl.global_step."
+            )
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
