@@ -15,6 +15,7 @@ from kit.simulated_ranks import rank_steps
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainloop.data import TrainFeed
 from trainloop.data.loader.libraries import is_split
 from trainloop.data.source.sources import Opaque
 from trainloop.errors import ConfigurationError
@@ -179,3 +180,26 @@ def test_an_environment_never_ends() -> None:
     rows = [int(next(steps).batches[0][-1]) for _ in range(2 * ROWS)]
     assert rows == [*range(ROWS), *range(ROWS)]
     assert feed.num_batches is None
+
+
+class Counting(OneByOne):
+    """As Mosaic's ``StreamingDataset``: its order follows from the passes that it has counted itself."""
+
+    __module__ = "streaming.base.dataset"
+    next_epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = [Rows()[(i + 3 * self.next_epoch) % ROWS] for i in range(ROWS)]
+        self.next_epoch += 1
+        yield from rows
+
+
+def test_a_stream_that_counts_its_passes_begins_with_the_pass_of_a_resumed_epoch() -> None:
+    def epoch_of(feed: TrainFeed, epoch: int) -> list[int]:
+        feed.set_epoch(epoch)
+        return [int(i) for step in feed.steps(1) for batch in step.batches for i in batch[-1]]
+
+    feed = TrainFeed(DataLoader(Counting(), 4))
+    epochs = [epoch_of(feed, epoch) for epoch in range(3)]
+    assert len({tuple(rows) for rows in epochs}) == 3
+    assert epoch_of(TrainFeed(DataLoader(Counting(), 4)), 2) == epochs[2]

@@ -131,10 +131,13 @@ def resumes_exactly(dataset: Any) -> bool:
 
 
 def set_epoch(stream: Any, epoch: int) -> None:
-    """Set the pass number of stages that count their passes and shuffle by that number."""
+    """Set the pass number of streams and stages that count their passes and shuffle by that number."""
     for stage in _stages_within(stream):
         if type(getattr(stage, "epoch", None)) is int and _is_of(stage, "webdataset"):
             stage.epoch = epoch - 1  # each stage adds 1 when it starts
+    dataset = getattr(stream, "dataset", stream)
+    if _is_of(dataset, "streaming") and hasattr(dataset, "next_epoch"):  # Mosaic's
+        dataset.next_epoch = epoch
 
 
 def _stages_within(stream: Any) -> Iterator[Any]:
