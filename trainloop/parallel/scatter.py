@@ -79,7 +79,7 @@ def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None
     known = length is not None
     if length is None:
         length = batch_length(value, dim)
-    if not length or num_chunks == 1:
+    if not length:
         return [value]
     cut = _Cut(length, dim, known)
     sizes = chunk_sizes(length, num_chunks)

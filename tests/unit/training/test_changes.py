@@ -452,6 +452,18 @@ def test_a_checkpoint_of_a_criterion_with_other_tensors_is_refused_unless_on_res
     assert loop.criterion.scale == 2
 
 
+def test_load_best_leaves_a_criterion_with_other_tensors_unchanged_and_warns(tmp_path: Path) -> None:
+    loop, keeper = loop_of("rate", "single"), ModelCheckpoint(tmp_path, monitor="loss")
+    loop.criterion = Scaled(0.5)
+    loop.fit(num_epochs=1, callbacks=[keeper])
+    loop.criterion = nn.MSELoss()
+    with pytest.warns(UserWarning, match=r"other tensors \(scale\) than MSELoss, so tl\.criterion is unchanged"):
+        assert keeper.load_best()["place"]["epoch"] == 1
+    loop.criterion = Scaled(2.0)
+    keeper.load_best()
+    assert loop.criterion.scale == 0.5
+
+
 def test_a_loader_without_batches_that_a_hook_assigns_is_refused() -> None:
     empty = DataLoader(TensorDataset(torch.ones(3, 3), torch.ones(3, 1)), batch_size=4, drop_last=True)
     with pytest.raises(ConfigurationError, match="so no batch would be left"):
@@ -491,6 +503,24 @@ def test_a_buffer_may_change_its_shape_while_a_checkpoint_is_loaded(tmp_path: Pa
 
     with pytest.raises(CheckpointError, match=r"head\.1\.scale"):
         fit(6, "parts", "last", kind=Fixed)
+
+
+class Reshapes(Shrinks):
+    """A criterion whose buffer takes the shape of what is loaded."""
+
+    def forward(self, y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(y_pred - y).square().mean()
+
+
+def test_a_buffer_of_a_criterion_may_change_its_shape_while_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    found = []
+    for epochs, resume in ((2, None), (4, "last"), (4, None)):
+        loop = loop_of("rate", "single")
+        loop.criterion = Reshapes()
+        keeper = ModelCheckpoint(tmp_path / ("whole" if epochs == 4 and resume is None else "parts"))
+        loop.fit(num_epochs=epochs, callbacks=[keeper], resume_from=resume)
+        found.append([p.tolist() for p in loop.model.parameters()])
+    assert found[1] == found[2]
 
 
 class Sharpness(torch.optim.Optimizer):

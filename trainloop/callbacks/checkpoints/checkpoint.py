@@ -246,7 +246,15 @@ class ModelCheckpoint(Saver):
         if loop is not None and into is loop.model:
             criterion = criterion_module(loop.criterion) if state.get("criterion") else None
             if criterion is not None:  # without the tensors of the model
-                criterion.load_state_dict({**criterion.state_dict(), **state["criterion"]})
+                own, saved = criterion.state_dict(), state["criterion"]
+                if saved.keys() <= own.keys():
+                    criterion.load_state_dict({**own, **saved})
+                else:
+                    warn(
+                        f"load_best: the checkpoint's criterion has other tensors ({', '.join(saved)}) than "
+                        f"{type(criterion).__name__}, so tl.criterion is unchanged. Assign the criterion of the best "
+                        "epoch before an evaluation."
+                    )
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in own_parameters(loop.model)))
         return state
 

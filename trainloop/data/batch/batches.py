@@ -422,7 +422,7 @@ def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterato
     def start(item: tuple[Any, Any]) -> tuple[Any, Any, torch.cuda.Event | None]:
         size, batch = item
         where = _places(batch)
-        if where <= {device}:  # the loader's own code has put it there: in order with the steps, as in a loop by hand
+        if where <= {device}:  # the loader's own code has put it there: in order with the steps
             return size, batch, None
         if where != _ON_HOST:
             # The loader's own code may have put a part on the GPU, by work on the current stream.

@@ -25,7 +25,7 @@ class TensorRows:
     rows : Tensor or None
         For a subset, the row of each of its indices; None for the full dataset.
     pinned : bool
-        Return batches in pinned memory, from which a GPU can copy while the host goes on.
+        Return batches in pinned memory, from which a GPU can copy while the host continues.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None, pinned: bool = False) -> None:

@@ -842,13 +842,15 @@ def _about_criterion(loop: LoopState, state: dict[str, Any]) -> str:
     criterion = criterion_module(loop.criterion)
     if criterion is None or not state["criterion"]:
         return ""
-    wrong = described_differences(
-        criterion.state_dict(), {**_criterion_state(loop, of_model=True), **state["criterion"]}, "checkpoint"
-    )
+    # As for models: a module may change the shapes of its buffers in load_state_dict.
+    buffers = {name for name, _ in criterion.named_buffers()}
+    own = {name: None if name in buffers else value for name, value in criterion.state_dict().items()}
+    saved = {**_criterion_state(loop, of_model=True), **state["criterion"]}
+    wrong = described_differences(own, saved, "checkpoint")
     return wrong and (
         f"the checkpoint belongs to another criterion: {wrong.replace('the model', 'tl.criterion')}. If a callback "
         "assigned tl.criterion in the checkpoint's run, it must do so again: in on_resume, or in on_train_begin if the "
-        "training changes its tensors. Otherwise, pass the criterion of the checkpoint's run. To go on with another "
+        "training changes its tensors. Otherwise, pass the criterion of the checkpoint's run. To train with another "
         "criterion, load the model's weights (trainloop.checkpoint.load_weights), and start without resume_from."
     )
 

@@ -579,7 +579,8 @@ class Training(Run):
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        if self.feed.about_state and not self._told_of_state and (self.savers or self.parallel):
+        loses_state = self.savers or self.parallel or self.restarts is not None
+        if self.feed.about_state and not self._told_of_state and loses_state:
             self._told_of_state = True
             if loop.is_global_zero:
                 warn_or_print(self.feed.about_state)
