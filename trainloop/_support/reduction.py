@@ -230,26 +230,24 @@ class ClassLosses:
 
     Attributes
     ----------
-    uneven : bool
-        True after such a call, as far as this is known without waiting for the device. The reader must reset it.
+    calls : Counter
+        Number of such calls since :meth:`take`, as far as this is known without waiting for the device. By thread,
+        since each replica of ``dp`` runs ``get_loss`` in its own.
     """
 
     def __init__(self) -> None:
-        self.uneven = False
-        # By thread, since each replica of dp runs get_loss in its own.
-        self._calls: Counter[threading.Thread] = Counter()
+        self.calls: Counter[threading.Thread] = Counter()
 
-    def take_calls(self) -> int:
+    def take(self) -> int:
         """Return the number of such calls of one ``get_loss`` since the last call of this method."""
-        calls, self._calls = self._calls, Counter()
+        calls, self.calls = self.calls, Counter()
         return max(calls.values(), default=0)
 
     def add(self, calls: Iterable[FunctionCall]) -> None:
         """Count the calls that one ``get_loss`` has made."""
         for call in calls:
             if call.uneven and call.thread is not None:
-                self.uneven = True
-                self._calls[call.thread] += 1
+                self.calls[call.thread] += 1
 
 
 _FORWARDS: set[Any] = {

@@ -6,10 +6,11 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "set_user_place", "user_place", "warn", "warn_or_print"]
+__all__ = ["Place", "described_names", "set_user_place", "user_place", "warn", "warn_or_print"]
 
 _PYTHON = os.path.dirname(contextlib.__file__)
 _BETWEEN = (
@@ -56,6 +57,11 @@ def warn_or_print(message: str) -> None:
         warn(message)
     except Warning:
         print(message, file=sys.stderr, flush=True)
+
+
+def described_names(names: Sequence[str]) -> str:
+    """Return a string with the first five names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _found() -> tuple[Place, dict[Any, Any]]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trainloop._support import rng
 from trainloop._support.nested import parts_of
 from trainloop._support.reduction import SumRule, sum_rule
+from trainloop._support.user_line import described_names
 from trainloop._transfer import pack
 from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
@@ -43,7 +44,7 @@ from trainloop.train_loop.loop import TrainLoop
 from trainloop.train_loop.run.evaluating import evaluating
 from trainloop.train_loop.run.losses import BatchLoss, explained_evaluation, loss_of, read_loss, read_yielded
 from trainloop.train_loop.run.rows import check_rows, row_count
-from trainloop.train_loop.training.trained import described_names, not_optimized
+from trainloop.train_loop.training.trained import not_optimized
 
 __all__ = ["Finding", "PreflightReport", "preflight", "preflight_epoch", "preflight_shards"]
 

@@ -31,9 +31,9 @@ from trainloop.train_loop.arguments.run_config import RunConfig
 from trainloop.train_loop.execution.execute import running
 from trainloop.train_loop.progress.progress import Progress
 from trainloop.train_loop.run.placement import move_state
+from trainloop.train_loop.saving.compatibility import described_differences
 from trainloop.train_loop.training.gradients import Gradients
 from trainloop.train_loop.training.special_steps import ClosureTraining
-from trainloop.train_loop.training.state import described_differences
 from trainloop.train_loop.training.training import Training
 
 if TYPE_CHECKING:

@@ -71,7 +71,8 @@ from trainloop.train_loop.run.evaluating import keep_all_batches
 from trainloop.train_loop.run.recompute import chosen_modules
 from trainloop.train_loop.run.rows import Predictions, join_rows
 from trainloop.train_loop.run.run import Run
-from trainloop.train_loop.training import state as run_state
+from trainloop.train_loop.saving import collect, load
+from trainloop.train_loop.saving.resume_point import resume_point
 from trainloop.train_loop.training.training import Training
 
 if TYPE_CHECKING:
@@ -381,7 +382,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
                 )
             if not self.num_iterations or not self._reads_on():
                 self.note(cut=None)
-            resume, nothing_left = run_state.resume_point(self, resume_from)
+            resume, nothing_left = resume_point(self, resume_from)
             job = FitJob(gather=gather, resume=resume, restarts=restarts)
             if resume is None:
                 self._check_has_values("fit")
@@ -394,7 +395,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             for callback in self.callbacks:
                 self.register_callback(callback)
             if resume is not None and nothing_left:
-                run_state.take_up_finished(self, resume, nothing_left)
+                load.take_up_finished(self, resume, nothing_left)
                 self.left_behind = False
                 received.raise_if_any()
                 return self.model
@@ -568,11 +569,11 @@ class TrainLoop(LoopState, Generic[ModelT]):
 
         In ``fsdp`` the state has full tensors. With ``keep_shards``, each rank gets its shards instead.
         """
-        return run_state.checkpoint_state(self._training("checkpoint_state"), keep_shards=keep_shards)
+        return collect.checkpoint_state(self._training("checkpoint_state"), keep_shards=keep_shards)
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Resume from the result of :meth:`checkpoint_state`. Collective."""
-        run_state.load_checkpoint_state(self._training("load_checkpoint_state"), state)
+        load.load_checkpoint_state(self._training("load_checkpoint_state"), state)
 
     def _training(self, method: str) -> Training:
         if not isinstance(self.running, Training):

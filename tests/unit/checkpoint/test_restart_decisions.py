@@ -24,7 +24,7 @@ from trainloop.errors import WorkerFailedError
 from trainloop.resources import ResourceQuota
 from trainloop.train_loop.arguments.options import RestartOptions
 from trainloop.train_loop.execution.restarts import Supervisor
-from trainloop.train_loop.training.restart_checkpoints import steps_between
+from trainloop.train_loop.saving.restart_checkpoints import steps_between
 
 
 class Wide(TTBasicModel):

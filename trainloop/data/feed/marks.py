@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._support.user_line import described_names
 from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import as_generator, has_state, length_of
@@ -181,9 +182,8 @@ class DataState:
         changed = [name for name, value in before.items() if name in now and now[name] != value]
         if not changed:
             return ""
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         return (
-            f"reading {self._name} changes {', '.join(changed[:3])}{more}. Checkpoints do not contain this, and it "
+            f"reading {self._name} changes {described_names(changed)}. Checkpoints do not contain this, and it "
             "does not come back from ranks: a resumed run, and in ddp and fsdp another fit, begin with the value of "
             "the script. If the samples depend on it, let them follow from the epoch (set_epoch) and the index, draw "
             "from the global generators of Python, numpy and torch, which are resumed, or save it in a callback's "

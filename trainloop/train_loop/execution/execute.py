@@ -39,7 +39,7 @@ from trainloop.train_loop.run.evaluating import evaluating
 from trainloop.train_loop.run.losses import explain_batch_of_one, explain_no_criterion, loss_of
 from trainloop.train_loop.run.placement import check_values, explain_device, placed
 from trainloop.train_loop.run.run import Run
-from trainloop.train_loop.training.restart_checkpoints import RestartCheckpoints
+from trainloop.train_loop.saving.restart_checkpoints import RestartCheckpoints
 from trainloop.train_loop.training.special_steps import AlternatingTraining, ClosureTraining
 from trainloop.train_loop.training.training import Training
 from trainloop.train_loop.training.whole_step import WholeStepTraining

@@ -1,1 +1,1 @@
-"""Training in one rank: steps, gradients, and the state that is saved."""
+"""Training in one rank: steps, gradients, and what a user is warned of."""

@@ -36,10 +36,7 @@ from trainloop.train_loop.run.losses import (
 )
 from trainloop.train_loop.training.training import Training
 
-__all__ = [
-    "AlternatingTraining",
-    "ClosureTraining",
-]
+__all__ = ["AlternatingTraining", "ClosureTraining"]
 
 # Sent to other ranks instead of an optimizer's index if all generators have ended, if this rank has no generator, or if
 # its generators yielded losses for different optimizers.
@@ -122,7 +119,7 @@ class AlternatingTraining(Training):
             self.recorder.batch_size = step.sizes[i]
             self.stage = "forward"
             around = self.place.batchnorm_ranks(counts, i)
-            with around if counts is None else self.watching_counters(around, step, i):
+            with around if counts is None else self.uneven(around, step, i):
                 if self.watch is not None:
                     self.watch.forward_begins(i == 0 and not self.losses_stepped)
                 before = self.gradients.now() if self._checks_backward else None

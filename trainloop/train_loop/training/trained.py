@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,33 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop._support.carried import names_of
-from trainloop._support.user_line import warn_or_print
+from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
-from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, own_parameters, parameters_of
+from trainloop.optim import criterion_modules, named_trained_parameters, own_parameters, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.shards import bit_sums
 
-__all__ = [
-    "EVAL_UNDONE",
-    "TrainedParameters",
-    "UnsavedState",
-    "about_eval_mode",
-    "add_missing_groups",
-    "begin_training",
-    "described_names",
-    "group_names",
-    "hooked_parameters",
-    "not_optimized",
-    "plain_group_names",
-    "saved_names",
-    "set_flags",
-    "training_flags",
-    "warn_of_untrained",
-]
+__all__ = ["TrainedParameters", "about_eval_mode", "begin_training", "hooked_parameters", "not_optimized"]
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
@@ -395,111 +377,6 @@ def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, st
     ]
 
 
-def warn_of_untrained(model: nn.Module, criterion: Any, optimizers: Sequence[Any], *, averages: bool) -> None:
-    """Warn of parameters that require gradients but are in no optimizer, and of hooks before an average over ranks.
-
-    Called after the hooks at the beginning of an epoch, which may have frozen some. ``averages``: gradients are
-    averaged over ranks after backward.
-    """
-    names = not_optimized(model, optimizers)
-    if names:
-        warn_or_print(
-            f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
-            f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
-            "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
-        )
-    hooked = hooked_parameters(named_trained_parameters(model, criterion)) if averages else []
-    if hooked:
-        warn_or_print(
-            f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
-            "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
-            "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
-            "on_after_gradient_update instead, which gets the average."
-        )
-
-
-def described_names(names: Sequence[str]) -> str:
-    """Return a string with the first five names, and the number of the others."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-# -- state that no checkpoint contains ---------------------------------------------------------------------------------
-
-
-class UnsavedState:
-    """Public attributes that ``get_loss`` may change, of the modules that a loop trains, as they are now.
-
-    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
-    are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
-    ``carried_state`` are in checkpoints.
-
-    Parameters
-    ----------
-    model : nn.Module
-    criterion : callable
-    saved : set of str
-        :func:`saved_names` of both.
-    """
-
-    def __init__(self, model: nn.Module, criterion: Any, saved: set[str]) -> None:
-        self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
-        tensors: dict[str, Tensor] = {}
-        for prefix, whole in _with_prefixes(model, criterion):
-            for name, buffer in whole.named_buffers(prefix):
-                if name not in saved and _is_plain_tensor(buffer):
-                    tensors[name] = buffer
-            for path, part in whole.named_modules(prefix=prefix):
-                if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add(f"{path}{'.' * bool(path)}", part, tensors)
-        for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
-            self._values[path] = (tensor, bits)
-
-    def _add(self, path: str, part: Any, tensors: dict[str, Tensor], *, within: bool = True) -> None:
-        kind = type(part)
-        if kind.__module__.partition(".")[0] in ("torch", "torchmetrics", "builtins"):  # metrics train nothing
-            return
-        of_class = {name: value for cls in kind.__mro__ for name, value in vars(cls).items() if type(value) is int}
-        for name, value in {**of_class, **vars(part)}.items():
-            if name.startswith("_") or (isinstance(part, nn.Module) and name in names_of(part)):
-                continue
-            if type(value) is int:
-                self._values[path + name] = (None, value)
-            elif _is_plain_tensor(value):
-                tensors[path + name] = value
-            elif isinstance(value, (list, deque)):
-                self._values[path + name] = (value, [len(value), *(id(item) for item in islice(value, 10_000))])
-            elif within and hasattr(value, "__dict__") and not callable(value):
-                self._add(f"{path}{name}.", value, tensors, within=False)
-
-    def changed_since(self, before: UnsavedState) -> list[str]:
-        """Return the paths of values that have changed in place, and of numbers that have changed."""
-        return [
-            path
-            for path, (value, shown) in self._values.items()
-            if path in before._values
-            and before._values[path][0] is value
-            and before._values[path][1] != shown
-            and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
-        ]
-
-
-def saved_names(model: nn.Module, criterion: Any) -> set[str]:
-    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
-    prefixed = _with_prefixes(model, criterion)
-    return {f"{prefix}{'.' * bool(prefix)}{name}" for prefix, whole in prefixed for name in whole.state_dict()}
-
-
-def _with_prefixes(model: nn.Module, criterion: Any) -> list[tuple[str, nn.Module]]:
-    return [("", model), *(("criterion", module) for module in criterion_modules(criterion))]
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    """Return True for a tensor with bits that can be compared, and outside of a graph."""
-    if type(value) is not Tensor or value.layout != torch.strided:
-        return False
-    return not (value.requires_grad or value.is_nested or value.is_quantized or value.is_meta)
-
-
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------
 
 
@@ -535,13 +412,6 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     return [module for module in kept if not module.training]
 
 
-EVAL_UNDONE = (
-    "the model was put into eval() in on_epoch_begin, and the loop switches it back to training mode, as at the "
-    "beginning of every epoch. To train in evaluation mode, call model.eval() in on_batch_begin, or put all submodules "
-    "into eval() instead of the whole model."
-)
-
-
 def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     """Return a line that names the modules in evaluation mode. (Some libraries return their models in this mode.)"""
     found = {id(module) for module in kept}
@@ -549,90 +419,3 @@ def about_eval_mode(model: nn.Module, kept: Sequence[nn.Module]) -> str:
     whole = [name for name in names if name.rpartition(".")[0] not in names]
     shown = described_names(whole)
     return f"modules that stay in eval() while training: {shown} (to train them, call .train() on them before fit)"
-
-
-# -- flags and parameter groups, for checkpoints ---------------------------------------------------------------------
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's or module's name without the parts of torch's ``checkpoint_wrapper``, as in a state_dict."""
-    return name if _WRAPPED not in name else ".".join(part for part in name.split(".") if part != _WRAPPED)
-
-
-_WRAPPED = "_checkpoint_wrapped_module"
-
-
-def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
-    """Return each parameter's ``requires_grad`` and each module's ``training``, by name."""
-    return {
-        "requires_grad": {plain_name(name): p.requires_grad for name, p in model.named_parameters()},
-        "training": {plain_name(name): module.training for name, module in model.named_modules()},
-    }
-
-
-def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
-    """Set the flags that :func:`training_flags` returned."""
-    requires_grad, training = (
-        {plain_name(name): flag for name, flag in flags.get(kind, {}).items()} for kind in ("requires_grad", "training")
-    )
-    for name, parameter in model.named_parameters():
-        if plain_name(name) in requires_grad:
-            parameter.requires_grad_(requires_grad[plain_name(name)])
-    for name, module in model.named_modules():
-        if plain_name(name) in training:
-            module.training = training[plain_name(name)]
-
-
-def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
-    roots = {"model": loop.model, "criterion": loop.criterion}
-    modules = {root: module for root, module in roots.items() if isinstance(module, nn.Module)}
-    return [
-        (p, f"{root}.{plain_name(name)}") for root, module in modules.items() for name, p in module.named_parameters()
-    ]
-
-
-def plain_group_names(saved: list[list[list[str | None]]]) -> list[list[list[str | None]]]:
-    """Return the names that :func:`group_names` returns today, for those in a checkpoint."""
-    return [[[name and plain_name(name) for name in group] for group in of_one] for of_one in saved]
-
-
-def group_names(loop: Any) -> list[list[list[str | None]]]:
-    """Return the parameters' names by optimizer and group; ``None`` for a parameter that no known module contains."""
-    names = {id(p): name for p, name in _named_parameters(loop)}
-    return [
-        [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in optimizers_of(loop.optimizer)
-    ]
-
-
-def add_missing_groups(loop: Any, saved: list[list[list[str | None]]] | None, *, only_look: bool = False) -> list[bool]:
-    """Add the parameters that optimizers got in training; return, for each optimizer, True if its groups then match.
-
-    Parameters
-    ----------
-    loop : TrainLoop
-    saved : list
-        Result of :func:`group_names` in the checkpoint's run.
-    only_look : bool
-        True to change nothing.
-    """
-    if saved is None:
-        return [False] * len(optimizers_of(loop.optimizer))
-    parameters = {name: p for p, name in _named_parameters(loop)}
-    found = []
-    saved = plain_group_names(saved)
-    for optimizer, own, theirs in zip(optimizers_of(loop.optimizer), group_names(loop), saved, strict=True):
-        fits = len(own) <= len(theirs) and all(mine == group[: len(mine)] for mine, group in zip(own, theirs))
-        new = [group[len(own[i]) if i < len(own) else 0 :] for i, group in enumerate(theirs)]
-        fits = fits and all(name in parameters for group in new for name in group)
-        found.append(fits)
-        if only_look or not fits:
-            continue
-        named = any("param_names" in group for group in optimizer.param_groups)
-        for i, group in enumerate(new):
-            added = [parameters[name] for name in group if name is not None]
-            if i < len(own):
-                optimizer.param_groups[i]["params"].extend(added)
-            else:
-                optimizer.add_param_group({"params": list(zip(group, added, strict=True)) if named else added})
-    return found

@@ -17,25 +17,24 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
-from trainloop._support.reduction import ClassLosses, FunctionCall, divisor_of, functional_losses
+from trainloop._support.reduction import ClassLosses, FunctionCall, functional_losses
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver, matched_entries
 from trainloop.callbacks.loop import Loop
-from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
@@ -51,29 +50,21 @@ from trainloop.train_loop.progress.ending import described_ends, described_signa
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
-from trainloop.train_loop.run.losses import BatchLoss, explain_backward, explain_freed_graph, read_loss, refuse_constant
+from trainloop.train_loop.run.losses import explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
-from trainloop.train_loop.training import state as run_state
+from trainloop.train_loop.saving import collect, cut_epochs, load
+from trainloop.train_loop.training.advice import Advice
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
-from trainloop.train_loop.training.trained import (
-    EVAL_UNDONE,
-    UnsavedState,
-    about_eval_mode,
-    begin_training,
-    described_names,
-    saved_names,
-    warn_of_untrained,
-)
+from trainloop.train_loop.training.trained import about_eval_mode, begin_training
 
 if TYPE_CHECKING:
-    from trainloop.train_loop.training.restart_checkpoints import RestartCheckpoints
+    from trainloop.train_loop.saving.restart_checkpoints import RestartCheckpoints
 
 __all__ = ["Training", "Watch"]
 
 _STEPS_BETWEEN_LOOKS = 16  # at least, for functions of class indices: epochs of one step would pay for each look
-_MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
 
@@ -132,20 +123,12 @@ class Training(Run):
         """The step's batches, from their arrival until its last hook has run."""
         self.clock: StepClock = StepClock()
         self._late_read = LateRead()
+        self.advice = Advice(self)
         self._job = job
         self._in_ranks = has_ranks(loop.gpu_mode)  # even with one rank, the wrapper decides when to reduce gradients
         self._marks: LoaderMarks | None = None
-        self._told_of_state = False
         self._told: tuple[int, list[Any]] = (-1, [])  # the epoch that parts of the loader know
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
-        self._nan_warned = False
-        self._skipped = _Skipped()
-        self._warned_of_averages = False
-        self._warned_of_counters = False
-        self._watched_step: int | None = None
-        self._saved: set[str] | None = None  # the names of tensors in checkpoints, in a fit that writes them
-        self._monitors_checked = False
-        self._told_of_eval = False
         self._checks_backward = False  # True if get_loss must not change gradients
         self._class_losses = ClassLosses()
         self._sees_functions = False  # True if functions are looked for in every step of the epoch
@@ -178,8 +161,8 @@ class Training(Run):
                         self.forward_backward(batches)
                         self.step()
                         self.step_in_work = None
-                        if not self._monitors_checked:
-                            self._check_monitors()
+                        if clock.steps == 0:
+                            self.advice.monitors()
                         for saver in self.savers:
                             saver.save_due()
                         clock.steps += 1
@@ -209,7 +192,7 @@ class Training(Run):
                 self._finish(ended_by)
             self.place.check_parameters()
             if self.place.collective:  # the caller's optimizer has no place for it
-                own = run_state.own_optimizer_states(loop)
+                own = collect.own_optimizer_states(loop)
                 loop.note(own_optimizer_states=distributed.gather_object(own))
             self.place.make_whole(loop.callbacks)
             self.place.share_buffers()  # under torchrun each rank returns a model
@@ -239,7 +222,7 @@ class Training(Run):
         self.recorder.between_steps(loop.global_step + 1)
         for hook in self.hooks.on_multiprocess_start:
             hook()
-        resume = resume and run_state.continued(loop, resume)
+        resume = resume and cut_epochs.continued(loop, resume)
         self._cut = loop.cut if resume is None else None
         begun = resume or self._cut
         if begun is not None and begun["place"]["seed"] is not None:
@@ -252,7 +235,7 @@ class Training(Run):
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
         self.records_evaluations = True
-        run_state.put_own_optimizer_states(loop, loop.own_optimizer_states)
+        load.put_own_optimizer_states(loop, loop.own_optimizer_states)
         self.gradients = Gradients(self)
         self.undo.enter_context(self.gradients.noting_registrations())
         self.start_epoch, self.start_iteration = loop.epoch, loop.total_iteration_idx
@@ -265,14 +248,14 @@ class Training(Run):
         loop.note(resumed=resume is not None)
         before = replace(loop.progress)
         if resume is not None:  # hooks that rebuild the model ask where the run resumes
-            for name in run_state.COUNTERS:
+            for name in collect.COUNTERS:
                 setattr(loop.progress, name, resume["place"][name])
         for hook in self.hooks.on_train_begin:
             hook()
         self._follow_callbacks()
         if resume is not None:
             try:
-                run_state.load_checkpoint_state(self, resume, quiet=restart is not None)
+                load.load_checkpoint_state(self, resume, quiet=restart is not None)
             except CheckpointError:
                 loop.note(progress=before)
                 raise
@@ -381,7 +364,7 @@ class Training(Run):
         if not ended_by & ~EARLY_STOP:
             if ended_by:
                 self._print_end()
-            self._warn_skipped(at_end=True)
+            self.advice.skipped(at_end=True)
             if self.between_epochs:
                 self._hold()
             self.history_epoch = max(loop.epoch - 1, 0)  # the last epoch; an earlier run may have finished it
@@ -474,13 +457,12 @@ class Training(Run):
             trains = loop.model.training
             for hook in self.hooks.on_epoch_begin:
                 hook()
-            if trains and not loop.model.training and not self._told_of_eval:
-                self._told_of_eval = True
-                warn_or_print(EVAL_UNDONE)
+            if trains and not loop.model.training:
+                self.advice.eval_undone()
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
-        if (self.savers or self.restarts is not None) and self._saved is None:
-            self._saved = saved_names(loop.model, loop.criterion)
+        if self.savers or self.restarts is not None:
+            self.advice.note_saved()
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
@@ -490,12 +472,11 @@ class Training(Run):
         self._sees_functions = any(is_compiled(part) for module in trained for part in module.modules())
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
             self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
-        if self._kept_in_eval is None and loop.is_global_zero:
-            averages = self.parallel and not self.place.collective
-            warn_of_untrained(loop.model, loop.criterion, self.gradients.optimizers, averages=averages)
+        if self._kept_in_eval is None:
+            self.advice.untrained(averages=self.parallel and not self.place.collective)
         if self._cut is not None:
             cut, self._cut = self._cut, None
-            if run_state.load_cut(self, cut):
+            if cut_epochs.load_cut(self, cut):
                 self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
@@ -523,16 +504,6 @@ class Training(Run):
                 step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
             yield step
 
-    def _check_monitors(self) -> None:
-        """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""
-        self._monitors_checked = True
-        parts = [part for callback in self.loop.callbacks for part in vars(callback).values()]
-        if self.loop.is_global_zero:
-            for monitor in (part for part in parts if isinstance(part, Monitor)):
-                text = monitor.about_name(self.loop, self.recorder.names)
-                if text:
-                    warn_or_print(text)
-
     def _hold(self) -> None:
         """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
 
@@ -540,7 +511,7 @@ class Training(Run):
         """
         self.between_epochs = not self.place.collective  # the shards of fsdp can't be joined after a failure
         if self.savers and self.between_epochs:
-            self._held = run_state.held_before_end(self)
+            self._held = cut_epochs.held_before_end(self)
 
     def _rescue(self, exception: Exception) -> None:
         """Write a checkpoint of the last finished step, after a failure at the end of an epoch."""
@@ -548,7 +519,7 @@ class Training(Run):
         if held is None or not self.loop.is_global_zero:
             return
         try:
-            state = run_state.held_state(self, held)
+            state = cut_epochs.held_state(self, held)
             paths = [saver.save_held(state) for saver in self.savers] if state is not None else []
         except Exception as error:  # this error must not hide the first one
             warn_or_print(f"no checkpoint could be written ({described(error)}) after {described(exception)}")
@@ -571,27 +542,24 @@ class Training(Run):
         whole = self.epoch_batches == self.feed.num_batches
         if cut and not whole and marks is not None and marks.loader is loop.train_loader and not marks.changed():
             if self.savers and not ended_by:
-                self.before_cut = run_state.states_before_cut(self)
-            loop.note(cut=run_state.noted_cut(self))
+                self.before_cut = cut_epochs.states_before_cut(self)
+            loop.note(cut=cut_epochs.noted_cut(self))
 
     def _finish_epoch(self) -> None:
         loop = self.loop
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        loses_state = self.savers or self.parallel or self.restarts is not None
-        if self.feed.about_state and not self._told_of_state and loses_state:
-            self._told_of_state = True
-            if loop.is_global_zero:
-                warn_or_print(self.feed.about_state)
+        if self.feed.about_state and (self.savers or self.parallel or self.restarts is not None):
+            self.advice.once("data", self.feed.about_state)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
         loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
         losses = self._record_epoch()
         self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
-        self._warn_nan(losses)
-        self._warn_skipped()
+        self.advice.nan(losses)
+        self.advice.skipped()
         if loop.end_auto_eval and loop.validation_loader is not None and (loop.epoch + 1) % loop.end_auto_eval == 0:
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
@@ -601,36 +569,6 @@ class Training(Run):
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
         loop.progress.epoch += 1
         self.epoch_finished, self.epoch_steps, self.epoch_batches = False, 0, 0
-
-    def _warn_nan(self, losses: dict[str, float]) -> None:
-        """Warn, once per fit, about a training loss that is NaN, unless a callback handles it."""
-        names = ", ".join(name for name, value in losses.items() if value != value)
-        if not names or self._nan_warned or not self.loop.is_global_zero:
-            return
-        self._nan_warned = True
-        if all(callback.callback_name != "TerminateOnNaN" for callback in self.loop.callbacks):
-            warn_or_print(
-                f"NaN in the training loss of epoch {self.loop.epoch + 1} ({names}). Use "
-                "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter."
-            )
-
-    def _warn_skipped(self, *, at_end: bool = False) -> None:
-        """Warn, once per fit, if AMP has skipped many steps in a row or, at the end, all steps of the fit."""
-        by_optimizer = self._skipped.in_a_row()
-        in_a_row = max(by_optimizer, default=0)
-        many = in_a_row >= _MANY_SKIPPED or (at_end and 0 < in_a_row == self._skipped.steps)
-        if not many or self._skipped.reported or not self.loop.is_global_zero:
-            return
-        self._skipped.reported = True
-        which = [i for i, n in enumerate(by_optimizer) if n == in_a_row]
-        of = "" if len(which) == len(by_optimizer) else f" of optimizer {', '.join(map(str, which))} (counted from 0)"
-        warn_or_print(
-            f"AMP has skipped the last {in_a_row} optimizer steps{of}, because their gradients had NaN or infinite "
-            f"values, so {'its' if of else 'the'} weights have not changed. The scale is now "
-            f"{self.place.scaler.get_scale():g}. If it is still above 1, pass a smaller one, as in "
-            "use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find the operation with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
 
     def _agree_at_epoch_end(self) -> int:
         """Return the reasons to stop after this epoch: the request of a callback on any rank, or a signal."""
@@ -691,7 +629,7 @@ class Training(Run):
                 around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
             if counts:
-                around = self.watching_counters(around, step, i)
+                around = self.uneven(around, step, i)
             with around:
                 if borrowed is not None:
                     with self.idle.without_side_effects():
@@ -715,8 +653,8 @@ class Training(Run):
                     read = read_loss(output, sizes[i], gradients.sums)
                     if place.collective:
                         refuse_constant(read.loss)
-                    if self._class_losses.uneven:
-                        self._check_averages(read, count)
+                    if self._class_losses.calls:
+                        self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
                     if not whole:
                         scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
@@ -739,34 +677,12 @@ class Training(Run):
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     @contextmanager
-    def watching_counters(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
-        """Warn once per fit of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
-
-        These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
-        steps. In modes in which that rank does nothing, exchanges of ``get_loss`` with it are errors.
-        """
-        loop, counts = self.loop, step.counts or [0]
-        ranks = [rank for rank, n in enumerate(counts) if n > i]
-        refuses = not self.place.collective and len(ranks) < len(counts)
-        watches = min(counts) <= i < len(step.batches) and loop.is_global_zero and not self._warned_of_counters
-        before = _numbers(loop.model, loop.criterion) if watches else {}
-        with around, refuse_exchanges(ranks) if refuses else _ALONE:
+    def uneven(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
+        """Refuse exchanges, and watch counters, in a micro-batch that some rank may not have."""
+        ranks = [rank for rank, n in enumerate(step.counts or ()) if n > i]
+        refuses = not self.place.collective and len(ranks) < len(step.counts or ())
+        with around, refuse_exchanges(ranks) if refuses else _ALONE, self.advice.watching_counters(step, i):
             yield
-        if not watches:
-            return
-        samples = step.sizes[i] if step.sizes[i] > 1 else None
-        after = _numbers(loop.model, loop.criterion)
-        grown = {name: value - before.get(name, value) for name, value in after.items()}
-        counters = [name for name, growth in grown.items() if growth not in (0, samples)]
-        if counters:
-            self._warned_of_counters = True
-            missing = [str(rank) for rank, n in enumerate(counts) if n <= i]
-            warn_or_print(
-                f"get_loss changes the attribute {', '.join(counters[:5])}, but step {loop.progress.global_step + 1} "
-                f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
-                "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
-                "loader, so that all ranks have the same value."
-            )
 
     @contextmanager
     def seeing_functions(self, *, idle: bool = False) -> Iterator[None]:
@@ -778,54 +694,15 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with self._watching_state(), functional_losses(self._functions):
+        with self.advice.watching_state(), functional_losses(self._functions):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
-
-    @contextmanager
-    def _watching_state(self) -> Iterator[None]:
-        """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
-        loop, step = self.loop, self.loop.progress.global_step
-        if self._watched_step not in (None, step) or self._saved is None or not loop.is_global_zero:
-            yield
-            return
-        before, self._watched_step = UnsavedState(loop.model, loop.criterion, self._saved), step
-        yield
-        if names := UnsavedState(loop.model, loop.criterion, self._saved).changed_since(before):
-            self._watched_step = -1
-            warn_or_print(
-                f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
-                "begins with the value of the script. If the training depends on it, make it a buffer, or return it "
-                "from get_extra_state. Set a count of steps in a callback's on_batch_begin, from tl.global_step."
-            )
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
         stays = self._sees_functions or any(call.needs_mode for call in self._functions or ())
         self._functions = [] if stays else None
-
-    def _check_averages(self, read: BatchLoss, count: int) -> None:
-        """Warn once per fit if ``get_loss`` combines the loss of a criterion with class weights or ignored targets."""
-        loop, calls = self.loop, self._class_losses.take_calls()
-        self._class_losses.uneven = False
-        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
-        evaluates = loop.end_auto_eval and loop.validation_loader is not None
-        averaged = count > 1 or self.parallel or replicas or evaluates
-        # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
-        known = read.units is not None
-        if isinstance(read.units, dict):
-            known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
-        if known or not averaged or self._warned_of_averages or not loop.is_global_zero:
-            return
-        self._warned_of_averages = True
-        warn_or_print(
-            "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
-            "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
-            "size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the sum of the "
-            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
-            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight."
-        )
 
     def begin_batch(self, i: int, size: int) -> None:
         """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch."""
@@ -861,7 +738,7 @@ class Training(Run):
         self.loop.progress.global_step += 1
         self.epoch_steps += 1
         if found := self.loop.progress.found_inf:
-            self._skipped.add(found)
+            self.advice.note_skipped(found)
         for hook in self.hooks.on_after_optimizer_step:
             hook()
 
@@ -870,42 +747,3 @@ class Training(Run):
     def _bar_values(self) -> dict[str, float]:
         last_loss = self.loop.last_loss
         return self._late_read({**({} if last_loss is None else {"loss": last_loss}), **self.recorder.bar_values()})
-
-
-class _Skipped:
-    """Count the last steps in a row that AMP has skipped, for each optimizer. Only reading waits for the device."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.reported = False
-        self._before: list[int] = []  # skipped in a row until the last reading
-        self._since = 0  # steps since then
-        self._least: torch.Tensor | None = None  # over these steps; above zero if all of them were skipped
-
-    def add(self, found: Sequence[torch.Tensor]) -> None:
-        """Add a step, with its ``found_inf`` of each optimizer and device: these were skipped unless it is zero."""
-        least = found[0].reshape(1) if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found])
-        if self._least is not None and self._least.shape != least.shape:  # other optimizers than before
-            self.in_a_row()
-        self._least = least.clone() if self._least is None else torch.minimum(self._least, least)
-        self.steps, self._since = self.steps + 1, self._since + 1
-
-    def in_a_row(self) -> list[int]:
-        """Return each optimizer's number; steps between two readings count only if all of them were skipped."""
-        if self._least is not None:
-            skipped = self._least.flatten().tolist()
-            before = self._before if len(self._before) == len(skipped) else [0] * len(skipped)
-            self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
-            self._since, self._least = 0, None
-        return self._before
-
-
-def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
-    """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for module in trained_modules(model, criterion)
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if type(value) in (int, float) and not name.startswith("_")
-    }

@@ -17,7 +17,8 @@ from trainloop.checkpoint.sharded_writing import FolderWriting
 from trainloop.train_loop.arguments.options import Restart
 from trainloop.train_loop.progress.restart_folder import RestartFolder, restart_line
 from trainloop.train_loop.progress.running import TrainingRun
-from trainloop.train_loop.training import state as run_state
+from trainloop.train_loop.saving.collect import states_of_ranks, whole_state
+from trainloop.train_loop.saving.resume_point import checkpoint_to_resume
 
 __all__ = ["RestartCheckpoints", "steps_between"]
 
@@ -115,9 +116,9 @@ class RestartCheckpoints:
         """
         run, loop = self._run, self._run.loop
         state, problem = None, None
-        ranks = run_state.states_of_ranks(run)
+        ranks = states_of_ranks(run)
         try:
-            state = run_state.whole_state(run, ranks)
+            state = whole_state(run, ranks)
         except Exception as raised:
             problem = described(raised)
         # If all ranks write, a rank that can't write would leave the others waiting.
@@ -141,7 +142,7 @@ class RestartCheckpoints:
         """Return the state from which this start resumes: after a failure, the state in the newest checkpoint."""
         if self._order is None or not self._order.checkpoint:
             return job_resume
-        return run_state.checkpoint_to_resume(self._run.loop, self._order.checkpoint)
+        return checkpoint_to_resume(self._run.loop, self._order.checkpoint)
 
     def begin(self) -> None:
         """Start training from the loaded state; after a failure, call ``on_restart``. Collective."""

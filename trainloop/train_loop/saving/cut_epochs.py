@@ -1,0 +1,174 @@
+"""Note where the end of a fit, or a failure after it, cuts an epoch short, and continue from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainloop import distributed
+from trainloop._support import rng
+from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop.optim import optimizers_of, with_group_settings
+from trainloop.parallel.shards import map_tensors
+from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.running import TrainingRun
+from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state
+
+__all__ = [
+    "continued",
+    "continues_in",
+    "held_before_end",
+    "held_state",
+    "load_cut",
+    "load_metrics",
+    "noted_cut",
+    "skip_cut",
+    "states_before_cut",
+]
+
+
+def noted_cut(run: TrainingRun) -> dict[str, Any]:
+    """Return the state from which the next ``fit`` continues an epoch that the end of this one cuts short. Collective.
+
+    Call it before the end of the epoch is recorded. The loop keeps it as its ``cut``. The model and the optimizers are
+    not in it: they keep the values that they have.
+    """
+    loop = run.loop
+    run.publish(run.recorder.exchange_steps())
+    mine = position(run)
+    if run.parallel:  # a rank that is started later gets the columns of its predecessor
+        mine["carried"] = carried_state_of(loop.model)
+    ranks = distributed.gather_object(mine) if run.parallel else [mine]
+    return {"place": place_of(run), "ranks": ranks, "loop_seed": loop.seed}
+
+
+def states_before_cut(run: TrainingRun) -> dict[str, Any]:
+    """Return what hooks at an epoch's end change: the states of callbacks, and settings of the optimizers' groups.
+
+    A checkpoint at the end of an epoch that is cut short contains both, so that a run that resumes in that epoch has
+    not done its end.
+    """
+    loop = run.loop
+    # A copy of an average is as large as the model. This callback only evaluates its average at an epoch's end.
+    fixed = "ExponentialMovingAverage"
+    changing = [
+        callback.uses_hook("on_epoch_end") and all(kind.__name__ != fixed for kind in type(callback).__mro__)
+        for callback in loop.callbacks
+    ]
+    here = run.place.collective or loop.is_global_zero
+    states = callback_states(loop, "state_dict") if here else []
+    kept = [map_tensors(one, _copy) if changes else None for one, changes in zip(states, changing)]
+    groups = [
+        [{key: map_tensors(value, _copy) for key, value in group.items() if key != "params"} for group in one]
+        for one in (optimizer.param_groups for optimizer in optimizers_of(loop.optimizer))
+    ]
+    return {"callbacks": kept, "groups": groups}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def continues_in(loop: LoopState, state: dict[str, Any]) -> bool:
+    """Return True if a checkpoint was written at the end of a cut epoch, and this ``fit`` goes further in it."""
+    cut = state.get("cut")
+    if cut is None:
+        return False
+    place = cut["place"]
+    if loop.num_epochs:
+        return loop.num_epochs > place["epoch"] - place["start_epoch"]
+    return loop.num_iterations > place["total_iteration_idx"] - place["start_iteration"]
+
+
+def continued(loop: LoopState, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in which the cut epoch continues, if this ``fit`` goes further in it; else ``state`` itself."""
+    if not continues_in(loop, state):
+        return state
+    return _with_states(state, state["cut"])
+
+
+def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with the place and the states that were noted before the end of its epoch."""
+    before = [_before_end(now, kept) for now, kept in zip(state["callbacks"], cut["callbacks"], strict=True)]
+    # If a hook at the end of the epoch has added a group, the numbers of groups differ, and nothing is replaced.
+    optimizers = [
+        with_group_settings(saved, groups) for saved, groups in zip(state["optimizers"], cut["groups"], strict=True)
+    ]
+    ranks = [{**saved, **own} for saved, own in zip(state["ranks"], cut["ranks"], strict=True)]
+    place = {**cut["place"], "cut": cut["place"]["epoch_steps"] > 0}
+    merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
+    merged.pop("cut", None)
+    return merged
+
+
+def _before_end(now: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a callback's state before the end of the epoch, with the weights that training continues from.
+
+    At the end of training, an average of the weights replaces them in the model, and keeps them as ``trained``.
+    """
+    if kept is None or not now.get("state", {}).get("trained"):
+        return kept or now
+    return {**kept, "state": {**kept["state"], "trained": now["state"]["trained"]}}
+
+
+def held_before_end(run: TrainingRun) -> dict[str, Any]:
+    """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
+    ranks = states_of_ranks(run, check=False)
+    return {"place": place_of(run), "ranks": ranks, **states_before_cut(run)}
+
+
+def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the checkpoint's state of the moment of :func:`held_before_end`, on rank 0. Not collective.
+
+    No step may have been taken since.
+    """
+    state = whole_state(run, held["ranks"])
+    return None if state is None else _with_states(state, {**held, "ranks": state["ranks"]})
+
+
+def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:
+    """Continue the epoch that the previous ``fit`` has cut short, at its next batch.
+
+    Return False if the loader has changed, so that there is no such batch. All ranks call it, with the same ``cut``.
+    """
+    loop, place, ranks = run.loop, cut["place"], cut["ranks"]
+    if not skip_cut(run, place):
+        return False
+    same_ranks = len(ranks) == loop.world_size
+    if "carried" in ranks[0]:
+        load_carried_state(loop.model, [saved["carried"] for saved in ranks], loop.rank, loop.world_size)
+    load_metrics(run, ranks)
+    mine = ranks[loop.rank if same_ranks else 0]
+    if run.seed is not None:  # without a seed, the caller's generators go on, as in a hand-written loop
+        if same_ranks:
+            rng.restore(mine["rng"])
+        else:
+            rng.seed_all(rng.derive_seed(run.seed, "resumed", loop.global_step, loop.rank))
+    run.feed.load_state_dict(mine["feed"])
+    return True
+
+
+def load_metrics(run: TrainingRun, ranks: list[dict[str, Any]]) -> None:
+    """Continue the logs of an epoch from its beginning."""
+    loop = run.loop
+    if len(ranks) == loop.world_size:
+        run.recorder.load_state_dict(ranks[loop.rank]["metrics"])
+    elif loop.rank == 0:  # sums over ranks don't depend on which rank has which part
+        own, *others = (saved["metrics"] for saved in ranks)
+        run.recorder.load_state_dict(own, others)
+
+
+def skip_cut(run: TrainingRun, place: dict[str, Any]) -> bool:
+    """Skip the batches of a cut epoch, whose last step may be shorter; return False if no batch begins there."""
+    feed, batches = run.feed, place["epoch_batches"]
+    before, now = place["global_batch_size"], feed.global_batch_size
+    lengths = place["num_samples"], feed.num_samples
+    if None not in lengths and lengths[0] != lengths[1]:
+        return False
+    if None not in (before, now):
+        if before * batches % now:
+            return False
+        batches = before * batches // now
+    run.skip_steps, run.skip_batches, run.epoch_batches = place["epoch_steps"], batches, batches
+    return True

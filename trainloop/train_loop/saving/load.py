@@ -1,0 +1,274 @@
+"""Load the state in a checkpoint into a training run, or into a loop that has nothing left to do."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+from trainloop._launch import rank_from_launcher
+from trainloop._support import rng
+from trainloop._support.carried import load_carried_state
+from trainloop._support.scratch import remove_dead
+from trainloop._support.user_line import described_names, warn, warn_or_print
+from trainloop.callbacks.base import matched_entries, overrides_of_user
+from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
+from trainloop.data.order.orders import set_generator_states, set_states
+from trainloop.devices import has_ranks
+from trainloop.errors import CheckpointError
+from trainloop.optim import (
+    all_optimizers,
+    criterion_module,
+    inner_optimizers,
+    load_optimizer_state_dict,
+    optimizers_of,
+    parameters_of,
+    saved_groups,
+)
+from trainloop.train_loop.progress.ending import end_that_holds
+from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.running import TrainingRun
+from trainloop.train_loop.saving.collect import COUNTERS, criterion_state, generators_of
+from trainloop.train_loop.saving.compatibility import (
+    about_criterion,
+    check_checkpoint,
+    check_own_states,
+    in_own_order,
+    steps_here,
+)
+from trainloop.train_loop.saving.cut_epochs import continued, load_metrics, skip_cut
+from trainloop.train_loop.saving.names import add_missing_groups, plain_name, set_flags, training_flags
+from trainloop.train_loop.saving.resume_point import among_ranks
+
+__all__ = ["load_checkpoint_state", "put_own_optimizer_states", "take_up_finished"]
+
+
+_OWN_STATE = ("load_state_dict", "load_rank_state_dict")
+
+
+def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: bool = False) -> None:
+    """Resume from a :func:`checkpoint_state`, with any number of ranks. All ranks call it, with the same state.
+
+    With ``quiet``, values that differ between the script and the state are not printed.
+    """
+    loop = run.loop
+    state = continued(loop, state)
+    check_checkpoint(loop, state)
+    place, ranks = state["place"], state["ranks"]
+    check_own_states(run, ranks)
+    if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
+        run.take_data(place["epoch"])
+        steps_here(run, place)
+    criterion, wrong = loop.criterion, about_criterion(loop, state)
+    if wrong and not run.hooks.on_resume:
+        raise CheckpointError(wrong)
+    # All checks have passed: from here on the loop changes.
+    if loop.is_global_zero and not quiet and (text := _about_other_values(run, state)):
+        loop.report(text, logging.WARNING)
+    _load_parts(loop, state)
+    if run.place.scaler.is_enabled() and state["scaler"]:
+        run.place.scaler.load_state_dict(state["scaler"])
+    # on_train_begin has logged these again
+    run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
+    run.history_epoch = place["epoch"]
+    run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
+    run.epoch_batches = place["epoch_batches"]
+    run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
+    same_ranks = len(ranks) == loop.world_size
+    put_own_optimizer_states(loop, [saved.get("optimizers") for saved in ranks])
+    _load_rank_states(loop, ranks, same_ranks=same_ranks)
+    for hook in run.hooks.on_resume:
+        hook()
+    if loop.criterion is not criterion:
+        _report_other_criterion(loop, state)
+    elif wrong:
+        raise CheckpointError(wrong)
+    run.take_data(place["epoch"])
+    run.skip_steps = steps_here(run, place)
+    if place.get("cut"):
+        skip_cut(run, place)
+    loop.progress.epoch_ends = place.get("epoch_ends", False)
+    mine = ranks[loop.rank if same_ranks else 0]
+    last = mine.get("last_loss")  # older checkpoints lack this entry
+    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1], device="cpu")
+    load_metrics(run, ranks)
+    if same_ranks:
+        rng.restore(mine["rng"])
+        set_states(generators_of(loop), mine.get("generators", {}))  # older checkpoints lack this entry
+    else:
+        rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
+    if "generators" in state:  # missing in older checkpoints
+        set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
+    run.feed.load_state_dict(mine["feed"])
+    whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
+    if run.skip_steps and not whole and loop.is_global_zero:
+        _warn_of_begun_epoch(loop)
+
+
+def _warn_of_begun_epoch(loop: LoopState) -> None:
+    """Warn of the user's ``on_epoch_begin``, which is not called for an epoch that is resumed in the middle."""
+    skipped = {
+        type(callback).__name__: None
+        for callback in loop.callbacks
+        if overrides_of_user(callback, "on_epoch_begin")
+        and not any(overrides_of_user(callback, name) for name in ("on_resume", *_OWN_STATE))
+    }
+    if skipped:
+        warn_or_print(
+            f"epoch {loop.epoch + 1} is resumed in the middle, so that on_epoch_begin of "
+            f"{described_names(list(skipped))} is not called for it. If the hook sets something for the epoch (a rate, "
+            "a flag, a loader, a criterion), the rest of the epoch is trained without it: write on_resume = "
+            "on_epoch_begin in the class. If it sets nothing, an on_resume that does nothing ends this warning."
+        )
+
+
+def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
+    """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
+    again = loop.global_step == state["place"]["global_step"] > 0
+    if wrong := about_criterion(loop, state):
+        warn(f"tl.criterion is not the one with which the training ended: {wrong}")
+    _load_parts(loop, state)
+    # A callback may have replaced the model's weights by those with which training would continue.
+    load_model(loop.model, state)
+    load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
+    loop.scaler_state = state["scaler"]
+    cut = state.get("cut")
+    loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
+    loop.ends = end_that_holds(loop, state)
+    loop.end_requested = bool(loop.ends)
+    here = rank_from_launcher()
+    if here is not None and has_ranks(loop.gpu_mode):
+        loop.process = here
+        keepers: list[Any] = [callback for callback in loop.callbacks if hasattr(callback, "share_paths")]
+        among_ranks(loop, lambda stop: [keeper.share_paths() for keeper in keepers])
+    if here is None or here.rank == 0:
+        loop.report(f"Nothing left to do: {why}")
+        if again:
+            warn(
+                f"fit(resume_from=...) trained nothing: this loop has already trained to step {loop.global_step}, "
+                "where the checkpoint was written. num_epochs and num_iterations count from the beginning of the call "
+                "that wrote it. To train further in this process, leave resume_from out."
+            )
+    remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
+
+
+def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
+    """Load the loop's own parts, whether the loop is running or not."""
+    load_model(loop.model, state)
+    criterion = criterion_module(loop.criterion)
+    if criterion is not None and state["criterion"] and not about_criterion(loop, state):
+        criterion.load_state_dict({**criterion_state(loop, of_model=True), **state["criterion"]})
+    set_flags(loop.model, state.get("flags", {}))
+    add_missing_groups(loop, state.get("groups"))
+    before = {name: value.dtype for name, value in state["model"].items() if hasattr(value, "dtype")}
+    # A state of a model whose dtype has changed since follows it.
+    recast = {id(p) for name, p in loop.model.named_parameters() if before.get(plain_name(name), p.dtype) != p.dtype}
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), in_own_order(loop, state), strict=True):
+        load_optimizer_state_dict(optimizer, saved, lambda p: id(p) in recast)
+        # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
+        for one in (optimizer, *inner_optimizers(optimizer).values()):
+            _fit_state(one)
+    loop.history.load_state_dict(state["history"])
+    _load_callbacks(loop, whole_of(state["callbacks"]), "load_state_dict")
+    for name in COUNTERS:
+        setattr(loop.progress, name, state["place"][name])
+
+
+def _fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Replace full or not yet read state of the optimizer by this rank's shard."""
+    for p, own in optimizer.state.items():
+        for key, value in own.items() if isinstance(own, dict) else ():
+            if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
+                own[key] = fitted(value, p if value.shape == p.shape else None)
+
+
+def put_own_optimizer_states(loop: LoopState, everyone: list[Any]) -> None:
+    """Put the rank's entry of the :func:`own_optimizer_states` of all ranks into the optimizers."""
+    if not any(everyone):
+        return
+    for optimizer, own in zip(all_optimizers(loop.optimizer), everyone[loop.rank], strict=True):
+        parameters = parameters_of(optimizer)
+        for i, values in own.items():
+            for key, value in values.items():
+                optimizer.state[parameters[int(i)]][key] = value.clone()
+
+
+def _load_rank_states(loop: LoopState, ranks: list[dict[str, Any]], *, same_ranks: bool) -> None:
+    """Load this rank's states of callbacks; warn if they were saved by another number of ranks."""
+    saved = [one.get("callbacks", []) for one in ranks]
+    if same_ranks:
+        _load_callbacks(loop, saved[loop.rank], "load_rank_state_dict")
+        return
+    names = ", ".join(dict.fromkeys(entry["name"] for entry in saved[0] if entry["state"]))
+    if names and loop.is_global_zero:
+        warn(
+            f"the checkpoint has states of {len(ranks)} ranks for the callback {names}, but there are "
+            f"{loop.world_size} ranks now. Per-rank state can't be loaded, so this callback begins without it."
+        )
+
+
+def _report_other_criterion(loop: LoopState, state: dict[str, Any]) -> None:
+    """Report that ``on_resume`` has assigned a criterion with other values than the checkpoint's."""
+    own = criterion_state(loop, of_model=False)
+    other = [name for name, value in state["criterion"].items() if name in own and not torch.equal(own[name], value)]
+    if other and loop.is_global_zero:
+        loop.report(
+            f"on_resume has assigned a criterion with other values than in the checkpoint: {described_names(other)}. "
+            "If the training changes these values, assign the criterion in on_train_begin.",
+            logging.WARNING,
+        )
+
+
+def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
+    """Return a line that names the values that differ between script and checkpoint; empty if none differs."""
+    loop, place, found = run.loop, state["place"], []
+
+    def note(what: str, used: Any, other: Any, *, of_script: bool) -> None:
+        if None not in (used, other) and used != other:
+            used_of, other_of = ("script", "checkpoint") if of_script else ("checkpoint", "script")
+            found.append(f"{what}={used} from the {used_of} (the {other_of} has {other})")
+
+    for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
+        for own, theirs in zip(optimizer.param_groups, saved_groups(saved), strict=False):
+            for name in ("lr", "weight_decay"):
+                # A scheduler changes the rate itself, and records the initial one.
+                now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
+                note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
+    for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]:
+        if hasattr(callback, "other_settings"):
+            for what, before, now in callback.other_settings(entry["state"]):
+                note(what, before, now, of_script=False)
+    flags = state.get("flags", {}).get("requires_grad", {})
+    now = training_flags(loop.model)["requires_grad"]
+    other = [name for name, flag in now.items() if flags.get(name, flag) != flag]
+    if other:
+        found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")
+    note("seed", place["seed"], loop.seed, of_script=False)
+    note("grad_accumulation", loop.grad_accumulation, place["grad_accumulation"], of_script=True)
+    note("global batch size", run.feed.global_batch_size, place["global_batch_size"], of_script=True)
+    return f"Resumed with {', '.join(dict.fromkeys(found))}." if found else ""
+
+
+def _load_callbacks(loop: LoopState, saved: list[dict[str, Any]], method: str) -> None:
+    """Load each callback's state by a method of it."""
+    pairs, left = matched_entries(loop.callbacks, saved)
+    for callback, entry in pairs:
+        getattr(callback, method)(entry["state"])
+    if not loop.is_global_zero:  # one rank's warnings are enough
+        return
+    numbers = Counter((type(callback).__name__, callback.callback_name) for callback in loop.callbacks)
+    saved_numbers = Counter((entry["type"], entry["name"]) for entry in saved if entry["state"])
+    for (kind, name), number in saved_numbers.items():
+        here = numbers[kind, name]
+        if here and here != number and max(here, number) > 1:
+            warn(
+                f"the checkpoint has the states of {number} callbacks {name!r} ({kind}), but this fit has {here}. They "
+                "are matched in order, so a callback may have the state of another. Pass the same callbacks in the "
+                "same order, or give those of one class different names (callback_name)."
+            )
+    unused = [entry["name"] for entry in left if entry["state"]]
+    if unused:
+        warn(f"the checkpoint has state of callbacks not in this fit: {', '.join(unused)}. That state is ignored.")

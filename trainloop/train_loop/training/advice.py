@@ -1,0 +1,324 @@
+"""Warn of what is likely a mistake in a training: in its model, its loss, or its state. Each warning once per fit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainloop._support.carried import names_of
+from trainloop._support.reduction import divisor_of
+from trainloop._support.user_line import described_names, warn_or_print
+from trainloop.callbacks.monitor import Monitor
+from trainloop.data import StepBatches
+from trainloop.optim import criterion_modules, named_trained_parameters, trained_modules
+from trainloop.parallel.shards import bit_sums
+from trainloop.train_loop.progress.running import TrainingRun
+from trainloop.train_loop.run.losses import BatchLoss
+from trainloop.train_loop.training.trained import hooked_parameters, not_optimized
+
+__all__ = ["Advice"]
+
+_MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
+
+
+class Advice:
+    """Warnings of a training run, on global rank 0 only.
+
+    Parameters
+    ----------
+    run : TrainingRun
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self._given: set[str] = set()
+        self._saved: set[str] | None = None  # the names of tensors in checkpoints, in a fit that writes them
+        self._watched_step: int | None = None
+        self._skipped = _Skipped()
+
+    def once(self, about: str, text: str) -> None:
+        """Warn, unless this run has warned ``about`` this already, or it is another rank's turn."""
+        if about not in self._given and self._run.loop.is_global_zero:
+            self._given.add(about)
+            warn_or_print(text)
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def note_saved(self) -> None:
+        """Note what checkpoints contain. In ``fsdp``, all ranks call it."""
+        if self._saved is None:
+            self._saved = _saved_names(self._run.loop.model, self._run.loop.criterion)
+
+    def eval_undone(self) -> None:
+        """Warn that ``on_epoch_begin`` has put the model into ``eval()``."""
+        self.once(
+            "eval",
+            "the model was put into eval() in on_epoch_begin, and the loop switches it back to training mode, as at "
+            "the beginning of every epoch. To train in evaluation mode, call model.eval() in on_batch_begin, or put "
+            "all submodules into eval() instead of the whole model.",
+        )
+
+    def untrained(self, *, averages: bool) -> None:
+        """Warn of parameters that require gradients but are in no optimizer, and of hooks before an average over ranks.
+
+        Called after the hooks at the beginning of an epoch, which may have frozen some. ``averages``: gradients are
+        averaged over ranks after backward.
+        """
+        loop = self._run.loop
+        names = not_optimized(loop.model, self._run.gradients.optimizers)
+        if names:
+            self.once(
+                "optimizer",
+                f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
+                f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
+                "optimizer after the last change of the model, or freeze them with requires_grad_(False).",
+            )
+        hooked = hooked_parameters(named_trained_parameters(loop.model, loop.criterion)) if averages else []
+        if hooked:
+            self.once(
+                "hooks",
+                f"{hooked[0][0]} has a hook for its gradient ({hooked[0][1]}). In ddp, the hook gets the gradient of "
+                "one rank's samples, before the average over ranks. A hook that scales is right; a hook that is not "
+                "linear, such as a clamp, gives other results than in one process. Change gradients in a callback's "
+                "on_after_gradient_update instead, which gets the average.",
+            )
+
+    # -- in a step ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching_counters(self, step: StepBatches, i: int) -> Iterator[None]:
+        """Warn of numbers that ``get_loss`` changes in a micro-batch that some rank does not have.
+
+        These numbers would then differ between ranks, which is right for a sum over samples, but not for a count of
+        steps.
+        """
+        loop, counts = self._run.loop, step.counts or [0]
+        if "counters" in self._given or not (min(counts) <= i < len(step.batches) and loop.is_global_zero):
+            yield
+            return
+        before = _numbers(loop.model, loop.criterion)
+        yield
+        samples = step.sizes[i] if step.sizes[i] > 1 else None
+        after = _numbers(loop.model, loop.criterion)
+        grown = {name: value - before.get(name, value) for name, value in after.items()}
+        counters = [name for name, growth in grown.items() if growth not in (0, samples)]
+        if counters:
+            missing = [str(rank) for rank, n in enumerate(counts) if n <= i]
+            self.once(
+                "counters",
+                f"get_loss changes the attribute {', '.join(counters[:5])}, but step {loop.progress.global_step + 1} "
+                f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
+                "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
+                "loader, so that all ranks have the same value.",
+            )
+
+    @contextmanager
+    def watching_state(self) -> Iterator[None]:
+        """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
+        loop, step = self._run.loop, self._run.loop.progress.global_step
+        if self._watched_step not in (None, step) or self._saved is None or not loop.is_global_zero:
+            yield
+            return
+        before, self._watched_step = _UnsavedState(loop.model, loop.criterion, self._saved), step
+        yield
+        if names := _UnsavedState(loop.model, loop.criterion, self._saved).changed_since(before):
+            self._watched_step = -1
+            self.once(
+                "state",
+                f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
+                "begins with the value of the script. If the training depends on it, make it a buffer, or return it "
+                "from get_extra_state. Set a count of steps in a callback's on_batch_begin, from tl.global_step.",
+            )
+
+    def averages(self, read: BatchLoss, count: int, calls: int) -> None:
+        """Warn if ``get_loss`` combines the loss of a criterion with class weights or ignored targets.
+
+        Parameters
+        ----------
+        read : BatchLoss
+        count : int
+            Number of micro-batches in the step.
+        calls : int
+            Number of calls of such criteria.
+        """
+        loop = self._run.loop
+        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+        evaluates = loop.end_auto_eval and loop.validation_loader is not None
+        averaged = count > 1 or self._run.parallel or replicas or evaluates
+        # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
+        known = read.units is not None
+        if isinstance(read.units, dict):
+            known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
+        if known or not averaged:
+            return
+        self.once(
+            "averages",
+            "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
+            "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
+            "size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the sum of the "
+            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
+            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight.",
+        )
+
+    def monitors(self) -> None:
+        """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""
+        loop = self._run.loop
+        if "monitors" in self._given or not loop.is_global_zero:
+            return
+        self._given.add("monitors")
+        for monitor in (part for callback in loop.callbacks for part in vars(callback).values()):
+            if isinstance(monitor, Monitor) and (text := monitor.about_name(loop, self._run.recorder.names)):
+                warn_or_print(text)
+
+    # -- at the end of an epoch --------------------------------------------------------------------------------------
+
+    def nan(self, losses: dict[str, float]) -> None:
+        """Warn of a training loss that is NaN, unless a callback handles it."""
+        loop = self._run.loop
+        names = ", ".join(name for name, value in losses.items() if value != value)
+        if names and all(callback.callback_name != "TerminateOnNaN" for callback in loop.callbacks):
+            self.once(
+                "nan",
+                f"NaN in the training loss of epoch {loop.epoch + 1} ({names}). Use "
+                "fit(callbacks=[TerminateOnNaN()]) to end training at the first NaN and to see its step and parameter.",
+            )
+
+    def note_skipped(self, found: Sequence[Tensor]) -> None:
+        """Add a step's ``found_inf`` of each optimizer and device."""
+        self._skipped.add(found)
+
+    def skipped(self, *, at_end: bool = False) -> None:
+        """Warn if AMP has skipped many steps in a row or, at the end, all steps of the fit."""
+        by_optimizer = self._skipped.in_a_row()
+        in_a_row = max(by_optimizer, default=0)
+        many = in_a_row >= _MANY_SKIPPED or (at_end and 0 < in_a_row == self._skipped.steps)
+        if not many:
+            return
+        which = [i for i, n in enumerate(by_optimizer) if n == in_a_row]
+        of = "" if len(which) == len(by_optimizer) else f" of optimizer {', '.join(map(str, which))} (counted from 0)"
+        self.once(
+            "skipped",
+            f"AMP has skipped the last {in_a_row} optimizer steps{of}, because their gradients had NaN or infinite "
+            f"values, so {'its' if of else 'the'} weights have not changed. The scale is now "
+            f"{self._run.place.scaler.get_scale():g}. If it is still above 1, pass a smaller one, as in "
+            "use_amp={'init_scale': 1024.0}. Otherwise, use use_amp='bf16', or find the operation with "
+            "torch.autograd.set_detect_anomaly(True).",
+        )
+
+
+class _Skipped:
+    """Count the last steps in a row that AMP has skipped, for each optimizer. Only reading waits for the device."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._before: list[int] = []  # skipped in a row until the last reading
+        self._since = 0  # steps since then
+        self._least: torch.Tensor | None = None  # over these steps; above zero if all of them were skipped
+
+    def add(self, found: Sequence[torch.Tensor]) -> None:
+        """Add a step, with its ``found_inf`` of each optimizer and device: these were skipped unless it is zero."""
+        least = found[0].reshape(1) if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found])
+        if self._least is not None and self._least.shape != least.shape:  # other optimizers than before
+            self.in_a_row()
+        self._least = least.clone() if self._least is None else torch.minimum(self._least, least)
+        self.steps, self._since = self.steps + 1, self._since + 1
+
+    def in_a_row(self) -> list[int]:
+        """Return each optimizer's number; steps between two readings count only if all of them were skipped."""
+        if self._least is not None:
+            skipped = self._least.flatten().tolist()
+            before = self._before if len(self._before) == len(skipped) else [0] * len(skipped)
+            self._before = [n + self._since if all_of_them else 0 for n, all_of_them in zip(before, skipped)]
+            self._since, self._least = 0, None
+        return self._before
+
+
+def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
+    """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for module in trained_modules(model, criterion)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) in (int, float) and not name.startswith("_")
+    }
+
+
+class _UnsavedState:
+    """Public attributes that ``get_loss`` may change, of the modules that a loop trains, as they are now.
+
+    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
+    are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
+    ``carried_state`` are in checkpoints.
+
+    Parameters
+    ----------
+    model : nn.Module
+    criterion : callable
+    saved : set of str
+        Names that checkpoints contain.
+    """
+
+    def __init__(self, model: nn.Module, criterion: Any, saved: set[str]) -> None:
+        self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
+        tensors: dict[str, Tensor] = {}
+        for prefix, whole in _with_prefixes(model, criterion):
+            for name, buffer in whole.named_buffers(prefix):
+                if name not in saved and _is_plain_tensor(buffer):
+                    tensors[name] = buffer
+            for path, part in whole.named_modules(prefix=prefix):
+                if type(part).get_extra_state is nn.Module.get_extra_state:
+                    self._add(f"{path}{'.' * bool(path)}", part, tensors)
+        for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
+            self._values[path] = (tensor, bits)
+
+    def _add(self, path: str, part: Any, tensors: dict[str, Tensor], *, within: bool = True) -> None:
+        kind = type(part)
+        if kind.__module__.partition(".")[0] in ("torch", "torchmetrics", "builtins"):  # metrics train nothing
+            return
+        of_class = {name: value for cls in kind.__mro__ for name, value in vars(cls).items() if type(value) is int}
+        for name, value in {**of_class, **vars(part)}.items():
+            if name.startswith("_") or (isinstance(part, nn.Module) and name in names_of(part)):
+                continue
+            if type(value) is int:
+                self._values[path + name] = (None, value)
+            elif _is_plain_tensor(value):
+                tensors[path + name] = value
+            elif isinstance(value, (list, deque)):
+                self._values[path + name] = (value, [len(value), *(id(item) for item in islice(value, 10_000))])
+            elif within and hasattr(value, "__dict__") and not callable(value):
+                self._add(f"{path}{name}.", value, tensors, within=False)
+
+    def changed_since(self, before: _UnsavedState) -> list[str]:
+        """Return the paths of values that have changed in place, and of numbers that have changed."""
+        return [
+            path
+            for path, (value, shown) in self._values.items()
+            if path in before._values
+            and before._values[path][0] is value
+            and before._values[path][1] != shown
+            and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
+        ]
+
+
+def _saved_names(model: nn.Module, criterion: Any) -> set[str]:
+    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
+    prefixed = _with_prefixes(model, criterion)
+    return {f"{prefix}{'.' * bool(prefix)}{name}" for prefix, whole in prefixed for name in whole.state_dict()}
+
+
+def _with_prefixes(model: nn.Module, criterion: Any) -> list[tuple[str, nn.Module]]:
+    return [("", model), *(("criterion", module) for module in criterion_modules(criterion))]
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor with bits that can be compared, and outside of a graph."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_nested or value.is_quantized or value.is_meta)
