@@ -30,6 +30,7 @@ from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkp
 from trainloop.__main__ import main
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, LRScheduler, ModelCheckpoint
 from trainloop.callbacks.base import Saver
+from trainloop.data import SplitBatches
 from trainloop.data.order import orders
 from trainloop.errors import CheckpointError, ConfigurationError
 
@@ -308,6 +309,11 @@ def test_a_samplers_state_dict_that_needs_arguments_is_not_called() -> None:
     sampler = Asks(random.Random(3))
     make_loop(DataLoader(make_data(), 10, sampler=sampler)).fit(num_epochs=1)
     assert list(orders.generators_of(DataLoader(make_data(), 10, sampler=sampler))) == ["sampler:rng"]
+
+
+def test_generators_within_a_loader_that_is_split_by_columns_are_kept() -> None:
+    loader = DataLoader(make_data(), 10, shuffle=True, generator=torch.Generator())
+    assert list(orders.generators_of(SplitBatches(loader))) == list(orders.generators_of(loader)) == ["loader"]
 
 
 def test_a_samplers_state_that_no_checkpoint_can_contain_is_warned_of(tmp_path: Path) -> None:

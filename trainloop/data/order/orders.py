@@ -22,6 +22,7 @@ from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
 from trainloop._support.user_line import warn
 from trainloop.data.batch.randomness import IsolatedRandomState
+from trainloop.data.order.columns import SplitBatches
 from trainloop.errors import TrainLoopError
 
 T = TypeVar("T")
@@ -205,6 +206,7 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     its samplers' states in its own.
     """
     found: dict[str, Generator] = {}
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
     for name, holder in parts_of_loader(loader).items():
         attributes = {name: getattr(holder, "generator", None)}
         if name != "loader" and not type(holder).__module__.startswith("torch."):

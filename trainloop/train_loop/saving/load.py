@@ -92,16 +92,12 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
         skip_cut(run, place)
     loop.progress.epoch_ends = place.get("epoch_ends", False)
     mine = ranks[loop.rank if same_ranks else 0]
-    last = mine.get("last_loss")  # older checkpoints lack this entry
-    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1], device="cpu")
     load_metrics(run, ranks)
     if same_ranks:
         rng.restore(mine["rng"])
-        set_states(generators_of(loop), mine.get("generators", {}))  # older checkpoints lack this entry
     else:
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
-    if "generators" in state:  # missing in older checkpoints
-        set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
+    _load_own(loop, state, mine, same_ranks=same_ranks)
     run.feed.load_state_dict(mine["feed"])
     whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
     if run.skip_steps and not whole and loop.is_global_zero:
@@ -135,6 +131,15 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
+    # What follows, such as another fit, must begin as after the training, where rank 0's values come back.
+    ranks, mine = state["ranks"], state["ranks"][0]
+    own = [saved.get("optimizers") for saved in ranks]
+    loop.note(own_optimizer_states=own if any(own) else [])
+    _load_rank_states(loop, ranks, same_ranks=True)
+    _load_own(loop, state, mine, same_ranks=True)
+    set_generator_states([loop.train_loader], [mine["feed"]["generators"]])
+    if loop.seed is None and not has_ranks(loop.gpu_mode):  # other runs leave the caller's generators as they are
+        rng.restore(mine["rng"])
     cut = state.get("cut")
     loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
     loop.ends = end_that_holds(loop, state)
@@ -153,6 +158,19 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
                 "that wrote it. To train further in this process, leave resume_from out."
             )
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
+
+
+def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, same_ranks: bool) -> None:
+    """Load the last loss and the states of generators outside of the training loader, from a rank's state.
+
+    Older checkpoints lack each of these entries.
+    """
+    last = mine.get("last_loss")
+    loop.progress.last_loss = None if last is None else torch.tensor(last[0], dtype=last[1], device="cpu")
+    if same_ranks:
+        set_states(generators_of(loop), mine.get("generators", {}))
+    if "generators" in state:
+        set_generator_states((loop.validation_loader, loop.test_loader), state["generators"])
 
 
 def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""What follows a fit that was finished already, such as another fit, is what follows the training itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.callbacks import ModelCheckpoint
+
+ROWS = 23
+
+
+class Noisy(TTModel):
+    """Draws noise from its own generator, and dropout from torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.dropout = nn.Dropout(0.3)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.dropout(x))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:
+        x, y = batch_data
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return criterion(self(x + 0.1 * noise), y)
+
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        return self(batch_data[0]), batch_data[1], {}
+
+
+class OfEachRank(AbstractCallback):
+    """Counts batches, and keeps the count in the state of each rank."""
+
+    def __init__(self) -> None:
+        super().__init__("of each rank")
+        self.count = 0
+
+    def on_batch_end(self) -> None:
+        self.count += 1
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def two_fits(mode: str, seed: int | None, order: str, folder: Path) -> Any:
+    """Return the weights after each of two fits; the first resumes from the newest checkpoint, if there is one."""
+    torch.manual_seed(11)
+    model = Noisy()
+    rows = TensorDataset(torch.randn(ROWS, 4, dtype=torch.float64), torch.arange(ROWS) % 3)
+
+    def drawn(key: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(key)
+        sampler = WeightedRandomSampler([1.0 + i % 3 for i in range(ROWS)], ROWS, generator=generator)
+        return DataLoader(rows, 4, sampler=sampler)
+
+    loaders = {
+        "shuffled": lambda: DataLoader(rows, 4, shuffle=True),
+        "with a generator": lambda: DataLoader(rows, 4, shuffle=True, generator=torch.Generator().manual_seed(7)),
+        "drawn": lambda: drawn(7),
+    }
+    tl = TrainLoop(
+        *(model, loaders[order](), drawn(8), None, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()),
+        **{"gpu_mode": mode, "accelerator": "cpu", "devices": 1 if mode == "single" else 2},
+        **{"seed": seed, "progress_bar": False},
+    )
+    counts, found = OfEachRank(), []
+    tl.fit(num_epochs=2, callbacks=[counts, ModelCheckpoint(folder)], resume_from="last")
+    found.append((model.layer.weight.tolist(), counts.count, float(tl.last_loss)))
+    found.append(tl.predict_on_validation_set()[1].tolist())
+    tl.fit(num_epochs=2, callbacks=[counts])
+    return [*found, (model.layer.weight.tolist(), counts.count, tl.history.to_dict())]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("order", ["shuffled", "with a generator", "drawn"])
+@pytest.mark.parametrize("mode", ["single", "dp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_another_fit_continues_as_after_the_training(tmp_path: Path, mode: str, order: str, seed: int | None) -> None:
+    straight = two_fits(mode, seed, order, tmp_path)
+    assert two_fits(mode, seed, order, tmp_path) == straight
