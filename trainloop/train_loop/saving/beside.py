@@ -57,7 +57,7 @@ class Beside:
 
     def __init__(self, loop: LoopState, saved: set[str] | None) -> None:
         self.values: dict[str, int] = {}
-        self._kinds: dict[str, Any] = {}  # of those from which a training mostly goes on: neither records nor caches
+        self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
         self._add_data(loop.train_loader)
@@ -198,7 +198,7 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of a value that a training mostly goes on from: a count, a tensor's shape, a pool of tensors."""
+    """Return the kind of a value that a training mostly continues from: a count, a tensor's shape, a pool of tensors."""
     if isinstance(value, (list, deque)):
         return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
     return "count" if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
