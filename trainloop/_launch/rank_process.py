@@ -24,15 +24,7 @@ import torch.distributed as dist
 from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.module_state import receive_modules
-from trainloop._launch.output import (
-    Report,
-    Sender,
-    least_level,
-    quieten_log_streams,
-    rank_streams,
-    reported_records,
-    sent_records,
-)
+from trainloop._launch.output import Report, Sender, quieten_log_streams, rank_handlers, rank_streams
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks
@@ -219,8 +211,7 @@ def _set_up_and_call(
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(task.settings)
         quieten_log_streams(me, report)
-    undo.enter_context(sent_records(sender, task.targets, me, least_level(me)))
-    undo.enter_context(reported_records(me, task.targets, report))
+    undo.enter_context(rank_handlers(sender, task.targets, me, report))
     write_late = receive_modules(task.modules, device, warns=me.local_rank == 0) if task.modules else None
     function = task.handle.open(device, received)
     if write_late is not None:
