@@ -19,7 +19,7 @@ import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
-from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
+from trainloop._launch.main_guard import check_main_guard, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.output import Outlets, targets_here
 from trainloop._launch.rank_process import started_by_launch
@@ -255,8 +255,10 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
-        check_not_importing()
-        raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
+        raise ConfigurationError(
+            "a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'. If a module that the "
+            "rank imports makes this call, put the call inside an `if __name__ == '__main__':` block."
+        )
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
             "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
