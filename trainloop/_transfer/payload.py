@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, memory_at, write_all
-from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
-from trainloop._transfer.rebuilding import explained_rebuilding
+from trainloop._transfer.pickling import IN_STREAM, Pickler, explained_rebuilding, load_device, noting_classes
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 

@@ -34,7 +34,6 @@ from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
 from trainloop._transfer.pages import anonymous_file, write_all
-from trainloop._transfer.rebuilding import explained_rebuilding
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
 __all__ = [
@@ -44,6 +43,7 @@ __all__ = [
     "Pickler",
     "StatePickler",
     "StateUnpickler",
+    "explained_rebuilding",
     "load_device",
     "noting_classes",
     "pack_state",
@@ -72,6 +72,20 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         _loading.device = before
         # torch keeps a list of the sparse tensors that it has rebuilt, until they are validated.
         torch._utils._validate_loaded_sparse_tensors()
+
+
+@contextlib.contextmanager
+def explained_rebuilding() -> Iterator[None]:
+    """Say in an error of unpickling when it occurred: an object may be pickled without an error, but not be rebuilt."""
+    try:
+        yield
+    except ImportError:  # names the module
+        raise
+    except Exception as error:
+        when = "while an object from another process was rebuilt from its pickle"
+        # Python 3.10 has no add_note.
+        error.args = (f"{error} ({when}: pickle.loads(pickle.dumps(obj)) fails in the same way)",)
+        raise
 
 
 class Pickler(cloudpickle.Pickler):

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from trainloop._support.platform import read_into
 from trainloop._transfer.pages import punch_hole, write_all
-from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
-from trainloop._transfer.rebuilding import explained_rebuilding
+from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, explained_rebuilding, load_device
 
 __all__ = ["ResultFile"]
 
