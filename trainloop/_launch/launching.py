@@ -33,10 +33,9 @@ from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
 from trainloop._transfer import pack
 from trainloop._transfer.pages import anonymous_file, close_file
-from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.resources.enforce import threads_in
+from trainloop.resources.enforce import child_environment, threads_in
 
 __all__ = ["keeping", "launch"]
 
@@ -85,7 +84,8 @@ def launch(
     timeout_s : float
         Seconds that a rank waits for another in a collective or at a step boundary, before the run fails.
     child_env : dict of str to str, optional
-        Environment variables of the ranks, set before their interpreters start.
+        Environment variables of the ranks, set before their interpreters start; ``OMP_NUM_THREADS`` must be among them.
+        By default, all CPUs are divided among the ranks, which would otherwise compete for them.
     start_method : {'auto', 'forkserver', 'spawn'}
         Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
         ``'auto'``: the value of ``TRAINLOOP_START_METHOD``; if it is not set, a fork server if possible.
@@ -127,7 +127,7 @@ def launch(
     served = _begin_server(method)  # the server imports its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
     backend = backend or _backend_for(chosen)
-    environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
+    environment = child_environment(None, ranks_per_node) if child_env is None else child_env
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
@@ -145,7 +145,7 @@ def launch(
             devices=tuple(str(device) for device in chosen),
             backend=backend,
             timeout_s=timeout_s,
-            num_threads=num_threads,
+            num_threads=threads_in(environment["OMP_NUM_THREADS"]),
             store=None if hosts is None else (*hosts.store_address, "ranks"),
             interface=loopback_interface() if num_nodes == 1 else None if hosts is None else hosts.interface,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
@@ -297,21 +297,6 @@ def _backend_for(devices: Sequence[torch.device]) -> str:
     """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
     own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
     return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
-
-
-def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int]:
-    """Return the ranks' environment and each rank's number of threads; the environment contains this number, too.
-
-    By default, each rank would start a thread for every core, and the ranks would compete for cores.
-    """
-    environment = dict(child_env)
-    if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
-        return environment, own  # the rank sets it too: MKL's variable takes precedence when torch is loaded
-    threads = torch.get_num_threads()  # the caller may have set fewer threads than the variable
-    if not os.environ.get("OMP_NUM_THREADS"):
-        threads = min(threads, max(1, usable_cores() // ranks_per_node))
-        environment["OMP_NUM_THREADS"] = str(threads)  # some libraries read the variable when they are imported
-    return environment, threads
 
 
 def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) -> Ranks:

@@ -47,6 +47,7 @@ class RunSpec:
     backend: str
     timeout_s: float
     num_threads: int | None
+    """Threads of each rank, which sets them itself, too: MKL's variable takes precedence when torch is loaded."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
     interface: str | None = None
