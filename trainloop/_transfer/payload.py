@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, memory_at, write_all
-from trainloop._transfer.pickling import IN_STREAM, Pickler, explained_rebuilding, load_device, noting_classes
+from trainloop._transfer.pickling import Pickler, explained_rebuilding, load_device, noting_classes
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
@@ -147,14 +147,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
     try:
         with pickled_for_spawning() as descriptors, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
             buffers: list[pickle.PickleBuffer] = []
-
-            def keep_out(buffer: pickle.PickleBuffer) -> bool:
-                small = buffer.raw().nbytes < IN_STREAM
-                if not small:
-                    buffers.append(buffer)
-                return small
-
-            pickler = Pickler(file, keep_out)
+            pickler = Pickler(file, buffers.append)
             try:
                 pickler.dump((obj, _LateNames(pickler.main_names)))
             except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
