@@ -27,7 +27,7 @@ from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
-__all__ = ["join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
+__all__ = ["backend_for", "join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
 
 T = TypeVar("T")
 
@@ -237,10 +237,7 @@ def join(
                 f"{', '.join(map(str, devices))}. Start no more processes here than devices, or choose more devices."
             )
         device = devices[me.local_rank]
-    if backend is None:
-        # NCCL does not allow several ranks on one GPU.
-        shared = devices is not None and len(set(devices)) < len(devices)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    backend = backend or backend_for(devices or [device])
     guard_forks()
     # This covers a group that the caller has created and that still exists at exit, too.
     atexit.unregister(release_last_work)
@@ -256,6 +253,12 @@ def join(
         if here is not None:
             undo.enter_context(_ending_together(here))
         return function(stop)
+
+
+def backend_for(devices: Sequence[torch.device]) -> str:
+    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
 @contextlib.contextmanager

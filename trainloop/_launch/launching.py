@@ -19,6 +19,7 @@ import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
+from trainloop._launch.joining import backend_for
 from trainloop._launch.main_guard import check_main_guard, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.output import Outlets, targets_here
@@ -126,7 +127,7 @@ def launch(
     method = chosen_method(start_method)
     served = _begin_server(method)  # the server imports its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
-    backend = backend or _backend_for(chosen)
+    backend = backend or backend_for(chosen)
     environment = child_environment(None, ranks_per_node) if child_env is None else child_env
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
@@ -291,12 +292,6 @@ def _descriptors_explained() -> Iterator[None]:
             f"ranks can't be started: the limit{limit} open files of this process is too low ({error.strerror}). Raise "
             "it in the shell (ulimit -n 1024), or close files that are no longer used."
         ) from error
-
-
-def _backend_for(devices: Sequence[torch.device]) -> str:
-    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
-    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
-    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
 
 
 def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) -> Ranks:
