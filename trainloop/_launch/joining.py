@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainloop._launch.rank_process import RankTerminated, Unblocking, started_as, started_by_launch
+from trainloop._launch.rank_process import RankTerminated, started_as, started_by_launch, unblocking
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import user_id
 from trainloop._support.signals import ends_by_sigterm, signals
@@ -264,12 +264,9 @@ def backend_for(devices: Sequence[torch.device]) -> str:
 @contextlib.contextmanager
 def _ending_together(here: SharedStop) -> Iterator[None]:
     """Mark this machine's ranks as failed if this rank fails, and end this rank once another one has failed."""
-    with contextlib.ExitStack() as undo:
-        # Without a handler that raises, this rank would continue with the results of aborted collectives.
-        if "nccl" in str(dist.get_backend_config()) and ends_by_sigterm():
-            unblocking = Unblocking(lambda: here.failed)
-            unblocking.start()
-            undo.callback(unblocking.stop)
+    # Without a handler that raises, this rank would continue with the results of aborted collectives.
+    may_block = "nccl" in str(dist.get_backend_config()) and ends_by_sigterm()
+    with unblocking(lambda: here.failed) if may_block else contextlib.nullcontext():
         try:
             yield
         except BaseException:
