@@ -116,8 +116,8 @@ def test_a_global_of_the_script_is_the_only_one_named() -> None:
         "from abc import ABC\nclass Net(ABC, torch.nn.Module):\n    def forward(self, x):\n        return FLAGS", space
     )
     net = space["Net"]()
-    with pytest.raises(UnpicklableError) as error:
-        pack(net, roots={"model": net})
+    with pytest.raises(UnpicklableError) as error, pack(net, roots={"model": net}):
+        pass
     assert "_abc_impl" not in str(error.value)
     assert "<global FLAGS>" in str(error.value)
     assert "A function uses this global variable of the script" in str(error.value)
