@@ -154,7 +154,7 @@ def launch(
             outlives_work=kept is not None,
         )
         task = Task(payload.handle, tuple(payload.descriptors), settings, modules, targets, main_place())
-        processes = _Processes(environment, method, served, start_method)
+        processes = _Processes(environment, method, served)
         result: T = _Starts(run, task, processes, hosts, kept, restart_policy, take_rescued).run()
         return result
 
@@ -169,8 +169,6 @@ class _Processes:
     """``'auto'``, ``'forkserver'`` or ``'spawn'``, as chosen for this machine."""
     served: bool
     """True to fork them from the server."""
-    requested: str
-    """The caller's ``start_method``."""
 
 
 class _Starts:
@@ -336,21 +334,21 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     return fd
 
 
-def _this_process(undo: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has no pidfds."""
+def _this_process(undo: contextlib.ExitStack) -> int:
+    """Return a descriptor that becomes readable when this process ends; -1 if the system has no pidfds."""
     if sys.platform != "linux":
-        return None
+        return -1
     try:
         fd = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
-        return None
+        return -1
     undo.callback(os.close, fd)
     return fd
 
 
 def _terms(run: RunSpec, processes: _Processes) -> list[Any]:
     """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
-    settings = replace(run, key=None, interface=None), processes.environment, processes.requested
+    settings = replace(run, key=None, interface=None), processes.environment, processes.method
     return [*settings, LoadedCode(), fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 

@@ -335,19 +335,19 @@ def parent_has_ended() -> bool:
     return bool(_parent and connection.wait(_parent, 0))
 
 
-def end_with_parent(caller_fd: int | None) -> None:
+def end_with_parent(caller_fd: int) -> None:
     """Make this process end soon after the launching process ends, for whatever reason.
 
     Parameters
     ----------
-    caller_fd : int or None
-        Descriptor of the launching process (``pidfd_open``). Without it, a fork of the launching process could keep
-        this process alive, since the fork also holds the other end of ``multiprocessing``'s sentinel.
+    caller_fd : int
+        Descriptor of the launching process (``pidfd_open``); -1 for none. Without it, a fork of the launching process
+        could keep this process alive, since the fork also holds the other end of ``multiprocessing``'s sentinel.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     _parent.append(parent.sentinel)
-    if caller_fd is not None:
+    if caller_fd >= 0:
         _parent.append(caller_fd)
     if parent_has_ended():
         os._exit(1)
