@@ -76,19 +76,9 @@ def process_config() -> dict[str, Any]:
 
 def process_exists(pid: int) -> bool:
     """Return True if a process has this ID."""
-    if sys.platform == "win32":  # on Windows, os.kill ends the process, whatever the signal
-        import psutil
+    import psutil
 
-        return bool(psutil.pid_exists(pid))
-    try:
-        # Signal 0 only tests if the process exists. After a PermissionError, the process exists, but another user owns
-        # it.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return bool(psutil.pid_exists(pid))
 
 
 def user_id() -> int | None:
