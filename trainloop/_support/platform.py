@@ -30,7 +30,6 @@ __all__ = [
     "blocked_signals",
     "fcntl",
     "grp",
-    "kill",
     "loopback_interface",
     "process_config",
     "process_exists",
@@ -55,14 +54,6 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 # -- processes and users -----------------------------------------------------------------------------------------------
-
-
-def kill(pid: int) -> None:
-    """End a process at once (SIGKILL; TerminateProcess on Windows)."""
-    if sys.platform == "win32":
-        os.kill(pid, signal.SIGTERM)
-    else:
-        os.kill(pid, signal.SIGKILL)
 
 
 def process_config() -> dict[str, Any]:
