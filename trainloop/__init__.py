@@ -9,8 +9,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trainloop._support import distribution
-
 if TYPE_CHECKING:
     from trainloop.callbacks.base import AbstractCallback
     from trainloop.model import ModelWrap, TTBasicModel, TTModel
@@ -24,14 +22,6 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.2.0"
-
-if _other := distribution.overwritten_by():
-    from trainloop._support.user_line import warn
-
-    warn(
-        f"{_other} is installed in the same folder as {distribution.NAME}. Both are imported as trainloop, so their "
-        f"files overwrite each other. {distribution.REINSTALL}"
-    )
 
 # Public names and their modules. Each module is imported on first access to a name. A script imports only what it uses.
 _HOMES = {

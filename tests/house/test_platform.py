@@ -28,7 +28,7 @@ def test_a_process_exists_until_it_is_killed() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
         assert platform.process_exists(process.pid)
-        platform.kill(process.pid)
+        process.kill()
         assert process.wait(10) != 0
         assert not platform.process_exists(process.pid)
     finally:

@@ -107,7 +107,10 @@ def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
     "do, error",
     [
         ("raise", "ValueError: this fold raises"),
-        ("kill", "killed by SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill"),
+        (
+            "kill",
+            "killed by signal SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill",
+        ),
         pytest.param(
             *("orphan", "ended with exit code 7, without a result.\nIts last output:\nabout to orphan"),
             marks=pytest.mark.slow,
@@ -151,7 +154,7 @@ def test_folds_that_are_forks_end_as_others_do(tmp_path: Path) -> None:
     found = search(MakeFailing(marks), space, num_trials=4, preload=["numpy", "no_such_module"])
     assert [trial.state for trial in found.trials] == ["partial"] * 3 + ["done"]
     errors = [trial.errors.get(1, "") for trial in found.trials]
-    killed = "killed by SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill"
+    killed = "killed by signal SIGKILL, which the system sends when memory runs out.\nIts last output:\nabout to kill"
     assert killed in errors[0]
     assert "ended with exit code 7, without a result.\nIts last output:\nabout to orphan" in errors[1]
     assert "ValueError: this fold raises" in errors[2]

@@ -98,7 +98,7 @@ def test_a_fold_that_fails_is_lost_alone(nodes: Nodes, tmp_path: Path) -> None:
     found = search(MakeFailing(marks), space, storage=tmp_path / "search")
     assert [trial.state for trial in found.trials] == ["partial", "partial"]
     assert "ValueError: this fold raises" in found.trials[0].errors[1]
-    assert "killed by SIGKILL" in found.trials[1].errors[1]
+    assert "killed by signal SIGKILL" in found.trials[1].errors[1]
     again = search(MakeFailing(marks), space, storage=tmp_path / "search")
     assert [trial.state for trial in again.trials] == ["done", "done"]
     assert len(list(marks.iterdir())) == 6

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainloop._launch.rank_process import RankTerminated, Unblocking, started_as, started_by_launch
+from trainloop._launch.rank_process import RankTerminated, started_as, started_by_launch, unblocking
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import user_id
 from trainloop._support.signals import ends_by_sigterm, signals
@@ -27,7 +27,7 @@ from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
-__all__ = ["join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
+__all__ = ["backend_for", "join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
 
 T = TypeVar("T")
 
@@ -237,10 +237,7 @@ def join(
                 f"{', '.join(map(str, devices))}. Start no more processes here than devices, or choose more devices."
             )
         device = devices[me.local_rank]
-    if backend is None:
-        # NCCL does not allow several ranks on one GPU.
-        shared = devices is not None and len(set(devices)) < len(devices)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    backend = backend or backend_for(devices or [device])
     guard_forks()
     # This covers a group that the caller has created and that still exists at exit, too.
     atexit.unregister(release_last_work)
@@ -258,15 +255,18 @@ def join(
         return function(stop)
 
 
+def backend_for(devices: Sequence[torch.device]) -> str:
+    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
+    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
+    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
+
+
 @contextlib.contextmanager
 def _ending_together(here: SharedStop) -> Iterator[None]:
     """Mark this machine's ranks as failed if this rank fails, and end this rank once another one has failed."""
-    with contextlib.ExitStack() as undo:
-        # Without a handler that raises, this rank would continue with the results of aborted collectives.
-        if "nccl" in str(dist.get_backend_config()) and ends_by_sigterm():
-            unblocking = Unblocking(lambda: here.failed)
-            unblocking.start()
-            undo.callback(unblocking.stop)
+    # Without a handler that raises, this rank would continue with the results of aborted collectives.
+    may_block = "nccl" in str(dist.get_backend_config()) and ends_by_sigterm()
+    with unblocking(lambda: here.failed) if may_block else contextlib.nullcontext():
         try:
             yield
         except BaseException:

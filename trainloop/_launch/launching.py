@@ -19,7 +19,8 @@ import torch
 
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
-from trainloop._launch.main_guard import check_main_guard, check_not_importing, main_place
+from trainloop._launch.joining import backend_for
+from trainloop._launch.main_guard import check_main_guard, main_place
 from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.output import Outlets, targets_here
 from trainloop._launch.rank_process import started_by_launch
@@ -33,10 +34,9 @@ from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
 from trainloop._transfer import pack
 from trainloop._transfer.pages import anonymous_file, close_file
-from trainloop.devices import usable_cores
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
-from trainloop.resources.enforce import threads_in
+from trainloop.resources.enforce import child_environment, threads_in
 
 __all__ = ["keeping", "launch"]
 
@@ -85,7 +85,8 @@ def launch(
     timeout_s : float
         Seconds that a rank waits for another in a collective or at a step boundary, before the run fails.
     child_env : dict of str to str, optional
-        Environment variables of the ranks, set before their interpreters start.
+        Environment variables of the ranks, set before their interpreters start; ``OMP_NUM_THREADS`` must be among them.
+        By default, all CPUs are divided among the ranks, which would otherwise compete for them.
     start_method : {'auto', 'forkserver', 'spawn'}
         Fork ranks from ``multiprocessing``'s fork server, which has torch loaded, or start each as a fresh interpreter.
         ``'auto'``: the value of ``TRAINLOOP_START_METHOD``; if it is not set, a fork server if possible.
@@ -126,8 +127,8 @@ def launch(
     method = chosen_method(start_method)
     served = _begin_server(method)  # the server imports its modules while the payload is packed
     chosen = list(devices) if devices is not None else [torch.device("cpu")] * ranks_per_node
-    backend = backend or _backend_for(chosen)
-    environment, num_threads = _threads_of_a_rank(ranks_per_node, child_env or {})
+    backend = backend or backend_for(chosen)
+    environment = child_environment(None, ranks_per_node) if child_env is None else child_env
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
@@ -145,7 +146,7 @@ def launch(
             devices=tuple(str(device) for device in chosen),
             backend=backend,
             timeout_s=timeout_s,
-            num_threads=num_threads,
+            num_threads=threads_in(environment["OMP_NUM_THREADS"]),
             store=None if hosts is None else (*hosts.store_address, "ranks"),
             interface=loopback_interface() if num_nodes == 1 else None if hosts is None else hosts.interface,
             init_method=init_method if num_nodes > 1 and hosts is None else None,
@@ -153,7 +154,7 @@ def launch(
             outlives_work=kept is not None,
         )
         task = Task(payload.handle, tuple(payload.descriptors), settings, modules, targets, main_place())
-        processes = _Processes(environment, method, served, start_method)
+        processes = _Processes(environment, method, served)
         result: T = _Starts(run, task, processes, hosts, kept, restart_policy, take_rescued).run()
         return result
 
@@ -168,8 +169,6 @@ class _Processes:
     """``'auto'``, ``'forkserver'`` or ``'spawn'``, as chosen for this machine."""
     served: bool
     """True to fork them from the server."""
-    requested: str
-    """The caller's ``start_method``."""
 
 
 class _Starts:
@@ -255,8 +254,10 @@ class _Starts:
 
 def _check_caller() -> None:
     if started_by_launch():
-        check_not_importing()
-        raise ConfigurationError("a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'.")
+        raise ConfigurationError(
+            "a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'. If a module that the "
+            "rank imports makes this call, put the call inside an `if __name__ == '__main__':` block."
+        )
     if multiprocessing.current_process().daemon:
         raise ConfigurationError(
             "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
@@ -289,27 +290,6 @@ def _descriptors_explained() -> Iterator[None]:
             f"ranks can't be started: the limit{limit} open files of this process is too low ({error.strerror}). Raise "
             "it in the shell (ulimit -n 1024), or close files that are no longer used."
         ) from error
-
-
-def _backend_for(devices: Sequence[torch.device]) -> str:
-    """Return Gloo, with NCCL for CUDA tensors if each rank has its own GPU: NCCL allows one rank per GPU."""
-    own_gpus = all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices)
-    return "cpu:gloo,cuda:nccl" if own_gpus else "gloo"
-
-
-def _threads_of_a_rank(ranks_per_node: int, child_env: dict[str, str]) -> tuple[dict[str, str], int]:
-    """Return the ranks' environment and each rank's number of threads; the environment contains this number, too.
-
-    By default, each rank would start a thread for every core, and the ranks would compete for cores.
-    """
-    environment = dict(child_env)
-    if own := threads_in(environment.get("OMP_NUM_THREADS", "")):
-        return environment, own  # the rank sets it too: MKL's variable takes precedence when torch is loaded
-    threads = torch.get_num_threads()  # the caller may have set fewer threads than the variable
-    if not os.environ.get("OMP_NUM_THREADS"):
-        threads = min(threads, max(1, usable_cores() // ranks_per_node))
-        environment["OMP_NUM_THREADS"] = str(threads)  # some libraries read the variable when they are imported
-    return environment, threads
 
 
 def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) -> Ranks:
@@ -354,21 +334,21 @@ def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     return fd
 
 
-def _this_process(undo: contextlib.ExitStack) -> int | None:
-    """Return a descriptor that becomes readable when this process ends; ``None`` if the system has no pidfds."""
+def _this_process(undo: contextlib.ExitStack) -> int:
+    """Return a descriptor that becomes readable when this process ends; -1 if the system has no pidfds."""
     if sys.platform != "linux":
-        return None
+        return -1
     try:
         fd = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
-        return None
+        return -1
     undo.callback(os.close, fd)
     return fd
 
 
 def _terms(run: RunSpec, processes: _Processes) -> list[Any]:
     """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
-    settings = replace(run, key=None, interface=None), processes.environment, processes.requested
+    settings = replace(run, key=None, interface=None), processes.environment, processes.method
     return [*settings, LoadedCode(), fixed_state(), limits(), list(sys.path), blocked_signals()]
 
 

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_main_guard", "check_not_importing", "main_place", "take_main_place"]
+__all__ = ["check_main_guard", "main_place", "take_main_place"]
 
 _MESSAGE = """{where} starts processes, but is not inside an `if __name__ == '__main__':` block.
 A process that Python starts may import the script, and would then start further processes.
@@ -52,26 +52,6 @@ def check_main_guard() -> None:
         return
     if tree.body and not _is_guarded(tree, frame.f_lineno) and _is_code_of(frame.f_code, source):
         raise ConfigurationError(_MESSAGE.format(where=f"{path}, line {frame.f_lineno},"))
-
-
-def check_not_importing() -> None:
-    """Raise an error if a module whose import is under way starts processes, in a rank that imports the module.
-
-    For example, ``%run -n script.py`` in IPython runs a script under its own name, and ranks import it to find its
-    classes.
-
-    Raises
-    ------
-    ConfigurationError
-        The message shows the guard to write.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if frame.f_code.co_name == "<module>" and os.path.isfile(path) and frame.f_globals.get("__spec__") is not None:
-            where = f"{path}, line {frame.f_lineno}, which a rank has imported,"
-            raise ConfigurationError(_MESSAGE.format(where=where))
-        frame = frame.f_back
 
 
 def _main_frame(frame: FrameType | None) -> FrameType | None:

@@ -310,40 +310,20 @@ class _TooLargeError(Exception):
     pass
 
 
-class _NotPlainError(Exception):
-    pass
-
-
-class _PlainPickler(pickle.Pickler):
-    """Pickle built-in containers of plain values, at the speed of C."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        raise _NotPlainError
-
-
 class _ObjectPickler(Pickler):
     keeps_shared = False
 
 
 def _object(value: Any, limit: _Limit) -> _Sent:
     """Return the pickle of an object; its type and length if it can't be sent."""
-    reason = ""
-    for pickler in (_PlainPickler, _ObjectPickler):
-        try:
-            if pickler is _PlainPickler:
-                _PlainPickler(limit, 5).dump(value)
-            else:
-                _ObjectPickler(limit).dump(value)
-            return _Sent("pickle", limit.taken())
-        except _NotPlainError:
-            limit.left += len(limit.taken())
-        except _TooLargeError:
-            limit.left += len(limit.taken())
-            reason = "it is larger than 1 MiB"
-            break
-        except Exception as error:  # whatever a __reduce__ raises
-            limit.left += len(limit.taken())
-            reason = f"{type(error).__name__}: {error}"
+    try:
+        _ObjectPickler(limit).dump(value)
+        return _Sent("pickle", limit.taken())
+    except _TooLargeError:
+        reason = "it is larger than 1 MiB"
+    except Exception as error:  # whatever a __reduce__ raises
+        reason = f"{type(error).__name__}: {error}"
+    limit.left += len(limit.taken())
     length = None
     with contextlib.suppress(Exception):
         length = len(value)

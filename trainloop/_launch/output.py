@@ -34,11 +34,9 @@ __all__ = [
     "Report",
     "Sender",
     "Targets",
-    "least_level",
     "quieten_log_streams",
+    "rank_handlers",
     "rank_streams",
-    "reported_records",
-    "sent_records",
     "targets_here",
 ]
 
@@ -162,23 +160,6 @@ class ForwardedStream(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._encoding
-
-
-@contextlib.contextmanager
-def sent_records(sender: Sender | None, targets: Targets, me: Rank, least: int) -> Iterator[None]:
-    """Send records of this process's loggers to the caller, from level ``least`` on."""
-    added = []
-    for name, level in targets.loggers.items():
-        if sender is None:
-            break
-        handler = _SendingHandler(sender, name, me, max(level, least))
-        logging.getLogger(name or None).addHandler(handler)
-        added.append((name, handler))
-    try:
-        yield
-    finally:
-        for name, handler in added:
-            logging.getLogger(name or None).removeHandler(handler)
 
 
 class HandlerOfRank(logging.Handler):
@@ -431,11 +412,15 @@ def quieten_log_streams(me: Rank, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def reported_records(me: Rank, targets: Targets, report: Report) -> Iterator[None]:
-    """Report the first record that the caller's own handlers would get from rank 0, but do not get from this rank."""
-    added = []
-    for name, level in targets.loggers.items() if least_level(me) != logging.NOTSET else ():
-        added.append((logging.getLogger(name or None), _SwallowedRecords(level, report)))
+def rank_handlers(sender: Sender | None, targets: Targets, me: Rank, report: Report) -> Iterator[None]:
+    """Send records to the caller's own handlers, from :func:`least_level` on; report the first record below it."""
+    added: list[tuple[logging.Logger, logging.Handler]] = []
+    for name, level in targets.loggers.items():
+        log = logging.getLogger(name or None)
+        if sender is not None:
+            added.append((log, _SendingHandler(sender, name, me, max(level, least_level(me)))))
+        if least_level(me) != logging.NOTSET:
+            added.append((log, _SwallowedRecords(level, report)))
     for log, handler in added:
         log.addHandler(handler)
     try:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any
@@ -24,15 +24,7 @@ import torch.distributed as dist
 from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.main_guard import take_main_place
 from trainloop._launch.module_state import receive_modules
-from trainloop._launch.output import (
-    Report,
-    Sender,
-    least_level,
-    quieten_log_streams,
-    rank_streams,
-    reported_records,
-    sent_records,
-)
+from trainloop._launch.output import Report, Sender, quieten_log_streams, rank_handlers, rank_streams
 from trainloop._launch.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks
@@ -50,11 +42,11 @@ __all__ = [
     "STACK_SIGNAL",
     "RankTerminated",
     "State",
-    "Unblocking",
     "result_file",
     "run_rank",
     "started_as",
     "started_by_launch",
+    "unblocking",
 ]
 
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
@@ -165,9 +157,7 @@ def _work(run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryvi
             undo.enter_context(rank_streams(me, sender, task.targets, report))
             slots[state] = State.RUNNING
             if "nccl" in run.backend:
-                unblocking = Unblocking(run_failed)
-                unblocking.start()
-                undo.callback(unblocking.stop)
+                undo.enter_context(unblocking(run_failed))
             # This opens the payload, too, so that an error in the user's imports is recorded like any other.
             result = _set_up_and_call(run, files, task, me, stop, sender, report, undo, received)
             if me.local_rank == 0:
@@ -219,8 +209,7 @@ def _set_up_and_call(
         # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
         apply_settings(task.settings)
         quieten_log_streams(me, report)
-    undo.enter_context(sent_records(sender, task.targets, me, least_level(me)))
-    undo.enter_context(reported_records(me, task.targets, report))
+    undo.enter_context(rank_handlers(sender, task.targets, me, report))
     write_late = receive_modules(task.modules, device, warns=me.local_rank == 0) if task.modules else None
     function = task.handle.open(device, received)
     if write_late is not None:
@@ -346,19 +335,19 @@ def parent_has_ended() -> bool:
     return bool(_parent and connection.wait(_parent, 0))
 
 
-def end_with_parent(caller_fd: int | None) -> None:
+def end_with_parent(caller_fd: int) -> None:
     """Make this process end soon after the launching process ends, for whatever reason.
 
     Parameters
     ----------
-    caller_fd : int or None
-        Descriptor of the launching process (``pidfd_open``). Without it, a fork of the launching process could keep
-        this process alive, since the fork also holds the other end of ``multiprocessing``'s sentinel.
+    caller_fd : int
+        Descriptor of the launching process (``pidfd_open``); -1 for none. Without it, a fork of the launching process
+        could keep this process alive, since the fork also holds the other end of ``multiprocessing``'s sentinel.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     _parent.append(parent.sentinel)
-    if caller_fd is not None:
+    if caller_fd >= 0:
         _parent.append(caller_fd)
     if parent_has_ended():
         os._exit(1)
@@ -382,8 +371,9 @@ _OWN_ERROR_S = 0.5  # time for this rank's own error to arrive, and for its main
 _ABORT_S = 10.0  # longest time that a rank that ends waits for collectives that are being aborted
 
 
-class Unblocking:
-    """Abort NCCL's collectives once the run has failed, from a separate thread, so that no rank blocks forever.
+@contextlib.contextmanager
+def unblocking(run_failed: Callable[[], bool]) -> Iterator[None]:
+    """In the block, abort NCCL's collectives once the run has failed, from a thread, so that no rank blocks forever.
 
     A Gloo collective raises as soon as a neighbour has ended. On one machine, an NCCL collective keeps running on the
     device, and the host waits for it in native code, where no Python signal handler runs. Such a rank could only be
@@ -394,31 +384,25 @@ class Unblocking:
     run_failed : callable
         Returns True if the run has failed: the handler of SIGTERM then raises.
     """
+    over = threading.Event()
+    thread = threading.Thread(target=_unblock, args=(run_failed, over), name="trainloop-unblocking", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_ABORT_S)  # it may still use the group and the shared memory
 
-    def __init__(self, run_failed: Callable[[], bool]) -> None:
-        self._run_failed = run_failed
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trainloop-unblocking", daemon=True)
 
-    def start(self) -> None:
-        """Start checking, in a daemon thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop checking, and wait until the thread no longer uses the group or the shared memory."""
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join(_ABORT_S)
-
-    def _run(self) -> None:
-        while not self._run_failed():
-            if self._over.wait(_LOOK_S):
-                return
-        if self._over.wait(_OWN_ERROR_S):
+def _unblock(run_failed: Callable[[], bool], over: threading.Event) -> None:
+    while not run_failed():
+        if over.wait(_LOOK_S):
             return
-        # Send the signal before aborting the collectives. Aborted collectives leave invalid gradients on the device,
-        # and the main thread would use them for a step and a checkpoint. With the signal pending, the main thread runs
-        # the handler instead.
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not self._over.wait(_OWN_ERROR_S):
-            leave_group(failed=True)
+    if over.wait(_OWN_ERROR_S):
+        return
+    # Send the signal before aborting the collectives. Aborted collectives leave invalid gradients on the device, and
+    # the main thread would use them for a step and a checkpoint. With the signal pending, the main thread runs the
+    # handler instead.
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not over.wait(_OWN_ERROR_S):
+        leave_group(failed=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.backends import cuda, mha
 from torch.utils.hooks import RemovableHandle
 
 from trainloop._support.user_line import set_user_place, user_place, warn
@@ -167,18 +168,6 @@ def _attribute(path: str) -> Setting:
     return Setting(path, lambda: getattr(owner(), name), lambda value: setattr(owner(), name, value))
 
 
-def _functions(name: str, owner: str, getter: str, setter: str) -> Setting:
-    """Return a setting with a getter and a setter in a module of ``torch``."""
-
-    def find(function: str) -> Any:
-        found: Any = torch
-        for part in owner.split(".")[1:]:
-            found = getattr(found, part)
-        return getattr(found, function)
-
-    return Setting(name, lambda: find(getter)(), lambda value: find(setter)(value))
-
-
 def _config(path: str) -> Setting:
     """Return a setting for the changed options of a ``torch.compile`` config module, which is not imported here."""
 
@@ -188,8 +177,6 @@ def _config(path: str) -> Setting:
         return {} if changed is None else changed(skip_default=True)
 
     def write(options: dict[str, Any]) -> None:
-        import importlib
-
         config = importlib.import_module(path)
         for name, value in options.items():
             setattr(config, name, value)
@@ -350,24 +337,18 @@ SETTINGS: list[Setting] = [
     _attribute("torch.backends.quantized.engine"),
     _attribute("torch.backends.opt_einsum.enabled"),
     _attribute("torch.backends.opt_einsum.strategy"),
-    _functions("torch.backends.cuda.enable_flash_sdp", "torch.backends.cuda", "flash_sdp_enabled", "enable_flash_sdp"),
-    _functions(
-        "torch.backends.cuda.enable_mem_efficient_sdp",
-        "torch.backends.cuda",
-        "mem_efficient_sdp_enabled",
-        "enable_mem_efficient_sdp",
+    Setting("torch.backends.cuda.enable_flash_sdp", cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    Setting(
+        "torch.backends.cuda.enable_mem_efficient_sdp", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp
     ),
-    _functions("torch.backends.cuda.enable_math_sdp", "torch.backends.cuda", "math_sdp_enabled", "enable_math_sdp"),
-    _functions("torch.backends.cuda.enable_cudnn_sdp", "torch.backends.cuda", "cudnn_sdp_enabled", "enable_cudnn_sdp"),
-    _functions(
+    Setting("torch.backends.cuda.enable_math_sdp", cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    Setting("torch.backends.cuda.enable_cudnn_sdp", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    Setting(
         "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
-        "torch.backends.cuda",
-        "fp16_bf16_reduction_math_sdp_allowed",
-        "allow_fp16_bf16_reduction_math_sdp",
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
-    _functions(
-        "torch.backends.mha.set_fastpath_enabled", "torch.backends.mha", "get_fastpath_enabled", "set_fastpath_enabled"
-    ),
+    Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     # checks
     Setting(
         "torch.autograd.set_detect_anomaly",

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
+import psutil
+
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
@@ -20,7 +22,7 @@ from trainloop._launch.output import Outlets
 from trainloop._launch.rank_process import STACK_SIGNAL, State, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, Work
 from trainloop._processes import fork_server as processes
-from trainloop._support.platform import affinity, kill
+from trainloop._support.platform import affinity
 from trainloop._support.signals import ReceivedSignals
 from trainloop._support.stopping import SharedStop
 from trainloop._support.user_line import warn
@@ -511,12 +513,9 @@ def _process_state(process: Any) -> str:
     """Return the reason why a rank wrote no stack."""
     if not process.is_alive():
         return f"it ended with {exit_text(process.exitcode)}"
-    try:
-        with open(f"/proc/{process.pid}/status") as file:
-            state = next(line.split(":", 1)[1].strip() for line in file if line.startswith("State:"))
-    except (OSError, StopIteration):
-        return "it did not respond"
-    return f"it did not respond (process state: {state})"
+    with contextlib.suppress(psutil.Error):
+        return f"it did not respond (process state: {psutil.Process(process.pid).status()})"
+    return "it did not respond"
 
 
 def _kill_strays(line_marks: set[str], token: str = "") -> None:
@@ -526,19 +525,13 @@ def _kill_strays(line_marks: set[str], token: str = "") -> None:
     Workers that a rank has spawned have the launch's token in their environment: if ``token`` is given, they are
     killed, too. Other programs that user code started are left alone.
     """
-    mark = f"{LAUNCH_VARIABLE}={token}".encode()
-    for pid in (int(name) for name in (os.listdir("/proc") if _PROC else []) if name.isdigit()):
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            if line_marks.isdisjoint(_open_files(pid)):
-                if not token:
+    for process in psutil.process_iter() if _PROC else ():
+        with contextlib.suppress(OSError, psutil.Error):  # the process has ended, or is another user's
+            if line_marks.isdisjoint(_open_files(process.pid)):
+                has_token = token and process.environ().get(LAUNCH_VARIABLE) == token
+                if not has_token or "--multiprocessing-fork" not in process.cmdline():
                     continue
-                with open(f"/proc/{pid}/environ", "rb") as file:
-                    marked = mark in file.read().split(b"\0")
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    arguments = file.read().split(b"\0")
-                if not marked or b"--multiprocessing-fork" not in arguments:
-                    continue
-            kill(pid)
+            process.kill()
 
 
 def _open_files(pid: int) -> Iterator[str]:

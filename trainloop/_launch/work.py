@@ -47,6 +47,7 @@ class RunSpec:
     backend: str
     timeout_s: float
     num_threads: int | None
+    """Threads of each rank, which sets them itself, too: MKL's variable takes precedence when torch is loaded."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store for ranks of several nodes; ``None`` on one node, where they use a file."""
     interface: str | None = None
@@ -85,14 +86,13 @@ class StartFiles:
     stack_fds: tuple[int, ...]
     scratch: Scratch
     """Folder for sockets and temporary files of multiprocessing, for all processes of this launch."""
-    caller_fd: int | None = None
-    """Descriptor of the caller's process (``pidfd_open``); ``None`` if the system has no pidfds."""
+    caller_fd: int = -1
+    """Descriptor of the caller's process (``pidfd_open``); -1 if the system has no pidfds."""
 
     def descriptors(self, local_rank: int) -> list[int]:
         """Return the descriptors that a rank needs."""
-        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, self.output_fd]
+        own = [self.slots_fd, self.store_fd, self.result_fd, self.scratch.lock_fd, self.output_fd, self.caller_fd]
         own += [self.record_fds[local_rank], self.stack_fds[local_rank]]
-        own += [] if self.caller_fd is None else [self.caller_fd]
         return [fd for fd in dict.fromkeys(own) if fd >= 0]
 
     def numbered(self, received: Mapping[int, int]) -> StartFiles:
@@ -110,7 +110,7 @@ class StartFiles:
             record_fds=tuple(map(here, self.record_fds)),
             stack_fds=tuple(map(here, self.stack_fds)),
             scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
-            caller_fd=None if self.caller_fd is None else here(self.caller_fd),
+            caller_fd=here(self.caller_fd),
         )
 
     def map_slots(self) -> mmap.mmap:

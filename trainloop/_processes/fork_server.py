@@ -145,7 +145,7 @@ def begin_server(modules: Sequence[str]) -> None:
     }
     resource_tracker.ensure_running()  # before signals are blocked: the tracker unblocks them when it starts
     try:
-        with _process_lock, _signals_blocked(), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
+        with _process_lock, signals_blocked(signal_numbers()), _sockets_in_own_folder(), contextlib.ExitStack() as undo:
             for fd in open_standard_descriptors():  # otherwise the server's own descriptors could get these numbers
                 undo.callback(os.close, fd)
             if connection.arbitrary_address("AF_UNIX").startswith("\0"):  # type: ignore[attr-defined]
@@ -225,28 +225,12 @@ def _wait_for_server() -> None:
         os.close(orders)
 
 
-_refused: tuple[int, dict[str, Any], str] | None = None
-"""A server's process ID, a state of this process that the server's forks cannot have, and the reason."""
-
-
-def _check_not_refused(fixed: dict[str, Any]) -> None:
-    """Raise the last refusal again if server and state are unchanged."""
-    if _refused is None or _refused[1] != fixed:
-        return
-    with contextlib.suppress(OSError):
-        os.kill(_refused[0], 0)
-        raise NoServerError(_refused[2])
-
-
 def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str, str]) -> list[BaseProcess]:
-    global _refused
     begin_server(modules)
     if sys.platform == "win32":
         raise NoServerError(_LINUX_ONLY)
     with _process_lock:
         environment = {**os.environ, **changes}
-    fixed = fixed_state(environment)
-    _check_not_refused(fixed)
     _wait_for_server()
     context = multiprocessing.get_context("forkserver")
     held = {*blocked_signals(), *map(int, signal_numbers())}
@@ -255,7 +239,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
         # If Python started without one of these streams, its descriptor may be a file of the user.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
         streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
-        caller = _ProcessContext(environment, affinity(), sorted(held), fixed, limits(), streams)
+        caller = _ProcessContext(environment, affinity(), sorted(held), fixed_state(environment), limits(), streams)
         reports = []
         try:
             for target, arguments in calls:
@@ -267,14 +251,11 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                     with _process_lock, _main_not_imported_again():
                         process.start()
                 processes.append(process)
-            answers = [report.recv() for report in reports]
-            changed = {name for _, names in answers for name in names}
+            changed = {name for report in reports for name in report.recv()}
             if _NOT_OWN in changed:
                 raise NoOwnServerError("other code started the server, or the server ended before it could fork")
             if changed:
-                problem = f"these settings changed since the server started: {', '.join(sorted(changed))}"
-                _refused = (answers[0][0], fixed, problem)
-                raise NoServerError(problem)
+                raise NoServerError(f"these settings changed since the server started: {', '.join(sorted(changed))}")
         except BaseException:
             _kill(processes)
             raise
@@ -287,7 +268,8 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
     if sys.platform != "win32":
         resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
-    with _process_lock, _variables_set(environment or {}), _signals_blocked(), _main_not_imported_again():
+    blocked = signals_blocked(signal_numbers())  # a process unblocks them once it handles them
+    with _process_lock, _variables_set(environment or {}), blocked, _main_not_imported_again():
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)
@@ -346,13 +328,6 @@ def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             set_variable(name, value)
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block signals for processes that are started in the context. A process unblocks them once it handles them."""
-    with signals_blocked(signal_numbers()):
-        yield
 
 
 @contextlib.contextmanager
@@ -509,7 +484,7 @@ def _take_over(
         caller.take_over()
     with report:
         try:
-            report.send((getattr(server, "pid", 0), changed))
+            report.send(changed)
         except BrokenPipeError:  # the caller was interrupted, and is about to kill this process
             return
     if not changed:

@@ -1,4 +1,4 @@
-"""The distribution: its name on the package index, its extras, and another distribution that overwrites its files.
+"""The distribution: its name on the package index, and its extras.
 
 The import name is ``trainloop``; the distribution is ``tt-trainloop``, because ``trainloop`` on the index is another
 project's package.
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["NAME", "REINSTALL", "import_extra", "overwritten_by", "pip_install"]
+__all__ = ["NAME", "REINSTALL", "import_extra", "pip_install"]
 
 NAME = "tt-trainloop"
 REINSTALL = f"Uninstall both, then install this one again: pip uninstall -y trainloop {NAME}; pip install {NAME}."
@@ -37,17 +37,3 @@ def import_extra(module: str, owner: str, extra: str) -> Any:
     except ImportError as error:
         name = module.partition(".")[0].replace("sklearn", "scikit-learn")
         raise ConfigurationError(f"{owner} needs {name}: {pip_install(extra)}.") from error
-
-
-def overwritten_by() -> str:
-    """Return the name and version of a distribution ``trainloop`` in the same folder, or an empty string.
-
-    The two distributions overwrite each other's files. ``import trainloop`` calls this function, so it only lists the
-    folder: ``importlib.metadata`` takes milliseconds.
-    """
-    try:
-        names = os.listdir(FOLDER)
-    except OSError:  # a zip file
-        return ""
-    found = (name for name in names if name.startswith("trainloop-") and name.endswith(".dist-info"))
-    return next(found, "").removesuffix(".dist-info")

@@ -30,7 +30,6 @@ __all__ = [
     "blocked_signals",
     "fcntl",
     "grp",
-    "kill",
     "loopback_interface",
     "process_config",
     "process_exists",
@@ -57,14 +56,6 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 # -- processes and users -----------------------------------------------------------------------------------------------
 
 
-def kill(pid: int) -> None:
-    """End a process at once (SIGKILL; TerminateProcess on Windows)."""
-    if sys.platform == "win32":
-        os.kill(pid, signal.SIGTERM)
-    else:
-        os.kill(pid, signal.SIGKILL)
-
-
 def process_config() -> dict[str, Any]:
     """Return multiprocessing's settings for this process, to read or change; its child processes inherit them.
 
@@ -76,19 +67,9 @@ def process_config() -> dict[str, Any]:
 
 def process_exists(pid: int) -> bool:
     """Return True if a process has this ID."""
-    if sys.platform == "win32":  # on Windows, os.kill ends the process, whatever the signal
-        import psutil
+    import psutil
 
-        return bool(psutil.pid_exists(pid))
-    try:
-        # Signal 0 only tests if the process exists. After a PermissionError, the process exists, but another user owns
-        # it.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    return bool(psutil.pid_exists(pid))
 
 
 def user_id() -> int | None:

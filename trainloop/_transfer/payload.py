@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trainloop._transfer.pages import PAGE, MovedPages, anonymous_file, close_file, memory_at, write_all
-from trainloop._transfer.pickling import IN_STREAM, Pickler, load_device, noting_classes
-from trainloop._transfer.rebuilding import explained_rebuilding
+from trainloop._transfer.pickling import Pickler, explained_rebuilding, load_device, noting_classes
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
@@ -87,49 +86,23 @@ class _LateNames:
         return dict, (dict(self._names),)
 
 
-class Payload:
-    """The sender's side of a payload; keeps the payload alive until :meth:`close`.
+class Payload(NamedTuple):
+    """The sender's side of a payload."""
 
-    Parameters
-    ----------
-    handle : PayloadHandle
-        The handle that ranks receive.
-    descriptors : list of int
-        Descriptors that the ranks need, including the payload's.
-    pages : MovedPages
-        The sender's memory that is in the file.
-    alive : list of object
-        The owners of that memory.
-    """
-
-    def __init__(self, handle: PayloadHandle, descriptors: list[int], pages: MovedPages, alive: list[Any]) -> None:
-        self.handle = handle
-        self.descriptors = descriptors
-        self.shared_in_place = pages.nbytes
-        """Bytes of the sender's own arrays that the ranks map, without a copy."""
-        self._pages = pages
-        self._alive = alive
-
-    def close(self) -> None:
-        """Restore the sender's memory and close the file. The ranks must have ended."""
-        try:
-            self._pages.restore()
-        finally:
-            self._alive.clear()
-            close_file(self.handle.fd)
-
-    def __enter__(self) -> Payload:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    handle: PayloadHandle
+    """The handle that ranks receive."""
+    descriptors: list[int]
+    """Descriptors that the ranks need, including the payload's."""
+    shared_in_place: int
+    """Bytes of the sender's own arrays that the ranks map, without a copy."""
 
 
-def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
-    """Pickle ``obj`` into a file that any number of ranks of this node can map.
+@contextlib.contextmanager
+def pack(obj: object, *, roots: dict[str, object] | None = None) -> Iterator[Payload]:
+    """Pickle ``obj`` into a file that any number of ranks of this node can map, in the block.
 
-    Afterwards, large arrays and tensors of ``obj`` exist only once, in the file, which this process and the ranks map
-    until :meth:`Payload.close`. They keep identity, type, values and writability.
+    There, large arrays and tensors of ``obj`` exist only once, in the file, which this process and the ranks map. They
+    keep identity, type, values and writability. The ranks must have ended at the end of the block.
 
     Parameters
     ----------
@@ -145,26 +118,29 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Payload:
         If a part of ``obj`` can't be sent; the message has the part's path, its type and a remedy.
     """
     fd = anonymous_file("payload")
-    try:
-        with pickled_for_spawning() as descriptors, open(fd, "wb", closefd=False, buffering=1 << 20) as file:
-            buffers: list[pickle.PickleBuffer] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(close_file, fd)
+        with pickled_for_spawning() as descriptors:
+            # The buffers are the owners of the memory that is mapped.
+            stream_size, buffers, copies = _pickled(obj, fd, {"": obj} if roots is None else roots)
+        pages = MovedPages(fd)
+        undo.callback(pages.restore)
+        handle = _lay_out(fd, stream_size, buffers, copies, pages)
+        yield Payload(handle, [fd, *descriptors], pages.nbytes)
 
-            def keep_out(buffer: pickle.PickleBuffer) -> bool:
-                small = buffer.raw().nbytes < IN_STREAM
-                if not small:
-                    buffers.append(buffer)
-                return small
 
-            pickler = Pickler(file, keep_out)
-            try:
-                pickler.dump((obj, _LateNames(pickler.main_names)))
-            except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
-                raise UnpicklableError(explain(roots if roots is not None else {"": obj}, error)) from error
-            stream_size = file.tell()
-        return _lay_out(fd, stream_size, buffers, pickler.copies, descriptors)
-    except BaseException:
-        close_file(fd)
-        raise
+def _pickled(
+    obj: object, fd: int, roots: dict[str, object]
+) -> tuple[int, list[pickle.PickleBuffer], list[np.ndarray[Any, Any]]]:
+    """Write the pickle stream; return its size, the buffers beside it, and the copies among these."""
+    buffers: list[pickle.PickleBuffer] = []
+    with open(fd, "wb", closefd=False, buffering=1 << 20) as file:
+        pickler = Pickler(file, buffers.append)
+        try:
+            pickler.dump((obj, _LateNames(pickler.main_names)))
+        except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
+            raise UnpicklableError(explain(roots, error)) from error
+        return file.tell(), buffers, pickler.copies
 
 
 def _lay_out(
@@ -172,8 +148,8 @@ def _lay_out(
     stream_size: int,
     buffers: list[pickle.PickleBuffer],
     copies: list[np.ndarray[Any, Any]],
-    descriptors: list[int],
-) -> Payload:
+    pages: MovedPages,
+) -> PayloadHandle:
     """Write the buffers behind the stream; memory that several buffers share is written once."""
     count = len(buffers)
     raw = [buffer.raw() for buffer in buffers]
@@ -185,30 +161,24 @@ def _lay_out(
     # The largest first: the number of mappings is limited, and large regions gain most.
     large = np.flatnonzero(sizes >= _MOVED)
     moved = set(large[np.argsort(sizes[large])[::-1][:_MOST_MOVED]].tolist())
-    pages = MovedPages(fd)
     place = stream_size
     places = np.empty(len(first), np.int64)
-    try:
-        for i, (address, size) in enumerate(zip(first.tolist(), sizes.tolist(), strict=True)):
-            if i in moved and address not in unmoved and not _pinned(address, size):
-                place += (address - place) % PAGE
-                pages.write(address, size, place)
-            else:
-                place += -place % _ALIGNMENT
-                write_all(fd, memory_at(address, size), place)
-            places[i] = place
-            place += size
-        place += -place % _ALIGNMENT
-        readonly = np.fromiter((view.readonly for view in raw), np.int64, count)
-        entries = np.stack([places[region_of] + begin - first[region_of], nbytes, readonly], axis=1)
-        write_all(fd, memoryview(entries.tobytes()), place)
-        size = place + entries.nbytes
-        os.ftruncate(fd, max(size, 1))
-    except BaseException:
-        pages.restore()
-        raise
-    handle = PayloadHandle(fd, max(size, 1), stream_size, (place, count))
-    return Payload(handle, [fd, *descriptors], pages, [*raw, *buffers])
+    for i, (address, size) in enumerate(zip(first.tolist(), sizes.tolist(), strict=True)):
+        if i in moved and address not in unmoved and not _pinned(address, size):
+            place += (address - place) % PAGE
+            pages.write(address, size, place)
+        else:
+            place += -place % _ALIGNMENT
+            write_all(fd, memory_at(address, size), place)
+        places[i] = place
+        place += size
+    place += -place % _ALIGNMENT
+    readonly = np.fromiter((view.readonly for view in raw), np.int64, count)
+    entries = np.stack([places[region_of] + begin - first[region_of], nbytes, readonly], axis=1)
+    write_all(fd, memoryview(entries.tobytes()), place)
+    size = place + entries.nbytes
+    os.ftruncate(fd, max(size, 1))
+    return PayloadHandle(fd, max(size, 1), stream_size, (place, count))
 
 
 def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:

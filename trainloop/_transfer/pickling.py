@@ -34,25 +34,21 @@ from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
 from trainloop._transfer.pages import anonymous_file, write_all
-from trainloop._transfer.rebuilding import explained_rebuilding
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
 __all__ = [
-    "IN_STREAM",
     "Fingerprint",
     "PackedState",
     "Pickler",
     "StatePickler",
-    "StateUnpickler",
+    "explained_rebuilding",
     "load_device",
     "noting_classes",
     "pack_state",
     "unpack_state",
 ]
 
-IN_STREAM = 256
-"""Size in bytes; a smaller buffer is copied into the stream, since a separate buffer would cost more."""
-
+_IN_STREAM = 256  # bytes; a smaller buffer is copied into the stream, since a separate buffer would cost more
 _BLOCK = 64 << 10
 _MOST_OWN = 16 << 20  # bytes of user-shared memory that each rank copies; larger memory is mapped
 _VIEWED = 4096  # bytes; smaller arrays are pickled by numpy
@@ -74,6 +70,20 @@ def load_device(device: torch.device | None) -> Iterator[None]:
         torch._utils._validate_loaded_sparse_tensors()
 
 
+@contextlib.contextmanager
+def explained_rebuilding() -> Iterator[None]:
+    """Say in an error of unpickling when it occurred: an object may be pickled without an error, but not be rebuilt."""
+    try:
+        yield
+    except ImportError:  # names the module
+        raise
+    except Exception as error:
+        when = "while an object from another process was rebuilt from its pickle"
+        # Python 3.10 has no add_note.
+        error.args = (f"{error} ({when}: pickle.loads(pickle.dumps(obj)) fails in the same way)",)
+        raise
+
+
 class Pickler(cloudpickle.Pickler):
     """cloudpickle's pickler, with the memory of storages and arrays as buffers.
 
@@ -83,15 +93,21 @@ class Pickler(cloudpickle.Pickler):
     ----------
     file : file object
         Receives the stream.
-    buffer_callback : callable, optional
-        As in :class:`pickle.Pickler`: receives each buffer, and returns True to store it in the stream instead.
+    keep_out : callable, optional
+        Receives each buffer that is not small, and keeps it beside the stream. By default, all are in the stream.
     """
 
     keeps_shared = True
     """True if the reader shares user-shared memory with its own child processes."""
 
-    def __init__(self, file: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+    def __init__(self, file: Any, keep_out: Callable[[pickle.PickleBuffer], None] | None = None) -> None:
+        def is_in_stream(buffer: pickle.PickleBuffer) -> bool:
+            if keep_out is None or buffer.raw().nbytes < _IN_STREAM:
+                return True
+            keep_out(buffer)
+            return False
+
+        super().__init__(file, protocol=5, buffer_callback=is_in_stream)
         self.main_names: dict[str, Any] = {}
         """Classes and functions of ``__main__`` that were sent, by their names in ``__main__``."""
         self.copies: list[np.ndarray[Any, Any]] = []
@@ -472,7 +488,7 @@ class StatePickler(Pickler):
 
     Parameters
     ----------
-    file, buffer_callback
+    file, keep_out
         As in :class:`Pickler`.
     known : sequence of objects
         Objects that the reader has, too; compared by identity.
@@ -484,9 +500,9 @@ class StatePickler(Pickler):
         self,
         file: Any,
         known: Sequence[object],
-        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+        keep_out: Callable[[pickle.PickleBuffer], None] | None = None,
     ) -> None:
-        super().__init__(file, buffer_callback)
+        super().__init__(file, keep_out)
         self._index = {id(obj): i for i, obj in enumerate(known)}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -566,14 +582,7 @@ def pack_state(state: object, known: Sequence[object] = ()) -> PackedState:
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-
-    def keep_out(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < IN_STREAM:
-            return True
-        buffers.append(buffer)
-        return False
-
-    StatePickler(file, known, keep_out).dump(state)
+    StatePickler(file, known, buffers.append).dump(state)
     return PackedState(file.getvalue(), buffers)
 
 

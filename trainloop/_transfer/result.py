@@ -26,8 +26,7 @@ from torch import Tensor
 
 from trainloop._support.platform import read_into
 from trainloop._transfer.pages import punch_hole, write_all
-from trainloop._transfer.pickling import IN_STREAM, StatePickler, StateUnpickler, load_device
-from trainloop._transfer.rebuilding import explained_rebuilding
+from trainloop._transfer.pickling import StatePickler, explained_rebuilding, load_device
 
 __all__ = ["ResultFile"]
 
@@ -87,14 +86,11 @@ class ResultFile:
         stream = io.BytesIO()
         table: list[tuple[int, int]] = []
 
-        def keep_out(buffer: pickle.PickleBuffer) -> bool:
+        def keep_out(buffer: pickle.PickleBuffer) -> None:
             raw = buffer.raw()
-            if raw.nbytes < IN_STREAM:
-                return True
             address = int(np.frombuffer(raw, np.uint8).__array_interface__["data"][0])
             place = self._rooms.pop((address, raw.nbytes), None)  # used once: reading frees the memory
             table.append((self._append(raw) if place is None else place, raw.nbytes))
-            return False
 
         StatePickler(stream, (), keep_out).dump(result)
         entries = np.array(table, np.int64).reshape(-1, 2)
@@ -123,7 +119,7 @@ class ResultFile:
         stream = self._taken(stream_at, size)
         buffers = (self._taken(place, nbytes) for place, nbytes in table)
         with load_device(None), explained_rebuilding():
-            result = StateUnpickler(io.BytesIO(stream), (), buffers).load()
+            result = pickle.loads(stream, buffers=buffers)
         punch_hole(self._fd, 0, os.fstat(self._fd).st_size)
         return result
 

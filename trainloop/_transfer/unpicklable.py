@@ -94,7 +94,7 @@ class _Probe(Pickler):
     """Pickle without storing the stream, and without reading the data of arrays and tensors."""
 
     def __init__(self) -> None:
-        super().__init__(_Nowhere(), lambda buffer: False)
+        super().__init__(_Nowhere(), lambda buffer: None)
 
     def _reduce_storage(self, storage: Any) -> Any:
         return int, ()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from trainloop._support.platform import user_id, user_name
 
-__all__ = ["DisturbedStartError", "only_trusted_peers", "owners_are_known"]
+__all__ = ["DisturbedStartError", "only_trusted_peers"]
 
 _ESTABLISHED, _LISTEN = "01", "0A"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -33,11 +33,6 @@ class _Socket(NamedTuple):
     state: str
     uid: int
     inode: int
-
-
-def owners_are_known() -> bool:
-    """Return True if this host's kernel reports who owns a connection, as :func:`only_trusted_peers` requires."""
-    return os.access("/proc/self/fd", os.R_OK) and any(os.access(table, os.R_OK) for table in _TABLES)
 
 
 @contextlib.contextmanager

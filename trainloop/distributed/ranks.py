@@ -10,10 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -73,17 +74,22 @@ def _in_group() -> bool:
 
 
 @contextlib.contextmanager
-def whole_batch() -> Iterator[None]:
+def with_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a context variable in the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def whole_batch() -> AbstractContextManager[None]:
     """In the block, exchanges are those of a single process, although this process keeps its rank.
 
     Used for the batches of an evaluation: each rank has whole batches that one process would see apart, and ranks may
     have different numbers of them.
     """
-    token = _whole_batch.set(True)
-    try:
-        yield
-    finally:
-        _whole_batch.reset(token)
+    return with_value(_whole_batch, True)
 
 
 def exchanges_nothing() -> bool:
@@ -91,28 +97,18 @@ def exchanges_nothing() -> bool:
     return is_alone() or _whole_batch.get()
 
 
-@contextlib.contextmanager
-def alone(enabled: bool) -> Iterator[None]:
+def alone(enabled: bool) -> AbstractContextManager[None]:
     """In the block, treat this thread as the only rank, for a run in a single process; ``False`` undoes this for ranks.
 
     Such a run may be in one of several processes that a launcher started, or in a rank's callback. The other processes
     take no part in the run, so it can't wait for them, and must write its files itself.
     """
-    token = _alone.set(enabled)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
+    return with_value(_alone, enabled)
 
 
-@contextlib.contextmanager
-def on_one_rank(callback: str) -> Iterator[None]:
+def on_one_rank(callback: str) -> AbstractContextManager[None]:
     """In the block, which only one rank executes, what needs all ranks raises an error that names the callback."""
-    token = _one_rank.set(callback)
-    try:
-        yield
-    finally:
-        _one_rank.reset(token)
+    return with_value(_one_rank, callback)
 
 
 def refuse_on_one_rank(what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trainloop._support.nested import parts_of, paths_of, with_parts
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object
-from trainloop.distributed.ranks import get_world_size, has_group
+from trainloop.distributed.ranks import get_world_size, has_group, with_value
 from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
 
@@ -158,26 +157,17 @@ def _everyone(own: tuple[str, list[_Leaf]] | str, call: str) -> list[tuple[str, 
 
 def in_replica() -> AbstractContextManager[None]:
     """In the block, exchanges of tensors raise an error: this thread has one replica's part of a batch (``dp``)."""
-    return _with_value(_replica, True)
+    return with_value(_replica, True)
 
 
 def in_borrowed_batch() -> AbstractContextManager[None]:
     """In the block, exchanges raise an error: this rank has no samples and repeats another rank's (``fsdp``)."""
-    return _with_value(_borrowed, True)
+    return with_value(_borrowed, True)
 
 
 def noting_exchanges(calls: list[str]) -> AbstractContextManager[None]:
     """In the block, append the name of each exchange of tensors to the list."""
-    return _with_value(_noted, calls)
-
-
-@contextlib.contextmanager
-def _with_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+    return with_value(_noted, calls)
 
 
 _replica: ContextVar[bool] = ContextVar("replica", default=False)

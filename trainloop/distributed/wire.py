@@ -28,6 +28,7 @@ import torch.distributed as dist
 from trainloop.distributed.encoding import Malformed, NotPlain, decode, dumps, encode, loads
 from trainloop.distributed.key import KEY_VARIABLE, SharedKey, new_key, run_key
 from trainloop.errors import ConfigurationError, UnpicklableError
+from trainloop.resources.machine import physical_memory
 
 __all__ = ["BLOCK", "CALLS", "SAME_CALLS", "Form", "Message", "Session", "decoded", "encoded"]
 
@@ -129,7 +130,7 @@ class Session:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._number = 0
-        self._largest = _memory_bytes()
+        self._largest = physical_memory()
         key, group_key = run_key(), None
         # Nonces of all ranks go into the key, so messages of another group or run are invalid here.
         hellos = _gathered(os.urandom(31) + bytes([key is not None]), group)
@@ -258,9 +259,3 @@ def _gathered(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     rows = torch.empty(dist.get_world_size(), len(data), dtype=torch.uint8, device="cpu")
     dist.all_gather(list(rows), torch.frombuffer(bytearray(data), dtype=torch.uint8), group=group)
     return [row.numpy().tobytes() for row in rows]
-
-
-def _memory_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().total)

@@ -18,7 +18,7 @@ from trainloop._support import platform
 from trainloop.resources.gpus import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
-__all__ = ["available"]
+__all__ = ["available", "physical_memory"]
 
 _CPU_VARIABLES = ("SLURM_CPUS_PER_TASK", "LOKY_MAX_CPU_COUNT", "TRAINLOOP_NUM_CPUS")
 
@@ -78,7 +78,7 @@ def available(
         if value is not None:
             cpus.append(Limit(value, f"{name}={value}"))
 
-    sizes = [Limit(_physical_memory(), "the machine") if memory is None else Limit(memory, "the machine (memory)")]
+    sizes = [Limit(physical_memory(), "the machine") if memory is None else Limit(memory, "the machine (memory)")]
     sizes.extend(groups.memory_limits())
     mebibytes = _positive(environ.get("SLURM_MEM_PER_NODE"))
     if mebibytes is not None:
@@ -102,7 +102,8 @@ def _positive(text: str | None) -> int | None:
     return int(text) or None
 
 
-def _physical_memory() -> int:
+def physical_memory() -> int:
+    """Return the machine's memory in bytes."""
     import psutil
 
     return int(psutil.virtual_memory().total)

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from trainloop._launch.failures import exit_text
 from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity
 from trainloop.errors import ResourceError
@@ -153,25 +154,16 @@ def note_end(job: Job, exitcode: int | None) -> None:
         return
     if exitcode is None:
         what = "The fold was stopped because the fork server that started its process was killed."
+    elif exitcode < 0:
+        sender = ", which the system sends when memory runs out" if exitcode == -9 else ""
+        what = f"The fold's process was killed by {exit_text(exitcode)}{sender}."
     else:
-        what = f"The fold's process {_how(exitcode)}{'' if exitcode < 0 else ', without a result'}."
+        what = f"The fold's process ended with {exit_text(exitcode)}, without a result."
     with contextlib.suppress(OSError):
         lines = (folder / "log.txt").read_text(errors="replace").splitlines()[-20:]
         if lines:
             what += "\nIts last output:\n" + "\n".join(lines)
     (folder / "error.txt").write_text(what)
-
-
-def _how(exitcode: int) -> str:
-    """Return a description of how a process ended, such as 'was killed by SIGKILL'."""
-    if exitcode >= 0:
-        return f"ended with exit code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    killer = ", which the system sends when memory runs out" if name == "SIGKILL" else ""
-    return f"was killed by {name}{killer}"
 
 
 class LocalBackend:

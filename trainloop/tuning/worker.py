@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import threading
@@ -18,10 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from trainloop._support import platform
+from trainloop._support import platform, rng
 from trainloop.resources import ResourceQuota, enforce, lease
 from trainloop.tuning import fitting
 from trainloop.tuning.storage import read, write, write_bytes
@@ -145,7 +143,7 @@ def _train(job: Job, folder: Path) -> None:
         work = read(Path(job.work), trusted=job.trusted)
         params = read(Path(job.params), trusted=job.trusted)
         work["modules"]()  # writes what refers to modules that the work has imported
-        _seed(job.seed)
+        rng.seed_all(job.seed)
         if job.probe:
             length, targets = fitting.learn_rows(work["make_loop"], params)
             write(folder / "result.pkl", {"length": length, "targets": fitting.as_rows(targets)})
@@ -173,9 +171,3 @@ def _train(job: Job, folder: Path) -> None:
 def _cpu_seconds() -> float:
     """Return the CPU seconds that the kernel has counted for this process and its ended children."""
     return sum(os.times()[:4])
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainloop._launch.output import Report, Targets, quieten_log_streams, rank_streams, reported_records
+from trainloop._launch.output import Report, Targets, quieten_log_streams, rank_handlers, rank_streams
 from trainloop.distributed import Rank
 
 
@@ -90,7 +90,7 @@ def test_records_too(where: str, said: list[str], handlers: dict[str, logging.Ha
     targets = Targets(loggers={log.name: logging.INFO} if where == "caller" else {})
     if where == "stream":
         quieten_log_streams(me, report)
-    with reported_records(me, targets, report):
+    with rank_handlers(None, targets, me, report):
         log.warning("shown")
         log.debug("below the logger's level")
         assert said == []

@@ -1,4 +1,4 @@
-"""An object that can be pickled but not rebuilt: the error names the method that raised it, and the remedy."""
+"""An object that can be pickled but not rebuilt: the error says when it occurred."""
 
 from __future__ import annotations
 
@@ -34,23 +34,19 @@ class Refuses:
         raise ValueError(f"an old version: {state}")
 
 
+REBUILT = r" \(while an object from another process was rebuilt from its pickle: pickle\.loads"
 CASES: list[tuple[Any, type[Exception], str]] = [
-    (TwoArguments(1, 2), TypeError, r"'second'\. An object that is sent .* can't be rebuilt"),
-    (
-        Refuses(),
-        ValueError,
-        r"an old version: \{'version': 1\}\. Refuses\.__setstate__ raised this \(.*test_rebuilding",
-    ),
+    (TwoArguments(1, 2), TypeError, rf"'second'{REBUILT}"),
+    (Refuses(), ValueError, rf"an old version: \{{'version': 1\}}{REBUILT}"),
 ]
 
 
 if sys.version_info >= (3, 11):  # before, pickle asks it for __getstate__, too, and can't pickle it
-    advice = r"AnswersAll\.__getattr__ raised this .*`if name\.startswith\('__'\)"
-    CASES.append((AnswersAll(), RecursionError, advice))
+    CASES.append((AnswersAll(), RecursionError, REBUILT))
 
 
 @pytest.mark.parametrize("obj, error, message", CASES, ids=lambda case: type(case).__name__)
-def test_the_method_that_fails_is_named(obj: Any, error: type[Exception], message: str) -> None:
+def test_the_error_says_that_an_object_was_rebuilt(obj: Any, error: type[Exception], message: str) -> None:
     with pack({"model": [obj]}) as payload, pytest.raises(error, match=message):
         payload.handle.open()
     with pytest.raises(error, match=message):  # on the way back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import gc
@@ -29,7 +30,7 @@ from trainloop._transfer.torch_objects import attributes_in
 MIB = 1 << 20
 
 
-_sent: list[transfer.Payload] = []
+_sent = contextlib.ExitStack()
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +39,12 @@ def give_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Other tests of this process may have left a library's threads.
     monkeypatch.setattr(pages, "_other_threads", lambda: False)
     yield
-    while _sent:
-        _sent.pop().close()
+    _sent.close()
 
 
 def there_and_back(obj: Any) -> Any:
     """``obj`` as a rank would get it, read in this process; valid to the test's end."""
-    _sent.append(pack(obj))
-    return _sent[-1].handle.open()
+    return _sent.enter_context(pack(obj)).handle.open()
 
 
 def equal(a: Any, b: Any) -> bool:

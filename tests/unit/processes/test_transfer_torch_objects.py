@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -16,23 +17,21 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.torch_version import TorchVersion
 
-from trainloop._transfer import Payload, pack
+from trainloop._transfer import pack
 from trainloop.errors import UnpicklableError
 
-_sent: list[Payload] = []
+_sent = contextlib.ExitStack()
 
 
 @pytest.fixture(autouse=True)
 def give_back() -> Iterator[None]:
     yield
-    while _sent:
-        _sent.pop().close()
+    _sent.close()
 
 
 def there_and_back(obj: Any) -> Any:
     """``obj`` as a rank would get it, read in this process; valid to the test's end."""
-    _sent.append(pack(obj))
-    return _sent[-1].handle.open()
+    return _sent.enter_context(pack(obj)).handle.open()
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def test_what_is_no_module_of_a_name_is_refused_as_before() -> None:
             raise TypeError("not me")
 
     with pytest.raises(UnpicklableError, match="not me"):
-        pack([Odd("odd")])
+        there_and_back([Odd("odd")])
     assert there_and_back(Refers()).ref()(torch.ones(1, 4)).shape == (1, 4)
 
 

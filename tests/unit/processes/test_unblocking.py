@@ -30,11 +30,10 @@ def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(mon
         aborted.set()
 
     monkeypatch.setattr(rank_process, "leave_group", leave_group)
-    thread = rank_process.Unblocking(lost.is_set)
-    thread.start()
-    assert not aborted.wait(0.1)
-    lost.set()
-    assert aborted.wait(10)
+    with rank_process.unblocking(lost.is_set):
+        assert not aborted.wait(0.1)
+        lost.set()
+        assert aborted.wait(10)
     assert order == ["SIGTERM to True", "abort, failed=True"]
 
 
@@ -42,11 +41,9 @@ def test_a_rank_that_is_done_before_is_left_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rank_process, "_LOOK_S", 0.01)
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("it was over"))
     before = set(threading.enumerate())
-    watch = rank_process.Unblocking(lambda: True)
-    watch.stop()
-    watch.start()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+    with rank_process.unblocking(lambda: True):
+        pass
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_rank_that_has_gone_before_it_was_done_has_failed() -> None:

@@ -115,6 +115,11 @@ if sys.version_info < (3, 11):  # which pickles it, and fails in the rank
     del KINDS["multiprocessing lock"]
 
 
+def send(obj: Any, roots: dict[str, Any] | None = None) -> None:
+    with pack(obj, roots=roots):
+        pass
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_sent_is_named_with_its_path(kind: str, resources: Resources) -> None:
     make, type_name, advice = KINDS[kind]
@@ -126,7 +131,7 @@ def test_what_cannot_be_sent_is_named_with_its_path(kind: str, resources: Resour
     dataset.transform = types.SimpleNamespace(thing=thing)  # type: ignore[attr-defined]
     loader = DataLoader(dataset)
     with pytest.raises(UnpicklableError) as caught:
-        pack([1, loader], roots={"model": nn.Linear(1, 1), "train_loader": loader})
+        send([1, loader], roots={"model": nn.Linear(1, 1), "train_loader": loader})
     message = str(caught.value)
     path, _, found = message.splitlines()[1].strip().partition(": ")
     assert path == "train_loader.dataset.transform.thing", message
@@ -204,7 +209,7 @@ def test_paths_through_every_kind_of_holder(name: str) -> None:
     make, path = PATHS[name]
     obj = make(threading.Lock())
     with pytest.raises(UnpicklableError) as caught:
-        pack(obj, roots={"root": obj})
+        send(obj, roots={"root": obj})
     line = str(caught.value).splitlines()[1].strip()
     before, _, after = path.partition("...")
     assert line.startswith(before)
@@ -215,7 +220,7 @@ def test_all_of_several_are_named_the_nearest_first() -> None:
     lock = threading.Lock()
     data = {"deep": [[threading.Lock()]], "near": lock, "again": [lock]}
     with pytest.raises(UnpicklableError) as caught:
-        pack(data, roots={"data": data})
+        send(data, roots={"data": data})
     paths = [line.strip().partition(": ")[0] for line in str(caught.value).splitlines() if ": lock" in line]
     assert paths == ["data['near']", "data['deep'][0][0]"]
 
@@ -226,7 +231,7 @@ def test_a_global_of_a_function_of_main() -> None:
     exec("def work():\n    return LOCK", scope)
     assert main.__name__ == "__main__"
     with pytest.raises(UnpicklableError, match=r"root.<global LOCK>: lock"):
-        pack(scope["work"], roots={"root": scope["work"]})
+        send(scope["work"], roots={"root": scope["work"]})
 
 
 class Refuses:
@@ -236,17 +241,17 @@ class Refuses:
 
 def test_an_object_that_refuses_says_why() -> None:
     with pytest.raises(UnpicklableError, match=r"(?s)a\.b: Refuses.*not me.*leave it out of __getstate__"):
-        pack([Refuses()], roots={"a": types.SimpleNamespace(b=Refuses())})
+        send([Refuses()], roots={"a": types.SimpleNamespace(b=Refuses())})
 
 
 def test_without_a_culprit_the_error_itself_is_told() -> None:
     with pytest.raises(UnpicklableError, match=r"can't be pickled: not me"):
-        pack(Refuses(), roots={"model": nn.Linear(1, 1)})
+        send(Refuses(), roots={"model": nn.Linear(1, 1)})
 
 
 def test_a_failed_try_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
         with pytest.raises(UnpicklableError):
-            pack(TensorDataset(torch.ones(100_000)).__dict__ | {"x": io.BytesIO().getbuffer, "l": threading.Lock()})
+            send(TensorDataset(torch.ones(100_000)).__dict__ | {"x": io.BytesIO().getbuffer, "l": threading.Lock()})
     assert len(os.listdir("/proc/self/fd")) == len(before)
