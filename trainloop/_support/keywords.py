@@ -13,6 +13,8 @@ from trainloop.errors import UnknownArgumentError
 
 __all__ = [
     "attribute_hint",
+    "explain_attribute",
+    "explain_log",
     "hint",
     "keywords_of",
     "nearest",
@@ -163,13 +165,62 @@ ATTRIBUTES = {
     "state_dict": "checkpoint_state() in a callback, or a ModelCheckpoint",
 }
 
+# Attributes of other libraries' models and callbacks.
+MODEL_ATTRIBUTES = {
+    "trainer current_epoch global_step": "self.train_loop_obj in a callback, which has epoch and global_step, and may "
+    "set attributes of the model in on_batch_begin",
+    "log_dict": "self.log(name, value) for each entry",
+    "logger": "self.log(name, value), and fit(callbacks=[TensorBoard()])",
+    "hparams save_hyperparameters": "attributes of your own, and TensorBoard(hyperparameters={...})",
+    "optimizers manual_backward toggle_optimizer lr_schedulers": "a get_loss that yields its losses one by one, with a "
+    "MultiOptimizer",
+}
+CALLBACK_ATTRIBUTES = {
+    "trainer pl_module learner state": "self.train_loop_obj",
+    "model module": "self.train_loop_obj.model",
+    "optimizer optimizers": "self.train_loop_obj.optimizer",
+    "epoch current_epoch": "self.train_loop_obj.epoch",
+    "global_step": "self.train_loop_obj.global_step",
+    "history logs": "self.train_loop_obj.history",
+}
+
+LOG_KEYWORDS = table_of(
+    {
+        "logger": "Leave it out: loggers are callbacks here, as in fit(callbacks=[TensorBoard()]), and get all values.",
+        "reduce_fx reduction": "Pass reduce='mean', 'sum', 'min' or 'max'.",
+        "step global_step": "Leave it out: a value belongs to the step in which it is logged.",
+        "sync_dist_group add_dataloader_idx metric_attribute": "Leave it out: there is no such setting here.",
+    }
+)
+
 _ATTRIBUTE = table_of(ATTRIBUTES)
+_OF_MODELS, _OF_CALLBACKS = table_of(MODEL_ATTRIBUTES), table_of(CALLBACK_ATTRIBUTES)
 
 
-def attribute_hint(name: str) -> str:
+def attribute_hint(name: str, table: Mapping[str, str] = _ATTRIBUTE) -> str:
     """Return a sentence that names the replacement of another library's attribute; an empty string if unknown."""
-    here = _ATTRIBUTE.get(name)
+    here = table.get(name)
     return "" if here is None else f". The equivalent here is {here}"
+
+
+def explain_attribute(error: AttributeError, model: Any, callbacks: Sequence[Any]) -> None:
+    """If a model or a callback lacks an attribute of another library's, add the equivalent to the error's text."""
+    # In dp, an error of a replica's thread is raised again, with its text only.
+    found = re.search(r"'(\w+)' object has no attribute '(\w+)'\s*$", str(error))
+    if found is None:
+        return
+    tables = {**{type(callback).__name__: _OF_CALLBACKS for callback in callbacks}, type(model).__name__: _OF_MODELS}
+    hint = attribute_hint(found[2], tables.get(found[1], {}))
+    if hint:
+        error.args = (f"{str(error).rstrip()}{hint}.",)
+
+
+def explain_log(error: TypeError) -> None:
+    """If ``log`` got a keyword of another library's, add what to do instead to the error's text."""
+    found = re.search(r"\.log\(\) got an unexpected keyword argument '(\w+)'$", str(error))
+    here = found and LOG_KEYWORDS.get(found[1])
+    if here:
+        error.args = (f"{error}. {here}",)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

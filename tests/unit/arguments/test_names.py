@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import make_loop
+from kit.small_loop import Net, make_loop
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainloop
 from trainloop import (
+    AbstractCallback,
     TrainLoop,
     TTDataParallel,
     TTDistributedDataParallel,
     TTFullyShardedDataParallel,
+    TTModel,
     callbacks,
 )
 from trainloop._support import keywords
@@ -123,6 +127,56 @@ def test_an_attribute_of_other_loops_says_the_one_here(name: str, here: str) -> 
     assert f"has no attribute '{name}'" in str(caught.value)
     assert here in str(caught.value)
     assert not hasattr(loop, "nothing_of_the_sort")
+
+
+class Ported(Net):
+    """Uses names of another library's."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self.keywords = keywords
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        if self.keywords:
+            self.log("accuracy", 1.0, **self.keywords)
+        self.log("epoch", float(self.current_epoch))
+        return super().get_loss(batch_data, criterion, device)
+
+
+class PortedCallback(AbstractCallback):
+    def on_train_begin(self) -> None:
+        self.trainer.should_stop = True  # type: ignore[attr-defined]
+
+
+def ported_loop(mode: str = "single", **keywords: Any) -> TrainLoop[Any]:
+    model = Ported(**keywords)
+    rows = TensorDataset(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainLoop(
+        model, DataLoader(rows, 2), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), progress_bar=False,
+        gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2,
+    )  # fmt: skip
+
+
+def test_an_attribute_of_other_libraries_models_and_callbacks_says_the_one_here() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'current_epoch'.*self\.train_loop_obj in a callback"):
+        ported_loop().fit(num_epochs=1)
+    with pytest.raises(AttributeError, match=r"no attribute 'current_epoch'\. The equivalent here is"):
+        ported_loop("dp").fit(num_epochs=1)  # raised again by the thread of a replica
+    with pytest.raises(AttributeError, match=r"no attribute 'trainer'\. The equivalent here is self\.train_loop_obj"):
+        ported_loop().fit(num_epochs=1, callbacks=[PortedCallback()])
+    model, callback = TTModel, AbstractCallback
+    assert not [name for names in keywords.MODEL_ATTRIBUTES for name in names.split() if hasattr(model, name)]
+    assert not [name for names in keywords.CALLBACK_ATTRIBUTES for name in names.split() if hasattr(callback, name)]
+    loop = make_loop()
+    attributes = [re.findall(r"train_loop_obj\.(\w+)", here) for here in keywords.CALLBACK_ATTRIBUTES.values()]
+    assert all(hasattr(loop, name) for names in attributes for name in names)
+
+
+@pytest.mark.parametrize("keyword", [name for names in keywords.LOG_KEYWORDS for name in names.split()])
+def test_a_keyword_of_other_libraries_log_says_what_to_do(keyword: str) -> None:
+    with pytest.raises(TypeError, match=f"'{keyword}'. (Leave it out|Pass reduce)"):
+        ported_loop(**{keyword: None}).fit(num_epochs=1)
 
 
 def test_a_property_that_fails_shows_its_own_error() -> None:

@@ -18,6 +18,7 @@ from trainloop import _launch as launch
 from trainloop import distributed
 from trainloop._launch.failures import explain_shared_memory
 from trainloop._support import rng
+from trainloop._support.keywords import explain_attribute, explain_log
 from trainloop._support.output import guarded_output
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import LocalStop, StopAgreement
@@ -227,6 +228,10 @@ def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined:
         except TypeError as error:
             if loop.criterion is None:
                 explain_no_criterion(error)
+            explain_log(error)
+            raise
+        except AttributeError as error:
+            explain_attribute(error, loop.model, loop.callbacks)
             raise
         except ValueError as error:
             explain_batch_of_one(
