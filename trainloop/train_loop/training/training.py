@@ -653,6 +653,8 @@ class Training(Run):
                     read = read_loss(output, sizes[i], gradients.sums)
                     if place.collective:
                         refuse_constant(read.loss)
+                    if self._functions is not None:
+                        self.advice.sums(read, count)
                     if self._class_losses.calls:
                         self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
