@@ -166,8 +166,8 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     """Return the number of samples in a batch that was made of ``planned`` samples; None if it can't be counted.
 
     The result is ``planned`` if any part of the batch has this length. Otherwise, samples were left out or multiplied,
-    and the result is the length that all parts have in common. A batch that is the one planned sample itself, with a
-    single number as its label, has not multiplied it.
+    and the result is the length that all parts have in common. A batch that is one sample, of one column and with a
+    single number as its label, counts as one.
 
     Examples
     --------
@@ -191,10 +191,12 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     # With equal lengths on the second axis, samples may also be on that axis.
     if len(common) != 1 or (planned and _all_have_on_second_axis(batch, planned)):
         return None
-    if planned == 1 and (singles := [part for part in parts_of(batch) or () if _is_single(part)]):
+    if planned in (1, None) and (singles := [part for part in parts_of(batch) or () if _is_single(part)]):
+        if len(columns) == 1 and not all(isinstance(part, str) for part in singles):
+            return 1
         # Several columns may be windows, each with its label, or parts of one sample; a name belongs to both.
-        has_label = not all(isinstance(part, str) for part in singles)
-        return 1 if has_label and len(columns) == 1 else None
+        if planned == 1:
+            return None
     return common.pop()
 
 
