@@ -72,8 +72,11 @@ def two_fits(mode: str, seed: int | None, order: str, folder: Path) -> Any:
     }
     tl = TrainLoop(
         *(model, loaders[order](), drawn(8), None, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()),
-        **{"gpu_mode": mode, "accelerator": "cpu", "devices": 1 if mode == "single" else 2},
-        **{"seed": seed, "progress_bar": False},
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=1 if mode == "single" else 2,
+        seed=seed,
+        progress_bar=False,
     )
     counts, found = OfEachRank(), []
     tl.fit(num_epochs=2, callbacks=[counts, ModelCheckpoint(folder)], resume_from="last")

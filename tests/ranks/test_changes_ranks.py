@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.changes import (
@@ -23,6 +24,7 @@ from kit.changes import (
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
@@ -194,6 +196,27 @@ def test_what_hooks_assign_in_ranks_comes_back_and_data_are_warned_of() -> None:
         loop.fit(num_epochs=2, callbacks=[Assigns("a"), _Longer("b")])
     assert type(loop.criterion) is nn.L1Loss
     assert (loop.gradient_clip_norm, loop.end_auto_eval) == (0.5, 2)
+
+
+class _Draws(TensorDataset):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.noise = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        x, *others = super().__getitem__(index)
+        return x + self.noise.random(), *others
+
+
+@pytest.mark.long
+def test_state_of_a_dataset_that_does_not_come_back_from_ranks_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    loop = loop_of("rate", "ddp")
+    loop.train_loader = DataLoader(_Draws(*loop.train_loader.dataset.tensors), 4)
+    loop.fit(num_epochs=2)
+    text = "the training changes train_loader.dataset.noise. Checkpoints do not contain this, and it does not come back"
+    assert " ".join(capfd.readouterr().err.split()).count(text) == 1
 
 
 class _Longer(AbstractCallback):

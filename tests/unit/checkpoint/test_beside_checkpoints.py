@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from trainloop import AbstractCallback, checkpoint
 from trainloop.callbacks import ModelCheckpoint
@@ -142,6 +146,13 @@ class KeepsWithState(Keeps):
         self.mean = state["mean"]
 
 
+def warnings_of(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in caught]
+
+
 @pytest.mark.parametrize(
     "model, name",
     [
@@ -152,24 +163,203 @@ class KeepsWithState(Keeps):
     ],
     ids=["count", "pool", "not persistent", "two"],
 )
-def test_state_that_get_loss_keeps_beside_checkpoints_is_warned_of_once(tmp_path: Path, model: Any, name: str) -> None:
-    with pytest.warns(UserWarning, match=f"get_loss changes {name}, which checkpoints do not contain") as caught:
-        make_loop(model(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)])
-    assert sum("checkpoints do not contain" in str(one.message) for one in caught) == 1
+def test_what_the_training_goes_on_from_beside_checkpoints_is_named_once(tmp_path: Path, model: Any, name: str) -> None:
+    loop = make_loop(model(), validation=False)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
+    about = [one for one in found if "Checkpoints do not contain this" in one]
+    assert len(about) == 1
+    assert about[0].startswith(f"the training changes {name}. Checkpoints")
 
 
-def test_state_of_a_criterion_beside_checkpoints_is_warned_of(tmp_path: Path) -> None:
+def test_state_of_a_criterion_beside_checkpoints_is_named(tmp_path: Path) -> None:
     loop = make_loop(validation=False)
     loop.criterion = Target()
-    with pytest.warns(UserWarning, match="get_loss changes criterion.target, which checkpoints do not contain"):
+    with pytest.warns(UserWarning, match=r"the training changes criterion.target. Checkpoints do not contain this"):
         loop.fit(num_epochs=1, callbacks=[saved(tmp_path)])
 
 
-@pytest.mark.filterwarnings("error")
-def test_caches_and_state_in_checkpoints_are_not_warned_of(tmp_path: Path) -> None:
-    make_loop(Keeps("caches"), validation=False).fit(num_epochs=1, callbacks=[saved(tmp_path / "a")])
-    make_loop(KeepsWithState("mean"), validation=False).fit(num_epochs=1, callbacks=[saved(tmp_path / "b")])
-    make_loop(Keeps("count", "mean", "pool"), validation=False).fit(num_epochs=1)  # no checkpoint
+def test_caches_and_state_in_checkpoints_are_not_named(tmp_path: Path) -> None:
+    def run() -> None:
+        make_loop(Keeps("caches"), validation=False).fit(num_epochs=1, callbacks=[saved(tmp_path / "a")])
+        make_loop(KeepsWithState("mean"), validation=False).fit(num_epochs=1, callbacks=[saved(tmp_path / "b")])
+        make_loop(Keeps("count", "mean", "pool"), validation=False).fit(num_epochs=1)  # no checkpoint
+
+    assert warnings_of(run) == []
+
+
+class Normalises:
+    """A transform with a running mean of its own."""
+
+    def __init__(self) -> None:
+        self.mean, self.calls = np.zeros(1), 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean += (x.item() - self.mean) / self.calls
+        return x - float(self.mean[0])
+
+
+class Draws(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind, self.table, self.reads = kind, torch.rand(10_000), 0
+        self.of_torch, self._of_numpy, self.of_python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.transforms = [Normalises()]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.drawn(index).expand(8), 0
+
+    def drawn(self, index: int) -> Tensor:
+        self.reads += 1
+        self.table[index] = 0.0
+        x = torch.tensor([float(index)])
+        if self.kind == "transforms[0].mean":
+            return self.transforms[0](x)
+        if self.kind == "of_torch":
+            return x + torch.rand(1, generator=self.of_torch)
+        return x + {"_of_numpy": self._of_numpy.random, "of_python": self.of_python.random}.get(self.kind, float)()
+
+
+@pytest.mark.parametrize("kind", ["none", "of_torch", "_of_numpy", "of_python", "transforms[0].mean"])
+def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, kind: str) -> None:
+    rows = Draws(kind)
+    loop = make_loop(validation=False)
+    loop.train_loader = DataLoader(Subset(rows, range(6)), 2)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
+    text = f"the training changes train_loader.dataset.dataset.{kind}. Checkpoints"
+    assert sum(one.startswith(text) for one in found) == (kind != "none")
+    assert len(found) == (kind != "none")
+
+
+calls = 0  # of functions in this module
+
+
+class Hook:
+    def __init__(self) -> None:
+        self.factor = 0.0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        self.factor += 0.1
+        return output * (1 + self.factor)
+
+
+class Collates:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, rows: Any) -> Any:
+        self.seen.append(len(rows))
+        return default_collate(rows)
+
+
+class Follows(optim.SGD):
+    norm = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        self.norm += 1.0
+        return super().step(closure)
+
+
+class Shared(Net):
+    total = 0.0
+
+    def get_loss(self, *args: Any) -> Tensor:
+        Shared.total += 1.0
+        return super().get_loss(*args)
+
+
+class Changes(AbstractCallback):
+    """Changes what it is told, after each batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("changes")
+        self.kind = kind
+        self.best: dict[str, float] = {}
+        self._probe = nn.Linear(2, 1)
+        self.schedule = optim.lr_scheduler.StepLR(optim.SGD(self._probe.parameters(), 0.1), 3)
+
+    def on_batch_end(self) -> None:
+        global calls
+        if self.kind == "changes.best":
+            self.best["loss"] = self.best.get("loss", 0.0) + 1.0
+        if self.kind == "changes._probe.weight":
+            with torch.no_grad():
+                self._probe.weight += 1.0
+        if self.kind == "changes.schedule.last_epoch":
+            self.schedule.last_epoch += 1
+        if self.kind == "fc.ratio":
+            self.train_loop_obj.model.fc.ratio = getattr(self.train_loop_obj.model.fc, "ratio", 0.0) + 0.5
+        if self.kind.endswith(".calls"):
+            calls += 1
+
+
+class ChangesWithState(Changes):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+class ChangesOnResume(Changes):
+    def on_resume(self) -> None:
+        self.best = {"loss": float(self.train_loop_obj.global_step)}
+
+
+def with_state_in(kind: str, callback: type[Changes] = Changes) -> Callable[..., Any]:
+    """Return a function that trains, in the first fit of a process, with state of that name."""
+
+    def fit(**arguments: Any) -> None:
+        global calls
+        calls, Shared.total = 0, 0.0
+        model = Shared() if kind == "total" else Net()
+        model.fc.tally = 0  # type: ignore[assignment]
+        loop = make_loop(model, validation=False, optimizer=Follows(model.parameters(), 0.1))
+        if kind == "fc.Hook.factor":
+            model.fc.register_forward_hook(Hook())
+        if kind.startswith("train_loader"):
+            loop.train_loader = DataLoader(loop.train_loader.dataset, 8, collate_fn=Collates())
+        if kind != "optimizer.norm":
+            loop.optimizer.step = lambda closure=None: optim.SGD.step(loop.optimizer, closure)  # type: ignore[method-assign]
+        loop.fit(num_epochs=2, **arguments)
+
+    return fit
+
+
+PLACES = [
+    *("changes.best", "changes._probe.weight", "changes.schedule.last_epoch", "optimizer.norm", "fc.Hook.factor"),
+    *("train_loader.collate_fn.seen", "total", f"{__name__}.calls"),
+]
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_a_resumed_run_does_not_have_is_named(tmp_path: Path, kind: str) -> None:
+    fit = with_state_in(kind)
+    fit(callbacks=[Changes(kind), saved(tmp_path)])
+    found = warnings_of(
+        lambda: fit(callbacks=[Changes(kind), saved(tmp_path / "new")], resume_from=path_of(tmp_path, 9))
+    )
+    lost = [one for one in found if one.startswith("the checkpoint does not contain ")]
+    assert len(lost) == 1
+    assert kind in lost[0].partition(", which the training had changed")[0].partition(" contain ")[2].split(", ")
+
+
+@pytest.mark.parametrize("callback", [ChangesWithState, ChangesOnResume])
+def test_what_a_callback_restores_is_not_named(tmp_path: Path, callback: Any) -> None:
+    fit = with_state_in("changes.best", callback)
+    fit(callbacks=[callback("changes.best"), saved(tmp_path)])
+    resumed = [callback("changes.best"), saved(tmp_path)]
+    found = warnings_of(lambda: fit(callbacks=resumed, resume_from=path_of(tmp_path, 9)))
+    assert not [one for one in found if "does not contain" in one]
+
+
+def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:
+    fit = with_state_in("changes.best")
+    for _ in range(2):
+        found = warnings_of(lambda: fit(callbacks=[Changes("changes.best"), saved(tmp_path)], resume_from="last"))
+    assert [one[:50] for one in found] == ["the checkpoint does not contain changes.best, whic"]
 
 
 # -- modules that create what they load --------------------------------------------------------------------------------

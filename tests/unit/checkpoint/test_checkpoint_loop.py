@@ -41,12 +41,12 @@ class Net(TTModel):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.Linear(width, 3))
-        self.rows: list[list[float]] = []
+        self._rows: list[list[float]] = []
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
         x, y = batch_data
         if self.training:
-            self.rows.append(x[:, 0].tolist())
+            self._rows.append(x[:, 0].tolist())
         return criterion(self.layers(x), y)
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -224,7 +224,7 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, st
         callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None)],
         resume_from="last",
     )
-    assert first.model.rows + second.model.rows == whole.model.rows
+    assert first.model._rows + second.model._rows == whole.model._rows
     assert same(state_of(second), state_of(whole))
 
 
@@ -355,7 +355,7 @@ def test_iterations_instead_of_epochs_go_on_too(tmp_path: Path, iterations: int,
     second = make_loop()
     keeper = ModelCheckpoint(tmp_path)
     second.fit(num_iterations=iterations, grad_accumulation=2, callbacks=[keeper], resume_from="last")
-    assert first.model.rows + second.model.rows == whole.model.rows
+    assert first.model._rows + second.model._rows == whole.model._rows
     assert same(state_of(second), state_of(whole))
 
 
@@ -382,7 +382,7 @@ def test_a_finished_run_started_again_trains_no_more(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     again = make_loop()
     again.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
-    assert again.model.rows == []
+    assert again.model._rows == []
     assert same(state_of(again), state_of(loop))
     assert sorted(tmp_path.iterdir()) == before
 
@@ -605,7 +605,7 @@ def test_a_signal_at_any_place_saves_once_and_ends(
     assert state["place"]["global_step"] == first.global_step
     second = make_loop(**options)
     second.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
-    assert first.model.rows + second.model.rows == whole.model.rows
+    assert first.model._rows + second.model._rows == whole.model._rows
     assert same(state_of(second), state_of(whole))
 
 

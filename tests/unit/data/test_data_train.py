@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit.loader_kinds import (
@@ -31,7 +30,7 @@ from kit.loader_kinds import (
     parts,
 )
 from kit.simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
@@ -518,51 +517,3 @@ def test_an_iterator_that_epochs_share_is_noticed(loader: Any, attribute: str) -
         assert feed.about_state[: len(attribute) + 1].strip() == (attribute if epoch else "")
     if isinstance(loader, DataLoader):
         end_workers(loader)
-
-
-class Normalises:
-    """A transform with a running mean of its own."""
-
-    def __init__(self) -> None:
-        self.mean, self.calls = np.zeros(1), 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.mean += (x.item() - self.mean) / self.calls
-        return x - float(self.mean[0])
-
-
-class Draws(Dataset[torch.Tensor]):
-    def __init__(self, kind: str) -> None:
-        self.kind, self.table, self.reads = kind, torch.rand(10_000), 0
-        self.of_torch, self._of_numpy, self.of_python = torch.Generator(), np.random.default_rng(0), random.Random(0)
-        self.transforms = [Normalises()]
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.reads += 1
-        self.table[index] = 0.0
-        x = torch.tensor([float(index)])
-        if self.kind == "transforms[0].mean":
-            return self.transforms[0](x)
-        if self.kind == "of_torch":
-            return x + torch.rand(1, generator=self.of_torch)
-        return x + {"_of_numpy": self._of_numpy.random, "of_python": self.of_python.random}.get(self.kind, float)()
-
-
-@pytest.mark.parametrize("kind", ["none", "of_torch", "_of_numpy", "of_python", "transforms[0].mean"])
-def test_state_of_a_dataset_that_reading_changes_is_named_once(kind: str) -> None:
-    loader = DataLoader(Subset(Draws(kind), range(6)), 2)
-    expected = (
-        "" if kind == "none" else f"reading train_loader changes train_loader.dataset.dataset.{kind}. Checkpoints"
-    )
-    feed, found = TrainFeed(loader), []
-    for epoch in range(2):
-        feed.set_epoch(epoch)
-        assert len(list(feed.steps(1))) == 3
-        feed.end_epoch()
-        found.append(feed.about_state)
-    assert found[0][: len(expected) + 1].strip() == expected
-    assert found[1] == ""

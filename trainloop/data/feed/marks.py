@@ -7,9 +7,6 @@ from collections.abc import Callable
 from io import IOBase
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -23,12 +20,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop._support.user_line import described_names
 from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import as_generator, has_state, length_of
+from trainloop.data.order.orders import length_of
 
-__all__ = ["DataState", "KeptIterators", "LoaderMarks"]
+__all__ = ["KeptIterators", "LoaderMarks"]
 
 # Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
 # attribute of the user's may change with every sample.
@@ -147,78 +143,3 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-class DataState:
-    """Detect attributes of a dataset that change while this process reads it: random generators and statistics.
-
-    Looks at the dataset, and at the datasets and plain objects (such as transforms) in its attributes, and in lists. A
-    loader or stream with a ``state_dict`` keeps its state itself. Large arrays are data; whole numbers mostly count.
-
-    Parameters
-    ----------
-    loader
-        Any iterable of batches.
-    name : str
-        Name of the loader in messages.
-    """
-
-    def __init__(self, loader: Any, name: str) -> None:
-        self._loader, self._name = loader, name
-        self._before: dict[str, Any] | None = None
-
-    def begin_epoch(self) -> None:
-        """Note the values before the first epoch that this process reads without workers."""
-        keeps_itself = has_state(self._loader) or (is_stream(self._loader) and has_state(self._loader.dataset))
-        if self._before is None and not getattr(self._loader, "num_workers", 0) and not keeps_itself:
-            self._before = self._values()
-
-    def after_epoch(self) -> str:
-        """Return a warning if the first epoch has changed a value; empty if none has changed, and in later epochs."""
-        before, self._before = self._before, {}
-        if not before:
-            return ""
-        now = self._values()
-        changed = [name for name, value in before.items() if name in now and now[name] != value]
-        if not changed:
-            return ""
-        return (
-            f"reading {self._name} changes {described_names(changed)}. Checkpoints do not contain this, and it "
-            "does not come back from ranks: a resumed run, and in ddp and fsdp another fit, begin with the value of "
-            "the script. If the samples depend on it, let them follow from the epoch (set_epoch) and the index, draw "
-            "from the global generators of Python, numpy and torch, which are resumed, or save it in a callback's "
-            "rank_state_dict (a stream's in its own state_dict)."
-        )
-
-    def _values(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        parts = [(f"{self._name}.dataset", getattr(self._loader, "dataset", None), 0)]
-        seen: set[int] = set()
-        while parts:
-            path, part, depth = parts.pop()
-            if id(part) in seen or len(seen) > _MOST_PARTS or isinstance(part, (type, nn.Module)):
-                continue
-            seen.add(id(part))
-            if isinstance(part, (list, tuple)):
-                parts += [(f"{path}[{i}]", one, depth + 1) for i, one in enumerate(part) if len(part) <= _MOST_ITEMS]
-                continue
-            for attribute, value in getattr(part, "__dict__", {}).items():
-                where, generator = f"{path}.{attribute}", as_generator(value)
-                if generator is not None:
-                    state = generator.get_state()
-                    found[where] = repr(state.tolist() if isinstance(state, Tensor) else state)
-                elif _is_small(value) and attribute[0] != "_":
-                    found[where] = repr(value if isinstance(value, float) else value.tolist())
-                elif depth < _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
-                    parts.append((where, value, depth + 1))
-        return found
-
-
-_DEEPEST, _MOST_PARTS, _MOST_ITEMS, _MOST_BYTES = 3, 64, 16, 4096
-
-
-def _is_small(value: Any) -> bool:
-    """Return True for a float, and for a small array or tensor on the CPU."""
-    if type(value) is Tensor:
-        return value.layout is torch.strided and value.is_cpu and value.nbytes <= _MOST_BYTES
-    return type(value) is float or (type(value) is np.ndarray and value.nbytes <= _MOST_BYTES)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import moved, on_device
 from trainloop.data.feed.feed_position import FeedPosition
-from trainloop.data.feed.marks import DataState, KeptIterators
+from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
@@ -91,7 +91,6 @@ class TrainFeed:
         self._seed = seed
         self._workers_dataset = WorkersDataset(name)
         self._kept = KeptIterators(self._users_loader, name)
-        self._data = DataState(self._users_loader, name)
         self._position = FeedPosition(
             self._source, self._users_loader, name, rank=rank, world_size=world_size, draws_globally=seed is None
         )
@@ -168,7 +167,6 @@ class TrainFeed:
         """
         self._position.begin_epoch(resumed=skip_steps > 0)
         if self._rank == 0:
-            self._data.begin_epoch()
             self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
         # One item per micro-batch; the items are grouped into steps below.
         done = skip_steps * grad_accumulation if skip_batches is None else skip_batches
@@ -209,8 +207,7 @@ class TrainFeed:
     def end_epoch(self) -> None:
         """End the epoch, perhaps before its last step; the next epoch draws a new order."""
         self._position.end_epoch(complete=False)
-        about_data = self._data.after_epoch()
-        self.about_state = self._kept.after_epoch() or about_data
+        self.about_state = self._kept.after_epoch()
 
     def state_dict(
         self, plain: Callable[[Any, str], Any] = lambda value, _: value, *, ended: bool = False

@@ -60,6 +60,9 @@ class TrainingRun(Protocol):
     def shared_of(self, loader: Any, name: str) -> Any:
         """Return the properties of an evaluation loader that must be equal on all ranks."""
 
+    def changed_beside(self) -> dict[str, int]:
+        """Return checksums of what the training has changed and checkpoints do not contain, by path."""
+
     def is_done(self) -> bool:
         """Return True if neither a step nor the end of a resumed epoch is left."""
 

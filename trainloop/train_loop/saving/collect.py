@@ -132,6 +132,7 @@ def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[st
         "versions": {"trainloop": 1, "torch": str(torch.__version__), "python": platform.python_version()},
         **state,
         "history": loop.history.state_dict(),
+        "beside": run.changed_beside(),
         "ranks": ranks,
     }
 

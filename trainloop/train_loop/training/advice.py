@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainloop._support.carried import names_of
 from trainloop._support.reduction import adds_samples, divisor_of
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
-from trainloop.optim import criterion_modules, named_trained_parameters, trained_modules
-from trainloop.parallel.shards import bit_sums
+from trainloop.optim import named_trained_parameters, trained_modules
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.training.trained import hooked_parameters, not_optimized
@@ -38,22 +34,15 @@ class Advice:
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._given: set[str] = set()
-        self._saved: set[str] | None = None  # the names of tensors in checkpoints, in a fit that writes them
-        self._watched_step: int | None = None
         self._skipped = _Skipped()
 
     def once(self, about: str, text: str) -> None:
-        """Warn, unless this run has warned ``about`` this already, or it is another rank's turn."""
-        if about not in self._given and self._run.loop.is_global_zero:
+        """Warn, unless ``text`` is empty, or this run has warned ``about`` this already."""
+        if text and about not in self._given and self._run.loop.is_global_zero:
             self._given.add(about)
             warn_or_print(text)
 
     # -- before the first step ---------------------------------------------------------------------------------------
-
-    def note_saved(self) -> None:
-        """Note what checkpoints contain. In ``fsdp``, all ranks call it."""
-        if self._saved is None:
-            self._saved = _saved_names(self._run.loop.model, self._run.loop.criterion)
 
     def eval_undone(self) -> None:
         """Warn that ``on_epoch_begin`` has put the model into ``eval()``."""
@@ -116,24 +105,6 @@ class Advice:
                 f"has no samples for rank {', '.join(missing[:5])}, where get_loss is not called. If this is a count "
                 "of steps, set it in a callback's on_batch_begin, from tl.global_step, or pass drop_last=True to the "
                 "loader, so that all ranks have the same value.",
-            )
-
-    @contextmanager
-    def watching_state(self) -> Iterator[None]:
-        """In a fit's first step, warn of what ``get_loss`` changes if checkpoints do not contain it."""
-        loop, step = self._run.loop, self._run.loop.progress.global_step
-        if self._watched_step not in (None, step) or self._saved is None or not loop.is_global_zero:
-            yield
-            return
-        before, self._watched_step = _UnsavedState(loop.model, loop.criterion, self._saved), step
-        yield
-        if names := _UnsavedState(loop.model, loop.criterion, self._saved).changed_since(before):
-            self._watched_step = -1
-            self.once(
-                "state",
-                f"get_loss changes {described_names(names)}, which checkpoints do not contain, so that a resumed run "
-                "begins with the value of the script. If the training depends on it, make it a buffer, or return it "
-                "from get_extra_state. Set a count of steps in a callback's on_batch_begin, from tl.global_step.",
             )
 
     def averages(self, read: BatchLoss, count: int, calls: int) -> None:
@@ -265,77 +236,3 @@ def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
         for name, value in vars(part).items()
         if type(value) in (int, float) and not name.startswith("_")
     }
-
-
-class _UnsavedState:
-    """Public attributes that ``get_loss`` may change, of the modules that a loop trains, as they are now.
-
-    These are whole numbers, tensors, and lists of tensors, also those of plain objects in attributes, and buffers that
-    are not persistent. Other buffers, parameters, and the attributes of modules with ``get_extra_state`` or
-    ``carried_state`` are in checkpoints.
-
-    Parameters
-    ----------
-    model : nn.Module
-    criterion : callable
-    saved : set of str
-        Names that checkpoints contain.
-    """
-
-    def __init__(self, model: nn.Module, criterion: Any, saved: set[str]) -> None:
-        self._values: dict[str, tuple[Any, Any]] = {}  # the object, and what shows that it has changed
-        tensors: dict[str, Tensor] = {}
-        for prefix, whole in _with_prefixes(model, criterion):
-            for name, buffer in whole.named_buffers(prefix):
-                if name not in saved and _is_plain_tensor(buffer):
-                    tensors[name] = buffer
-            for path, part in whole.named_modules(prefix=prefix):
-                if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add(f"{path}{'.' * bool(path)}", part, tensors)
-        for (path, tensor), bits in zip(tensors.items(), bit_sums(list(tensors.values())), strict=True):
-            self._values[path] = (tensor, bits)
-
-    def _add(self, path: str, part: Any, tensors: dict[str, Tensor], *, within: bool = True) -> None:
-        kind = type(part)
-        if kind.__module__.partition(".")[0] in ("torch", "torchmetrics", "builtins"):  # metrics train nothing
-            return
-        of_class = {name: value for cls in kind.__mro__ for name, value in vars(cls).items() if type(value) is int}
-        for name, value in {**of_class, **vars(part)}.items():
-            if name.startswith("_") or (isinstance(part, nn.Module) and name in names_of(part)):
-                continue
-            if type(value) is int:
-                self._values[path + name] = (None, value)
-            elif _is_plain_tensor(value):
-                tensors[path + name] = value
-            elif isinstance(value, (list, deque)):
-                self._values[path + name] = (value, [len(value), *(id(item) for item in islice(value, 10_000))])
-            elif within and hasattr(value, "__dict__") and not callable(value):
-                self._add(f"{path}{name}.", value, tensors, within=False)
-
-    def changed_since(self, before: _UnsavedState) -> list[str]:
-        """Return the paths of values that have changed in place, and of numbers that have changed."""
-        return [
-            path
-            for path, (value, shown) in self._values.items()
-            if path in before._values
-            and before._values[path][0] is value
-            and before._values[path][1] != shown
-            and (not isinstance(value, (list, deque)) or any(isinstance(item, Tensor) for item in islice(value, 10)))
-        ]
-
-
-def _saved_names(model: nn.Module, criterion: Any) -> set[str]:
-    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
-    prefixed = _with_prefixes(model, criterion)
-    return {f"{prefix}{'.' * bool(prefix)}{name}" for prefix, whole in prefixed for name in whole.state_dict()}
-
-
-def _with_prefixes(model: nn.Module, criterion: Any) -> list[tuple[str, nn.Module]]:
-    return [("", model), *(("criterion", module) for module in criterion_modules(criterion))]
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    """Return True for a tensor with bits that can be compared, and outside of a graph."""
-    if type(value) is not Tensor or value.layout != torch.strided:
-        return False
-    return not (value.requires_grad or value.is_nested or value.is_quantized or value.is_meta)

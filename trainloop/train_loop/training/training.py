@@ -54,6 +54,7 @@ from trainloop.train_loop.run.losses import explain_backward, explain_freed_grap
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
+from trainloop.train_loop.saving.beside import Beside, saved_names
 from trainloop.train_loop.training.advice import Advice
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
@@ -140,6 +141,9 @@ class Training(Run):
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
         self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
+        self._beside: Beside | None = None  # at the beginning of the first epoch
+        self._saved: set[str] | None = None
+        self._finished_epochs = 0
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
     def train(self) -> int:
@@ -289,6 +293,18 @@ class Training(Run):
     def _end_in_iterations(self) -> float:
         """Return the iteration after which the training ends; infinity if the length is given in epochs."""
         return self.start_iteration + self.loop.num_iterations if self.loop.num_iterations else math.inf
+
+    def _writes(self) -> bool:
+        """Return True if this run writes checkpoints."""
+        return bool(self.savers) or self.restarts is not None
+
+    def changed_beside(self) -> dict[str, int]:
+        """Return what the training has changed and checkpoints do not contain; warn of what it may depend on."""
+        if self._beside is None or not self.loop.is_global_zero:
+            return {}
+        now = Beside(self.loop, self._saved)
+        self.advice.once("beside", now.about(self._beside))
+        return now.changed_since(self._beside)
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
@@ -451,6 +467,9 @@ class Training(Run):
         loop.progress.epoch_ends = False
         self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
         self._follow_callbacks()
+        if self._beside is None and (self.parallel or self._writes()):
+            self._saved = saved_names(loop) if self._writes() else None
+            self._beside = Beside(loop, self._saved)
         if self.skip_steps == 0:
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
@@ -461,8 +480,6 @@ class Training(Run):
                 self.advice.eval_undone()
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
-        if self.savers or self.restarts is not None:
-            self.advice.note_saved()
         settings = self._agreed_settings() if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
@@ -550,8 +567,8 @@ class Training(Run):
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        if self.feed.about_state and (self.savers or self.parallel or self.restarts is not None):
-            self.advice.once("data", self.feed.about_state)
+        if self.parallel or self._writes():
+            self.advice.once("iterator", self.feed.about_state)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
@@ -564,6 +581,9 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
+        if self._finished_epochs == 0:
+            self.changed_beside()
+        self._finished_epochs += 1
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
@@ -696,7 +716,7 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with self.advice.watching_state(), functional_losses(self._functions):
+        with functional_losses(self._functions):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])

@@ -1,0 +1,248 @@
+"""Find what a training changes beside its checkpoints: attributes of modules, callbacks, optimizers and datasets."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainloop._support.carried import names_of
+from trainloop._support.user_line import described_names, warn_or_print
+from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.loader.loaders import is_stream
+from trainloop.data.order.columns import SplitBatches
+from trainloop.data.order.orders import as_generator, generators_of, has_state
+from trainloop.optim import criterion_modules, optimizers_of
+from trainloop.parallel.shards import bit_sums
+from trainloop.train_loop.progress.loop_state import LoopState
+
+__all__ = ["Beside", "saved_names", "warn_of_lost"]
+
+_DEEPEST, _MOST_PARTS, _MOST_ITEMS = 3, 64, 1000
+_MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; larger arrays of a dataset are its data
+_LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train nothing; the others save what they need
+_SCHEDULERS = "torch.optim.lr_scheduler"
+_OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
+_OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups"})
+_HOW = (
+    "If the training depends on this, save it: in a module, as a buffer or by get_extra_state; in a callback, by "
+    "state_dict and load_state_dict (for a dataset, by rank_state_dict). A count of steps can follow from "
+    "tl.global_step; samples, from set_epoch and the index, or from the global generators of Python, numpy and torch."
+)
+
+
+class Beside:
+    """Checksums of attributes that checkpoints do not contain, as they are now, by path.
+
+    These are plain values, tensors, arrays, random generators, containers of these, and the same in plain objects. Left
+    out is what checkpoints contain: attributes of a module with ``get_extra_state``, of a callback, optimizer, sampler
+    or stream with a ``state_dict``, and of libraries; and a dataset's containers, which mostly are caches.
+
+    Parameters
+    ----------
+    loop : LoopState
+    saved : set of str, optional
+        The result of :func:`saved_names`; ``None`` to look only at what does not come back from ranks: the data.
+    """
+
+    def __init__(self, loop: LoopState, saved: set[str] | None) -> None:
+        self.values: dict[str, int] = {}
+        self._kinds: dict[str, Any] = {}  # of those from which a training mostly goes on: neither records nor caches
+        self._data: set[str] = set()
+        self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
+        self._add_data(loop.train_loader)
+        if saved is not None:
+            self._add_modules(loop, saved)
+            self._add_others(loop)
+            self._add_globals(type(one) for one in (loop.model, loop.criterion, *loop.callbacks))
+
+    def changed_since(self, before: Beside) -> dict[str, int]:
+        """Return the values that were different in ``before``."""
+        return {path: shown for path, shown in self.values.items() if before.values.get(path, shown) != shown}
+
+    def about(self, before: Beside) -> str:
+        """Return a warning about what has changed since ``before``, if the training mostly depends on it; else ''."""
+        names = [
+            name
+            for name in self.changed_since(before)
+            # A cache often has had no value, or one of another shape.
+            if name in self._kinds and self._kinds[name] in ("pool", before._kinds.get(name))
+        ]
+        if not names:
+            return ""
+        back = ", and it does not come back from ranks" if self._data & {*names} else ""
+        return (
+            f"the training changes {described_names(names)}. Checkpoints do not contain this{back}, so that a resumed "
+            f"run begins with the value of the script. {_HOW}"
+        )
+
+    def _add(self, path: str, value: Any, kind: Any = None) -> None:
+        shown = _shown(value)
+        if shown is not None:
+            self.values[path] = zlib.crc32(repr(shown).encode())
+            if kind is not None:
+                self._kinds[path] = kind
+
+    def _add_modules(self, loop: LoopState, saved: set[str]) -> None:
+        modules = [("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))]
+        for prefix, whole in modules:
+            for name, buffer in whole.named_buffers(prefix):
+                if name not in saved:
+                    self._add(name, buffer, _kind_of(buffer))
+            for path, part in whole.named_modules(prefix=prefix):
+                self._seen.add(id(part))
+                if type(part).get_extra_state is nn.Module.get_extra_state:
+                    self._add_attributes(path, part, without={"training", *names_of(part)})
+                for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+                    self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
+
+    def _add_others(self, loop: LoopState) -> None:
+        if not isinstance(loop.criterion, nn.Module):
+            self._add_attributes("criterion", loop.criterion)
+        for i, optimizer in enumerate(optimizers := optimizers_of(loop.optimizer)):
+            if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+                name = "optimizer" if len(optimizers) == 1 else f"optimizer {i}"
+                self._add_attributes(name, optimizer, without=_OF_OPTIMIZERS)
+        for callback in loop.callbacks:
+            if type(callback).state_dict is AbstractCallback.state_dict and not callback.uses_hook("rank_state_dict"):
+                self._add_attributes(callback.callback_name, callback, without=_OF_CALLBACKS, of_callback=True)
+
+    def _add_attributes(
+        self, path: str, part: Any, *, without: Collection[str] = (), of_callback: bool = False, depth: int = 0
+    ) -> None:
+        """Add the attributes of an object of the user's, and of objects in them of the same package, or schedulers."""
+        package = type(part).__module__.partition(".")[0]
+        if package in _LIBRARIES and not depth:
+            return
+        for name, value in {**_of_classes(part), **getattr(part, "__dict__", {})}.items():
+            if name in without or name.startswith("_" if depth or not of_callback else "__"):
+                continue
+            where = f"{path}.{name}" if path else name
+            if as_generator(value) is None or of_callback or depth:  # otherwise, checkpoints contain its state
+                self._add(where, value, None if of_callback else _kind_of(value))
+            if id(value) in self._seen or not hasattr(value, "__dict__"):
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, nn.Module):  # of a callback, or hidden in a list or an object
+                for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+                    self._add(f"{where}.{inner}", tensor)
+            elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
+                self._add_attributes(where, value, of_callback=of_callback, depth=depth + 1)
+
+    def _add_globals(self, kinds: Iterable[type]) -> None:
+        """Add small values in the modules that define classes of the user's, which methods change as globals."""
+        for module in {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES}:
+            for name, value in list(vars(sys.modules.get(module, object)).items()):
+                where = f"{module}.{name}"
+                if name.startswith("_") or id(value) in self._seen:
+                    continue
+                if _is_small(value) or as_generator(value) is not None:
+                    self._add(where, value)
+                elif type(value).__module__ == module and not isinstance(value, (nn.Module, AbstractCallback)):
+                    self._add_attributes(where, value, of_callback=True, depth=1)
+
+    def _add_data(self, loader: Any) -> None:
+        """Add attributes of a loader, its dataset, samplers and functions, which this process reads without workers."""
+        loader = loader.loader if isinstance(loader, SplitBatches) else loader
+        dataset = getattr(loader, "dataset", None)
+        if getattr(loader, "num_workers", 0) or has_state(loader) or (is_stream(loader) and has_state(dataset)):
+            return
+        seen = {id(getattr(own, "own", own)) for own in generators_of(loader).values()}  # their states are saved
+        parts = [("train_loader", loader, 0), ("train_loader.dataset", dataset, 0)]  # the last one first
+        while parts and len(seen) < _MOST_PARTS:
+            path, part, depth = parts.pop()
+            if id(part) in seen or isinstance(part, (type, nn.Module)):
+                continue
+            seen.add(id(part))
+            if isinstance(part, (list, tuple)):
+                parts += [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
+                continue
+            for name, value in getattr(part, "__dict__", {}).items():
+                where, generator = f"{path}.{name}", as_generator(value)
+                if id(value) in seen:
+                    continue
+                is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
+                if generator is not None or (name[0] != "_" and not is_cache and _is_small(value)):
+                    # Whole numbers mostly count what is read.
+                    follows = generator is not None or isinstance(value, (float, Tensor, np.ndarray))
+                    self._add(where, value, "data" if follows else None)
+                    self._data.add(where)
+                if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
+                    parts.append((where, value, depth + 1))
+
+
+def _of_classes(part: Any) -> dict[str, Any]:
+    """Return the values that the user's classes of an object share between their objects, such as a count of calls."""
+    kinds = [cls for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    return {name: value for cls in reversed(kinds) for name, value in vars(cls).items() if not callable(value)}
+
+
+def saved_names(loop: LoopState) -> set[str]:
+    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
+    criteria = (("criterion.", module) for module in criterion_modules(loop.criterion))
+    return {f"{prefix}{name}" for prefix, whole in (("", loop.model), *criteria) for name in whole.state_dict()}
+
+
+def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
+    """Warn of values that a resumed run does not have: those that differ from the time of the checkpoint.
+
+    In ``fsdp``, all ranks call it.
+    """
+    now = Beside(loop, saved_names(loop)).values if saved else {}
+    lost = [path for path, shown in saved.items() if now.get(path, shown) != shown]
+    if lost and loop.is_global_zero:
+        warn_or_print(
+            f"the checkpoint does not contain {described_names(lost)}, which the training had changed. This run "
+            f"continues with other values. {_HOW}"
+        )
+
+
+def _kind_of(value: Any) -> Any:
+    """Return the kind of a value that a training mostly goes on from: a count, a tensor's shape, a pool of tensors."""
+    if isinstance(value, (list, deque)):
+        return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
+    return "count" if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
+
+
+def _shown(value: Any, depth: int = 2) -> Any:
+    """Return what shows a change of a value, in this process and in another one; ``None`` for other objects."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return [tuple(value.shape), bit_sums([value])] if _is_plain_tensor(value) else None
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype.kind in "biufc" else None
+    if (generator := as_generator(value)) is not None:
+        state = generator.get_state()
+        return repr(state.tolist() if isinstance(state, Tensor) else state)
+    if depth and isinstance(value, (list, tuple, deque)):
+        return [len(value), [_shown(item, depth - 1) for item in islice(value, _MOST_ITEMS)]]
+    if depth and isinstance(value, dict):
+        items = islice(value.items(), _MOST_ITEMS)
+        return [len(value), [(_shown(key, 1), _shown(item, depth - 1)) for key, item in items]]
+    if depth and isinstance(value, (set, frozenset)):
+        return [len(value), sorted(str(_shown(item, 1)) for item in islice(value, _MOST_ITEMS))]
+    return None
+
+
+def _is_small(value: Any) -> bool:
+    """Return True for a plain value, a small array or tensor on the CPU, and a container of at most 1000 items."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.nbytes <= _SMALL_BYTES and (isinstance(value, np.ndarray) or value.is_cpu)
+    if isinstance(value, (list, tuple, dict, set, deque)):
+        return len(value) <= _MOST_ITEMS
+    return isinstance(value, (int, float, str, np.generic))
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Return True for a tensor with bits that can be compared, and outside of a graph."""
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.grad_fn is not None:
+        return False
+    return not (value.is_nested or value.is_quantized or value.is_meta)
