@@ -213,14 +213,18 @@ def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
         TrainLoop(declaring("Sum"), None)
 
 
-def undeclared(loss: Any) -> type[VAE]:
+def undeclared(loss: Any, *, yields: bool = False) -> type[VAE]:
     class Undeclared(VAE):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
             x = batch_data[0].sigmoid()
             drawn, mu, _ = self(x)
             return loss(drawn, x, mu)
 
-    return Undeclared
+    class YieldsIt(Undeclared):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            yield super().get_loss(batch_data, criterion, device)
+
+    return YieldsIt if yields else Undeclared
 
 
 def squares(drawn: Tensor, x: Tensor) -> Tensor:
@@ -239,10 +243,10 @@ MEANS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", [*SUMS, "yielded"])
 @pytest.mark.parametrize("declared", [None, "sum", "mean"])
 def test_a_sum_that_nothing_declares_is_reported(name: str, declared: str | None) -> None:
-    model = undeclared(SUMS[name])()
+    model = undeclared(SUMS.get(name, SUMS["sum"]), yields=name == "yielded")()
     model.loss_reduction = declared  # type: ignore[assignment]
     loader = DataLoader(make_data(12), batch_size=4)
     loop = TrainLoop(

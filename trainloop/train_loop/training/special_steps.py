@@ -132,6 +132,8 @@ class AlternatingTraining(Training):
                     continue
                 size = step.sizes[i]
                 optimizer, read = read_yielded(item, size, self.gradients.sums)
+                if self._functions is not None:
+                    self.advice.sums(read, len(step.batches))
                 if self.place.collective:
                     refuse_constant(read.loss)
                 index = _index_of(self.loop.optimizer, optimizer)
