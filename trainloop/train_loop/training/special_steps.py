@@ -88,7 +88,7 @@ class AlternatingTraining(Training):
             drop_gradients(optimizer)
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
-        if self._functions is not None:
+        if self._functions is not None and step.batches:
             self.functions_seen()
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):

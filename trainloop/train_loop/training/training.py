@@ -693,7 +693,7 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        if self._functions is not None:
+        if self._functions is not None and batches:  # without a batch, this rank has not called get_loss
             self.functions_seen()
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
