@@ -34,7 +34,7 @@ from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler
 
-__all__ = ["LoadedCode", "SentModules", "dumped_modules", "receive_modules"]
+__all__ = ["LoadedCode", "SentModules", "dumped_modules", "is_users", "receive_modules"]
 
 _MOST_BYTES = 1 << 20  # of one value; a larger one is data, of which only type and length are compared
 _MOST_IN_ALL = 16 << 20
@@ -88,6 +88,14 @@ def users_modules() -> dict[str, types.ModuleType]:
         and getattr(getattr(module, "__spec__", None), "name", None) == name
         and not _in_library(module.__file__)
     }
+
+
+def is_users(name: str) -> bool:
+    """Return True if a module belongs to the user's program, also as ``__main__``."""
+    if name in ("__main__", "__mp_main__"):
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return type(file) is str and not _in_library(file)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from trainloop.optim import note_steps_elsewhere, optimizers_of, own_parameters,
 from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.saving.script_values import script_values
 
 __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
@@ -87,6 +88,7 @@ def _parts(loop: LoopState) -> dict[str, Any]:
     roots.update(
         (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in _plain_attributes(loop).items()
     )
+    roots.update((path, own.value) for path, own in script_values(loop).items())
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
     apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
@@ -154,6 +156,8 @@ class RankSide:
         }
         attributes = _tensor_attributes(loop)
         self._of_tensors = {key: fingerprint(own, self.known, fixed=True) for key, own in attributes.items()}
+        script = script_values(loop)
+        self._script = {path: fingerprint(own.value, self.known, fixed=True) for path, own in script.items()}
         self._arrived = fingerprints(self.parts, self.known)
 
     def end_state(self, result: Any) -> PackedState | None:
@@ -201,6 +205,12 @@ class RankSide:
                 and self._can_send(own, f"an attribute of {key[1]}, set in training, can't be pickled")
             },
             "parts": changed_parts(self.parts, self._arrived, self.known),
+            "script": {
+                path: own.value
+                for path, own in script_values(loop).items()
+                if self.parts.get(path) is not own.value
+                and fingerprint(own.value, self.known) not in (None, self._script.get(path))
+            },
             "generators": generator_states(self._loaders),
             "history": loop.history.state_dict(),
             "scaler": loop.scaler_state,
@@ -238,6 +248,7 @@ class RankSide:
             "settings": "tl.{0}, assigned in training,",
             "attributes": "model attribute {0[2]!r}",
             "attributes of tensors": "an attribute of {0[1]}, set in training,",
+            "script": "{0}, changed in training,",
         }
         for kind, what in described.items():
             state[kind] = {key: v for key, v in state[kind].items() if self._rebuilds(v, what.format(key))}
@@ -342,6 +353,10 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     _put_plain_attributes(loop, state["attributes"])
     for key, tensor in _tensors(loop):
         vars(tensor).update(state["attributes of tensors"].get(key, {}))
+    script = script_values(loop)
+    for path, value in state["script"].items():
+        if path in script:
+            script[path].put(value)
     set_generator_states(loaders_of(loop), state["generators"])
     loop.history.load_state_dict(state["history"])
     loop.scaler_state = state["scaler"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from io import IOBase
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainloop.data.order.orders import as_generator, generators_of, has_state
 from trainloop.optim import criterion_modules, optimizers_of
 from trainloop.parallel.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.saving.script_values import script_values
 
 __all__ = ["Beside", "saved_names", "warn_of_lost"]
 
@@ -41,9 +43,10 @@ _HOW = (
 class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
-    These are plain values, tensors, arrays, random generators, containers of these, and the same in plain objects. Left
-    out is what checkpoints contain: attributes of a module with ``get_extra_state``, of a callback, optimizer, sampler
-    or stream with a ``state_dict``, and of libraries; and a dataset's containers, which mostly are caches.
+    These are plain values, tensors, arrays, random generators, containers of these, and the same in plain objects. An
+    iterator always counts as changed. Left out is what checkpoints contain: attributes of a module with
+    ``get_extra_state``, of a callback, optimizer, sampler or stream with a ``state_dict``, and of libraries; and a
+    dataset's containers, which mostly are caches.
 
     Parameters
     ----------
@@ -54,14 +57,16 @@ class Beside:
 
     def __init__(self, loop: LoopState, saved: set[str] | None) -> None:
         self.values: dict[str, int] = {}
-        self._kinds: dict[str, Any] = {}  # of those from which a training mostly goes on: neither records nor caches
+        self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
         self._add_data(loop.train_loader)
         if saved is not None:
             self._add_modules(loop, saved)
             self._add_others(loop)
-            self._add_globals(type(one) for one in (loop.model, loop.criterion, *loop.callbacks))
+            for path, own in script_values(loop).items():
+                self._add(path, own.value)
+                self._add_attributes(path, own.value, of_callback=True, depth=1)
 
     def changed_since(self, before: Beside) -> dict[str, int]:
         """Return the values that were different in ``before``."""
@@ -121,7 +126,9 @@ class Beside:
         package = type(part).__module__.partition(".")[0]
         if package in _LIBRARIES and not depth:
             return
-        for name, value in {**_of_classes(part), **getattr(part, "__dict__", {})}.items():
+        kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()
+        counts = {name: value for cls in kinds for name, value in vars(cls).items() if type(value) in (int, float)}
+        for name, value in {**counts, **getattr(part, "__dict__", {})}.items():
             if name in without or name.startswith("_" if depth or not of_callback else "__"):
                 continue
             where = f"{path}.{name}" if path else name
@@ -135,18 +142,6 @@ class Beside:
                     self._add(f"{where}.{inner}", tensor)
             elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
                 self._add_attributes(where, value, of_callback=of_callback, depth=depth + 1)
-
-    def _add_globals(self, kinds: Iterable[type]) -> None:
-        """Add small values in the modules that define classes of the user's, which methods change as globals."""
-        for module in {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES}:
-            for name, value in list(vars(sys.modules.get(module, object)).items()):
-                where = f"{module}.{name}"
-                if name.startswith("_") or id(value) in self._seen:
-                    continue
-                if _is_small(value) or as_generator(value) is not None:
-                    self._add(where, value)
-                elif type(value).__module__ == module and not isinstance(value, (nn.Module, AbstractCallback)):
-                    self._add_attributes(where, value, of_callback=True, depth=1)
 
     def _add_data(self, loader: Any) -> None:
         """Add attributes of a loader, its dataset, samplers and functions, which this process reads without workers."""
@@ -169,19 +164,17 @@ class Beside:
                 if id(value) in seen:
                     continue
                 is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
-                if generator is not None or (name[0] != "_" and not is_cache and _is_small(value)):
+                if (
+                    generator is not None
+                    or _is_iterator(value)
+                    or (name[0] != "_" and not is_cache and _is_small(value))
+                ):
                     # Whole numbers mostly count what is read.
                     follows = generator is not None or isinstance(value, (float, Tensor, np.ndarray))
                     self._add(where, value, "data" if follows else None)
                     self._data.add(where)
                 if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
                     parts.append((where, value, depth + 1))
-
-
-def _of_classes(part: Any) -> dict[str, Any]:
-    """Return the values that the user's classes of an object share between their objects, such as a count of calls."""
-    kinds = [cls for cls in type(part).__mro__ if cls.__module__.partition(".")[0] not in _LIBRARIES]
-    return {name: value for cls in reversed(kinds) for name, value in vars(cls).items() if not callable(value)}
 
 
 def saved_names(loop: LoopState) -> set[str]:
@@ -205,7 +198,7 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of a value that a training mostly goes on from: a count, a tensor's shape, a pool of tensors."""
+    """Return the kind of a value that a training mostly continues from: a count, a tensor's shape, a pool of tensors."""
     if isinstance(value, (list, deque)):
         return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
     return "count" if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
@@ -222,6 +215,8 @@ def _shown(value: Any, depth: int = 2) -> Any:
     if (generator := as_generator(value)) is not None:
         state = generator.get_state()
         return repr(state.tolist() if isinstance(state, Tensor) else state)
+    if _is_iterator(value):
+        return os.urandom(8)  # nothing shows its position
     if depth and isinstance(value, (list, tuple, deque)):
         return [len(value), [_shown(item, depth - 1) for item in islice(value, _MOST_ITEMS)]]
     if depth and isinstance(value, dict):
@@ -230,6 +225,10 @@ def _shown(value: Any, depth: int = 2) -> Any:
     if depth and isinstance(value, (set, frozenset)):
         return [len(value), sorted(str(_shown(item, 1)) for item in islice(value, _MOST_ITEMS))]
     return None
+
+
+def _is_iterator(value: Any) -> bool:
+    return hasattr(type(value), "__next__") and not isinstance(value, IOBase)
 
 
 def _is_small(value: Any) -> bool:

@@ -133,7 +133,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
     loop.scaler_state = state["scaler"]
-    # What follows, such as another fit, must begin as after the training, where rank 0's values come back.
+    # Another fit must begin as it would after the training, which returns rank 0's values.
     ranks, mine = state["ranks"], state["ranks"][0]
     own = [saved.get("optimizers") for saved in ranks]
     loop.note(own_optimizer_states=own if any(own) else [])

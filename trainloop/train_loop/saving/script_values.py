@@ -1,0 +1,110 @@
+"""Values that a script keeps in globals and class attributes, and that the methods of its own classes use."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainloop._launch.module_state import is_users
+from trainloop.optim import optimizers_of, trained_modules
+from trainloop.train_loop.progress.loop_state import LoopState
+
+__all__ = ["ScriptValue", "script_values"]
+
+_MOST_BYTES, _MOST_ITEMS = 2**20, 100_000  # larger values are data
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+
+
+class ScriptValue(NamedTuple):
+    """A value, and the place from which the script's code reads it."""
+
+    holder: Any
+    """A class, the globals of a module, or the cell of an outer variable."""
+    name: str
+    value: Any
+
+    def put(self, value: Any) -> None:
+        """Assign another value."""
+        if isinstance(self.holder, dict):
+            self.holder[self.name] = value
+        elif isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        else:
+            setattr(self.holder, self.name, value)
+
+
+def script_values(loop: LoopState) -> dict[str, ScriptValue]:
+    """Return plain values, containers and objects of the script's classes, small ones only, by path.
+
+    These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals and outer
+    variables that their methods use, also within functions that they call.
+    """
+    found: dict[str, ScriptValue] = {}
+    functions: deque[types.FunctionType] = deque()
+    for cls in _classes_of(loop):
+        for name, value in list(vars(cls).items()):
+            if not name.startswith("__") and _is_light(value):
+                found[f"{cls.__module__}.{cls.__qualname__}.{name}"] = ScriptValue(cls, name, value)
+            inner = getattr(value, "fget", None) or getattr(value, "__func__", value)  # properties, static methods
+            functions.extend([inner] if isinstance(inner, types.FunctionType) else [])
+    seen: set[types.CodeType] = set()
+    while functions:
+        function = functions.popleft()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        names = dict.fromkeys(_names_in(function.__code__))
+        used = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        holders: dict[str, Any] = dict.fromkeys(used, function.__globals__)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not assigned yet
+                used[name], holders[name] = cell.cell_contents, cell
+        for name, value in used.items():
+            if isinstance(value, types.FunctionType) and is_users(value.__module__):
+                functions.append(value)
+            elif _is_light(value):
+                found[f"{function.__module__}.{name}"] = ScriptValue(holders[name], name, value)
+    return found
+
+
+def _classes_of(loop: LoopState) -> list[type]:
+    modules = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
+    parts: list[Any] = [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks]
+    kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__)
+    return [cls for cls in kinds if is_users(cls.__module__)]
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _is_light(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, _ATOMS):
+        return not isinstance(value, (str, bytes)) or len(value) <= _MOST_BYTES
+    if type(value) is Tensor:
+        return value.layout == torch.strided and value.grad_fn is None and value.nbytes <= _MOST_BYTES
+    if type(value) is np.ndarray:
+        return value.nbytes <= _MOST_BYTES and value.dtype.kind in "biufc"
+    if isinstance(value, (torch.Generator, np.random.Generator)):
+        return True
+    if not depth:
+        return False
+    if isinstance(value, (list, tuple, set, deque)):
+        return len(value) <= _MOST_ITEMS and all(_is_light(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return len(value) <= _MOST_ITEMS and all(_is_light(item, depth - 1) for item in value.values())
+    if isinstance(value, (type, nn.Module, types.FunctionType, types.ModuleType)) or not is_users(
+        type(value).__module__
+    ):
+        return False
+    return all(_is_light(one, depth - 1) for one in getattr(value, "__dict__", {}).values())
